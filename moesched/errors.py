@@ -1,0 +1,45 @@
+"""Every error that moesched raises on purpose.
+
+    MoeschedError
+    ├── BadInput            the user's input: a file, a flag, a size. The command line prints it in one line, exit code 2
+    ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
+    │   ├── OutOfOrder      a verb whose input is not there yet, or was consumed already
+    │   ├── NotResident     a page that is not in the memory that a kernel reads it from
+    │   └── OverBudget      more bytes than a memory's budget holds
+    ├── TaskFailed          a task raised on its lane; carries the task's story
+    └── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
+"""
+
+from __future__ import annotations
+
+
+class MoeschedError(Exception):
+    """Base of all errors that moesched raises on purpose."""
+
+
+class BadInput(MoeschedError):
+    """The user's input cannot be used; the message names the value and the remedy in one line."""
+
+
+class PolicyError(MoeschedError):
+    """A policy submitted an illegal task; raised at the line that submitted it."""
+
+
+class OutOfOrder(PolicyError):
+    """A verb was submitted before its input exists, or after its input was consumed."""
+
+
+class NotResident(PolicyError):
+    """A kernel needs a page that is not in the memory that it reads."""
+
+
+class OverBudget(PolicyError):
+    """A memory's budget does not hold what was asked of it."""
+
+
+class TaskFailed(MoeschedError):
+    """A task raised on its lane. The message tells the task's story: label, lane, what it waited for, who submitted it."""
+
+
+class TaskCancelled(MoeschedError):
+    """A task was never run, because something that it needed failed or was cancelled."""

@@ -1,0 +1,1 @@
+"""Models: shapes, checkpoints and how their weights are cut into pages."""

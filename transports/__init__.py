@@ -1,0 +1,1 @@
+"""Transports: what carries collectives between ranks."""
