@@ -1,0 +1,136 @@
+"""The package as others get it: folders, metadata, and a wheel that is complete and can be imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
+PLUGIN_FOLDERS = ("devices", "policies", "transports")
+GENERATED = ("__pycache__", "*.pyc", "*.egg-info")
+OPTIONAL_LIBRARIES = ("mlx",)
+
+
+def files_to_ship() -> Iterator[tuple[Path, Path]]:
+    """(file in the tree, its path in the wheel) of everything below the package's four folders."""
+    for folder in ("moesched", *PLUGIN_FOLDERS):
+        inside = Path(folder) if folder == "moesched" else Path("moesched", folder)
+        for directory, folders, names in os.walk(ROOT / folder, followlinks=False):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            for name in names:
+                path = Path(directory, name)
+                if path.suffix != ".pyc" and not path.is_symlink():
+                    yield path, inside / path.relative_to(ROOT / folder)
+
+
+def entry_points() -> list[importlib.metadata.EntryPoint]:
+    """The command and every plug-in that pyproject.toml names, whether installed yet or not."""
+    groups = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
+    return [
+        importlib.metadata.EntryPoint(name, value, group)
+        for group, members in groups.items()
+        for name, value in members.items()
+    ]
+
+
+def test_the_list_of_packages_names_every_folder_with_code_and_no_other() -> None:
+    folders_with_code = {inside.parent for path, inside in files_to_ship() if path.suffix == ".py"}
+    assert sorted(PACKAGES) == sorted(".".join(folder.parts) for folder in folders_with_code)
+
+
+@pytest.mark.parametrize("folder", PLUGIN_FOLDERS)
+def test_a_plugin_folder_lies_at_the_top_and_is_linked_into_the_package(folder: str) -> None:
+    link = ROOT / "moesched" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", folder)
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"][f"moesched.{folder}"] == folder
+
+
+@pytest.mark.parametrize("entry_point", entry_points(), ids=lambda entry_point: entry_point.value)
+def test_an_entry_point_names_something_that_can_be_called(
+    entry_point: importlib.metadata.EntryPoint,
+) -> None:
+    if not Path(ROOT, *entry_point.module.split(".")).with_suffix(".py").exists():
+        pytest.skip(f"{entry_point.module} is not written yet")
+    assert callable(entry_point.load())
+
+
+def test_constraints_pin_every_dependency_within_its_bounds() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = version
+    declared = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for requirement in map(Requirement, declared):
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{requirement.name} is not in constraints.txt"
+        assert pinned in requirement.specifier, f"{requirement} is pinned to {pinned}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from an sdist built from a copy of the tree, without the network."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("moesched", *PLUGIN_FOLDERS):
+        shutil.copytree(
+            ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns(*GENERATED)
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = built.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert shipped == {inside.as_posix() for _, inside in files_to_ship()}
+
+
+IMPORT_EVERYTHING = f"""
+import importlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+for path in sorted(root.glob("moesched/**/*.py")):
+    parts = path.relative_to(root).with_suffix("").parts
+    if parts[-1] == "__main__":
+        continue
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] not in {OPTIONAL_LIBRARIES}:
+            raise
+    else:
+        assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
+"""
+
+
+@pytest.mark.slow
+def test_every_module_can_be_imported_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    command = [sys.executable, "-P", "-c", IMPORT_EVERYTHING, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
