@@ -39,7 +39,7 @@ bench: $(INSTALLED) ## run every benchmark; each writes its result with the mach
 
 clean: ## remove what was built and written: wheels, caches, traces, generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find moesched devices policies transports tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
 	rm -rf $(VENV)
@@ -48,7 +48,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "moesched needs Python 3.11 or newer; '$(PYTHON)' is not: try make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "Setting up $(VENV): once, a few minutes"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
