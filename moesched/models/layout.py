@@ -1,0 +1,166 @@
+"""The weights of a model cut into pages: what is moved between memories. Pure arithmetic, no files needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import get_args
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.models.config import ITEM_BYTES, DType, ModelConfig
+from moesched.models.tensors import Shape, dense_shapes, expert_shapes, global_shapes
+
+EXTENT_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+SLOT_ALIGNMENT = 4096  # bytes: what direct reads from a disk need
+LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
+DENSE = -1
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """Rows [start, stop) of one tensor, at `offset` bytes within its page."""
+
+    tensor: str
+    rows: tuple[int, int]
+    offset: int
+    nbytes: int
+
+
+class Page(msgspec.Struct, frozen=True):
+    """What one transfer moves: rows of the tensors of one expert, or of a layer's dense part (expert -1).
+
+    index: its place among the pages of its expert or dense part. nbytes: up to the end of its last extent.
+    """
+
+    id: int
+    layer: int
+    expert: int
+    index: int
+    extents: tuple[Extent, ...]
+    nbytes: int
+
+
+class WeightLayout(msgspec.Struct, frozen=True):
+    """All pages of a model, by id: layer after layer, in each the dense part first, then expert after expert.
+
+    slot_bytes: what a slot must have to hold any of the pages. globals_bytes: embedding, final norm and
+    LM head, which are no pages, since every step needs them.
+    """
+
+    config: ModelConfig
+    dtype: str
+    page_bytes: int
+    pages: tuple[Page, ...]
+    slot_bytes: int
+    globals_bytes: int
+    pages_per_dense: int
+    pages_per_expert: int
+
+    @property
+    def pages_per_layer(self) -> int:
+        """How many pages a layer has; all layers have the same number."""
+        return self.pages_per_dense + self.config.experts * self.pages_per_expert
+
+    def layer(self, layer: int) -> tuple[Page, ...]:
+        """All pages of a layer."""
+        start = layer * self.pages_per_layer
+        return self.pages[start : start + self.pages_per_layer]
+
+    def dense(self, layer: int) -> tuple[Page, ...]:
+        """The pages of a layer that every token needs: norms, q, k, v, o and the router."""
+        start = layer * self.pages_per_layer
+        return self.pages[start : start + self.pages_per_dense]
+
+    def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
+        """The pages of one expert."""
+        start = layer * self.pages_per_layer + self.pages_per_dense + expert * self.pages_per_expert
+        return self.pages[start : start + self.pages_per_expert]
+
+
+def weight_layout(
+    config: ModelConfig, dtype: str | None = None, page_bytes: int | None = None
+) -> WeightLayout:
+    """Cut the model's weights into pages of at most page_bytes.
+
+    dtype: of the weights in memory, by default the model's own. page_bytes: by default one expert, but at
+    most 64 MiB. Tensors follow each other in a fixed order; one that does not fit in what is left of a page
+    is cut between two rows. So the cut, and with it the row blocks that kernels compute with, depends on the
+    arguments alone. Raises BadInput for an unknown dtype and for pages too small for a row.
+    """
+    dtype = config.dtype if dtype is None else dtype
+    if dtype not in get_args(DType):
+        raise BadInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(DType))}")
+    item_bytes = ITEM_BYTES[dtype]
+    page_bytes = _default_page_bytes(config, item_bytes) if page_bytes is None else page_bytes
+    pages: list[Page] = []
+    for layer in range(config.layers):
+        for expert in range(DENSE, config.experts):
+            is_dense = expert == DENSE
+            shapes = dense_shapes(config, layer) if is_dense else expert_shapes(config, layer, expert)
+            for index, extents in enumerate(_cut(shapes, item_bytes, page_bytes)):
+                nbytes = extents[-1].offset + extents[-1].nbytes
+                pages.append(Page(len(pages), layer, expert, index, extents, nbytes))
+    return WeightLayout(
+        config=config,
+        dtype=dtype,
+        page_bytes=page_bytes,
+        pages=tuple(pages),
+        slot_bytes=_round_up(max(page.nbytes for page in pages), SLOT_ALIGNMENT),
+        globals_bytes=sum(math.prod(shape) for shape in global_shapes(config).values()) * item_bytes,
+        pages_per_dense=sum(page.layer == 0 and page.expert == DENSE for page in pages),
+        pages_per_expert=sum(page.layer == 0 and page.expert == 0 for page in pages),
+    )
+
+
+def kv_bytes(
+    config: ModelConfig, tokens_per_sequence: Iterable[int], block_size: int, dtype: str | None = None
+) -> int:
+    """Bytes of the KV cache, all layers, that holds these sequences in blocks of block_size tokens."""
+    blocks = sum(-(-tokens // block_size) for tokens in tokens_per_sequence)
+    return blocks * kv_block_bytes(config, block_size, dtype)
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
+    """Bytes of one block of the KV cache: the keys and values of block_size tokens in every layer."""
+    item = ITEM_BYTES[config.dtype if dtype is None else dtype]
+    return 2 * config.layers * block_size * config.kv_heads * config.head_dim * item
+
+
+def _default_page_bytes(config: ModelConfig, item_bytes: int) -> int:
+    expert = 0
+    for shape in expert_shapes(config, 0, 0).values():
+        expert = _round_up(expert, EXTENT_ALIGNMENT) + math.prod(shape) * item_bytes
+    return min(expert, LARGEST_DEFAULT_PAGE)
+
+
+def _cut(shapes: dict[str, Shape], item_bytes: int, page_bytes: int) -> list[tuple[Extent, ...]]:
+    """The extents of each page: every page but the last is as full as whole rows make it."""
+    pages: list[tuple[Extent, ...]] = []
+    page: list[Extent] = []
+    end = 0
+    for name, shape in shapes.items():
+        row_bytes = math.prod(shape[1:]) * item_bytes
+        start, stop = 0, shape[0]
+        while start < stop:
+            offset = _round_up(end, EXTENT_ALIGNMENT)
+            rows = min(stop - start, (page_bytes - offset) // row_bytes)
+            if rows < 1 or (len(shape) == 1 and rows < stop):  # a vector is never cut
+                _require_progress(page, name, shape, item_bytes, page_bytes)
+                pages.append(tuple(page))
+                page, end = [], 0
+                continue
+            page.append(Extent(name, (start, start + rows), offset, rows * row_bytes))
+            start, end = start + rows, offset + rows * row_bytes
+    return [*pages, tuple(page)]
+
+
+def _require_progress(page: list[Extent], name: str, shape: Shape, item_bytes: int, page_bytes: int) -> None:
+    if not page:
+        row_bytes = math.prod(shape[1:] or shape) * item_bytes
+        what = f"a page of {page_bytes:,} bytes does not hold a row of {name}"
+        raise BadInput(f"{what}; give at least {row_bytes:,}")
+
+
+def _round_up(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

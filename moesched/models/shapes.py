@@ -1,0 +1,88 @@
+"""The models that have a name: their shapes are known without any file."""
+
+from __future__ import annotations
+
+from moesched.models.config import ModelConfig
+
+SHAPES: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        ModelConfig(
+            name="mixtral-0.8b",
+            layers=8,
+            hidden=1024,
+            intermediate=3584,
+            heads=16,
+            kv_heads=4,
+            head_dim=64,
+            experts=8,
+            top_k=2,
+            vocabulary=32000,
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+            max_positions=32768,
+            tied_embeddings=False,
+            stop_tokens=(2,),
+            dtype="bfloat16",
+        ),
+        ModelConfig(
+            name="mixtral-8x7b",
+            layers=32,
+            hidden=4096,
+            intermediate=14336,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            experts=8,
+            top_k=2,
+            vocabulary=32000,
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+            max_positions=32768,
+            tied_embeddings=False,
+            stop_tokens=(2,),
+            dtype="bfloat16",
+        ),
+        ModelConfig(
+            name="mixtral-8x22b",
+            layers=56,
+            hidden=6144,
+            intermediate=16384,
+            heads=48,
+            kv_heads=8,
+            head_dim=128,
+            experts=8,
+            top_k=2,
+            vocabulary=32000,
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+            max_positions=65536,
+            tied_embeddings=False,
+            stop_tokens=(2,),
+            dtype="bfloat16",
+        ),
+        # For simulation only: its norms and router differ from Mixtral's, its sizes are what matters here.
+        ModelConfig(
+            name="dbrx",
+            layers=40,
+            hidden=6144,
+            intermediate=10752,
+            heads=48,
+            kv_heads=8,
+            head_dim=128,
+            experts=16,
+            top_k=4,
+            vocabulary=100352,
+            norm_eps=1e-5,
+            rope_theta=5e5,
+            sliding_window=None,
+            max_positions=32768,
+            tied_embeddings=False,
+            stop_tokens=(100257,),
+            dtype="bfloat16",
+        ),
+    )
+}

@@ -1,0 +1,61 @@
+"""Which weight tensors a model has, by canonical name, and their shapes.
+
+    embedding, final_norm, lm_head (absent when tied to the embedding)
+    layers.{i}.attention_norm, q, k, v, o, ffn_norm, router (absent in a dense model)
+    layers.{i}.experts.{e}.gate, up, down
+
+Matrices are stored as (outputs, inputs), so that a row makes one output.
+"""
+
+from __future__ import annotations
+
+from moesched.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def global_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The tensors outside the layers."""
+    shapes: dict[str, Shape] = {
+        "embedding": (config.vocabulary, config.hidden),
+        "final_norm": (config.hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head"] = (config.vocabulary, config.hidden)
+    return shapes
+
+
+def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """The tensors of a layer that every token uses."""
+    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {
+        "attention_norm": (hidden,),
+        "q": (queries, hidden),
+        "k": (keys, hidden),
+        "v": (keys, hidden),
+        "o": (hidden, queries),
+        "ffn_norm": (hidden,),
+    }
+    if config.experts > 1:
+        shapes["router"] = (config.experts, hidden)
+    return {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Shape]:
+    """The tensors of one expert, in the order in which files usually have them."""
+    prefix = f"layers.{layer}.experts.{expert}."
+    return {
+        prefix + "gate": (config.intermediate, config.hidden),
+        prefix + "down": (config.hidden, config.intermediate),
+        prefix + "up": (config.intermediate, config.hidden),
+    }
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the model."""
+    shapes = global_shapes(config)
+    for layer in range(config.layers):
+        shapes |= dense_shapes(config, layer)
+        for expert in range(config.experts):
+            shapes |= expert_shapes(config, layer, expert)
+    return shapes
