@@ -1,0 +1,360 @@
+"""Writes a checkpoint of random weights in the ordinary Hugging Face form, streaming it to disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import BadInput
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.shapes import SHAPES
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
+
+Progress = Callable[[int, int], None]
+
+STANDARD_DEVIATION = 0.02
+CHUNK_VALUES = 1 << 20
+SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float32": "F32"}
+INDEX_NAME = "model.safetensors.index.json"
+
+_GLOBAL_NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
+_LAYER_NAMES = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "router": "block_sparse_moe.gate",
+}
+_EXPERT_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
+
+
+class _Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_norm(self) -> bool:
+        return len(self.shape) == 1
+
+
+class _Shard(NamedTuple):
+    file_name: str
+    header: bytes
+    starts: tuple[tuple[_Tensor, int], ...]  # each tensor with its offset in the file
+    nbytes: int
+
+
+def write_random_model(
+    shape: ModelConfig | str,
+    directory: Path | str,
+    seed: int = 0,
+    layers: int | None = None,
+    dtype: str = "bfloat16",
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a random-weight model to `directory` and return its path.
+
+    shape: a name from `SHAPES` or any ModelConfig; layers overrides its number of layers.
+    Each tensor's values depend only on (seed, the tensor's name, dtype): weights are normal with standard
+    deviation 0.02, norms are 1. A shard holds at most `shard_bytes` of tensors, or one larger tensor.
+    progress(bytes written, bytes in all) is called from the calling thread.
+
+    The directory appears whole or not at all. Raises BadInput for an unknown shape or dtype, a directory that
+    is in use, or a disk without enough room.
+    """
+    config = _resolve(shape, layers, dtype)
+    target = Path(directory)
+    _refuse_used(target)
+    _require_space(target, _weight_bytes(config))
+    shards = _plan_shards(config, shard_bytes)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir()
+        _write_shards(partial, shards, config.dtype, seed, progress)
+        _write_json(partial / INDEX_NAME, _index(shards))
+        _write_json(partial / "config.json", hugging_face_config(config))
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _cannot_write(target, error) from error
+        raise
+    return target
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of this model: Mixtral, or Mistral for a dense one."""
+    common = {
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": _one_or_list(config.stop_tokens),
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden,
+        "initializer_range": STANDARD_DEVIATION,
+        "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "sliding_window": config.sliding_window,
+        "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": config.dtype,
+        "use_cache": True,
+        "vocab_size": config.vocabulary,
+    }
+    if config.experts == 1:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **common}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        **common,
+        "num_experts_per_tok": config.top_k,
+        "num_local_experts": config.experts,
+        "output_router_logits": False,
+    }
+
+
+def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
+    if not tokens:
+        return None
+    return tokens[0] if len(tokens) == 1 else list(tokens)
+
+
+def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise BadInput(f"unknown model shape {shape!r}; choose one of {', '.join(sorted(SHAPES))}")
+        shape = SHAPES[shape]
+    if dtype not in SAFETENSORS_DTYPE:
+        raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(SAFETENSORS_DTYPE)}")
+    layers = shape.layers if layers is None else layers
+    if layers < 1:
+        raise BadInput(f"a model of {layers} layers cannot be written; ask for at least 1")
+    return msgspec.structs.replace(shape, layers=layers, dtype=dtype)
+
+
+# ---------------------------------------------------------------- which tensors, and where they lie
+
+
+def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
+    for name, shape in tensor_shapes(config).items():
+        yield _Tensor(published_name(name, dense=config.experts == 1), shape)
+
+
+def published_name(name: str, dense: bool) -> str:
+    """The name that published checkpoints give to the tensor of that canonical name."""
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name] + ".weight"
+    _, layer, *rest = name.split(".")
+    return f"model.layers.{layer}.{_name_in_layer(rest, dense)}.weight"
+
+
+def _name_in_layer(rest: list[str], dense: bool) -> str:
+    if len(rest) == 1:
+        return _LAYER_NAMES[rest[0]]
+    _, expert, matrix = rest
+    if dense:
+        return f"mlp.{matrix}_proj"
+    return f"block_sparse_moe.experts.{expert}.{_EXPERT_NAMES[matrix]}"
+
+
+def _weight_bytes(config: ModelConfig) -> int:
+    per_layer = sum(map(math.prod, dense_shapes(config, 0).values()))
+    per_layer += config.experts * sum(map(math.prod, expert_shapes(config, 0, 0).values()))
+    values = sum(map(math.prod, global_shapes(config).values())) + config.layers * per_layer
+    return values * ITEM_BYTES[config.dtype]
+
+
+def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
+    groups: list[list[_Tensor]] = []
+    filled = shard_bytes
+    for tensor in _tensors(config):
+        nbytes = math.prod(tensor.shape) * ITEM_BYTES[config.dtype]
+        if not groups or filled + nbytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += nbytes
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return [_plan_shard(name, group, config.dtype) for name, group in zip(names, groups, strict=True)]
+
+
+def _plan_shard(file_name: str, tensors: list[_Tensor], dtype: str) -> _Shard:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts = []
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + math.prod(tensor.shape) * ITEM_BYTES[dtype]
+        starts.append(start)
+        entries[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPE[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    placed = tuple((tensor, len(header) + start) for tensor, start in zip(tensors, starts, strict=True))
+    return _Shard(file_name, header, placed, len(header) + end)
+
+
+def _index(shards: list[_Shard]) -> dict[str, Any]:
+    total = sum(shard.nbytes - len(shard.header) for shard in shards)
+    weight_map = {tensor.name: shard.file_name for shard in shards for tensor, _ in shard.starts}
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+# ---------------------------------------------------------------- the values
+
+
+@cache
+def _normal_table(dtype: str) -> npt.NDArray[Any]:
+    """The 65,536 values that split a normal distribution into equal shares, as bit patterns for bfloat16.
+
+    A uniform 16-bit number looks its weight up here. That gives independent values, hence matrices of full
+    rank that differ from tensor to tensor, several times as fast as drawing normals and rounding them. Only
+    the tails beyond 4.3 standard deviations are missing.
+    """
+    normal = NormalDist(0.0, STANDARD_DEVIATION)
+    values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], dtype=np.float32)
+    return values if dtype == "float32" else _round_to_bfloat16(values)
+
+
+def _round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _chunks(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
+    """The tensor's values in order, a few MB at a time; each array is overwritten by the next."""
+    table = _normal_table(dtype)
+    count = math.prod(tensor.shape)
+    if tensor.is_norm:
+        one = np.ones(1, dtype=np.float32)
+        yield np.repeat(one if dtype == "float32" else _round_to_bfloat16(one), count)
+        return
+    key = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=int.from_bytes(key, "little"))
+    out = np.empty(min(CHUNK_VALUES, count), dtype=table.dtype)
+    for start in range(0, count, CHUNK_VALUES):
+        n = min(CHUNK_VALUES, count - start)
+        uniform = np.asarray(bits.random_raw(-(-n // 4)), dtype="<u8").view("<u2")[:n]
+        yield np.take(table, uniform, out=out[:n], mode="wrap")
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write_shards(
+    directory: Path, shards: list[_Shard], dtype: str, seed: int, progress: Progress | None
+) -> None:
+    total = sum(shard.nbytes for shard in shards)
+    written = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if progress is not None:
+            progress(written, total)
+
+    for shard in shards:
+        _write_shard(directory / shard.file_name, shard, dtype, seed, advance)
+
+
+def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Callable[[int], None]) -> None:
+    stop = threading.Event()
+    # The workers are the inner context: they must be through with the descriptor before it closes.
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
+        descriptor = file.fileno()
+        try:
+            _reserve(descriptor, shard.nbytes)
+            advance(_write_at(descriptor, memoryview(shard.header), 0))
+            futures = [
+                workers.submit(_write_tensor, descriptor, start, tensor, dtype, seed, stop)
+                for tensor, start in shard.starts
+            ]
+            for done in as_completed(futures):
+                advance(done.result())
+            os.fsync(descriptor)
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _write_tensor(
+    descriptor: int, start: int, tensor: _Tensor, dtype: str, seed: int, stop: threading.Event
+) -> int:
+    end = start
+    if stop.is_set():
+        return 0
+    for chunk in _chunks(tensor, dtype, seed):
+        if stop.is_set():
+            break
+        end += _write_at(descriptor, chunk.data.cast("B"), end)
+    return end - start
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+    return done
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take the file's room now, so that a full disk shows at once and the file lies in one piece."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------- refusing
+
+
+def _refuse_used(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise BadInput(f"{target} exists already; remove it or choose another directory")
+
+
+def _require_space(target: Path, needed: int) -> None:
+    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise BadInput(f"{existing} is not a directory, so {target} cannot be made; choose another directory")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        room = f"needs {needed:,} bytes and its disk has {free:,} free"
+        raise BadInput(f"{target} {room}; make room or ask for fewer layers")
+
+
+def _cannot_write(target: Path, error: OSError) -> BadInput:
+    if error.errno == errno.ENOSPC:
+        return BadInput(f"the disk became full while writing {target}; make room or ask for fewer layers")
+    return BadInput(f"cannot write {target}: {error.strerror or error}; choose another directory")

@@ -1,0 +1,195 @@
+"""A random model is an ordinary checkpoint, the same for the same seed, and appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig, read_config
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+
+TINY = msgspec.structs.replace(
+    SHAPES["mixtral-0.8b"],
+    layers=2,
+    hidden=64,
+    intermediate=96,
+    heads=4,
+    kv_heads=2,
+    head_dim=24,
+    experts=3,
+    vocabulary=128,
+    max_positions=256,
+)
+DENSE = msgspec.structs.replace(TINY, experts=1, top_k=1, sliding_window=16, tied_embeddings=True)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for shard in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
+
+
+def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
+    first, again, other = (
+        write_random_model(TINY, tmp_path / n, seed) for n, seed in [("a", 1), ("b", 1), ("c", 2)]
+    )
+    names = {path.name for path in first.iterdir()}
+    assert names == {path.name for path in again.iterdir()}
+    assert all((first / name).read_bytes() == (again / name).read_bytes() for name in names)
+    a, c = tensors_of(first), tensors_of(other)
+    assert all(not torch.equal(a[name], c[name]) for name in a if "norm" not in name)
+
+
+def test_a_tensor_depends_on_seed_and_name_only(tmp_path: Path) -> None:
+    small = tensors_of(write_random_model(TINY, tmp_path / "small", 7, layers=1))
+    large = tensors_of(write_random_model(TINY, tmp_path / "large", 7, layers=3, shard_bytes=20_000))
+    assert small.keys() < large.keys()
+    assert all(torch.equal(small[name], large[name]) for name in small)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_are_normal_of_full_rank_and_norms_are_one(tmp_path: Path, dtype: str) -> None:
+    tensors = tensors_of(write_random_model(TINY, tmp_path / "m", 3, dtype=dtype))
+    seen = []
+    for name, tensor in tensors.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        values = tensor.float()
+        if "norm" in name:
+            assert torch.equal(values, torch.ones_like(values))
+            continue
+        assert abs(values.mean()) < 0.1 * 0.02 + 4 * 0.02 / values.numel() ** 0.5
+        assert values.std() == pytest.approx(0.02, rel=0.15)
+        assert torch.linalg.matrix_rank(values) == min(values.shape)
+        seen.append(values.flatten()[:64])
+    correlations = torch.corrcoef(torch.stack(seen)) - torch.eye(len(seen))
+    assert correlations.abs().max() < 0.7
+
+
+def test_large_tensors_do_not_repeat_themselves(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(TINY, layers=1, vocabulary=40_000)  # more than one chunk of values
+    rows = tensors_of(write_random_model(config, tmp_path / "m"))["model.embed_tokens.weight"]
+    assert len(torch.unique(rows, dim=0)) == 40_000
+
+
+@pytest.mark.parametrize(("config", "family"), [(TINY, "MixtralForCausalLM"), (DENSE, "MistralForCausalLM")])
+def test_hugging_face_loads_it_with_every_tensor_in_its_place(
+    tmp_path: Path, config: ModelConfig, family: str
+) -> None:
+    directory = write_random_model(config, tmp_path / "m", 5, shard_bytes=50_000)
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert type(model).__name__ == family
+    assert not any(report.values()), report
+    assert model.dtype == torch.bfloat16
+    logits = model(torch.tensor([[1, 2, 3]])).logits
+    assert logits.shape == (1, 3, config.vocabulary)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("config", [TINY, DENSE])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_its_config_reads_back_as_the_shape_that_was_asked_for(
+    tmp_path: Path, config: ModelConfig, dtype: str
+) -> None:
+    directory = write_random_model(config, tmp_path / "m", dtype=dtype, layers=4)
+    assert read_config(directory) == msgspec.structs.replace(config, name="m", layers=4, dtype=dtype)
+
+
+def test_shards_hold_at_most_what_was_asked_and_the_index_names_them_all(tmp_path: Path) -> None:
+    directory = write_random_model(TINY, tmp_path / "m", shard_bytes=40_000)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    shards = {path.name: load_file(path) for path in directory.glob("*.safetensors")}
+    assert len(shards) > 5
+    assert all(sum(t.nbytes for t in shard.values()) <= 40_000 for shard in shards.values())
+    assert index["weight_map"] == {name: shard for shard, held in shards.items() for name in held}
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for shard in shards.values() for t in shard.values()
+    )
+
+
+def test_progress_rises_to_the_bytes_of_the_files(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    directory = write_random_model(
+        TINY, tmp_path / "m", shard_bytes=40_000, progress=lambda done, total: told.append((done, total))
+    )
+    total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+
+
+@pytest.mark.parametrize("parts_before", [1, 5, 30])
+def test_a_failure_midway_leaves_nothing_behind(tmp_path: Path, parts_before: int) -> None:
+    left = iter(range(parts_before))
+
+    def interrupt(done: int, total: int) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_random_model(TINY, tmp_path / "m", shard_bytes=40_000, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"m needs [\d,]+ bytes and its disk has [\d,]+ free; make room"):
+        write_random_model("mixtral-8x22b", tmp_path / "new" / "m", layers=10**6)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_directory_is_filled_and_a_used_one_left_alone(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    write_random_model(TINY, empty)
+    before = {path: path.stat().st_mtime_ns for path in empty.iterdir()}
+    with pytest.raises(BadInput, match="empty exists already; remove it or choose another directory"):
+        write_random_model(TINY, empty)
+    assert {path: path.stat().st_mtime_ns for path in empty.iterdir()} == before
+
+
+def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(BadInput, match="file exists already"):
+        write_random_model(TINY, file)
+    with pytest.raises(BadInput, match="file is not a directory"):
+        write_random_model(TINY, file / "m")
+
+
+def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"unknown model shape 'mixtral-9x9b'; choose one of .*mixtral-0.8b"):
+        write_random_model("mixtral-9x9b", tmp_path / "m")
+    with pytest.raises(BadInput, match=r"dtype 'int4' cannot be written; choose one of bfloat16, float32"):
+        write_random_model(TINY, tmp_path / "m", dtype="int4")
+    with pytest.raises(BadInput, match=r"a model of 0 layers cannot be written; ask for at least 1"):
+        write_random_model(TINY, tmp_path / "m", layers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_stays_far_below_the_size_of_the_model(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(TINY, hidden=512, intermediate=12_000)  # 110 MB of weights
+    tracemalloc.start()
+    try:
+        directory = write_random_model(config, tmp_path / "m")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    written = sum(path.stat().st_size for path in directory.iterdir())
+    assert written > 100e6
+    assert peak < 0.4 * written
+
+
+def test_writing_a_model_does_not_import_torch() -> None:
+    code = "import sys, moesched.models.random_model; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
