@@ -1,0 +1,1 @@
+"""Drivers run the engine: on a virtual clock, or on real hardware."""

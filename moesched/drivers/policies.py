@@ -1,0 +1,59 @@
+"""A policy's coroutine as both drivers run it: by hand, so that it can await handles and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from moesched.errors import PolicyError
+from moesched.tasks import DONE, Task
+
+
+class PolicyRun:
+    """One coroutine, the handle that it awaits, and how it ended."""
+
+    def __init__(self, main: Coroutine[Task, Any, Any], rank: int = 0) -> None:
+        self.rank = rank
+        self.done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.awaited: Task | None = None
+        self._main = main
+        self._pending: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Have the next `resume` raise an error in the coroutine, at its await."""
+        self._pending = error
+
+    def close(self) -> None:
+        """Give the coroutine up, running its `finally` blocks."""
+        self.done = True
+        self._main.close()
+
+    def resume(self) -> None:
+        """Go on until the coroutine awaits a handle that has not settled, or ends."""
+        while True:
+            try:
+                if self._pending is None:
+                    awaited = self._main.send(None)
+                else:
+                    error, self._pending = self._pending, None
+                    awaited = self._main.throw(error)
+            except StopIteration as end:
+                self.done, self.result, self.awaited = True, end.value, None
+                return
+            except BaseException as error:
+                if isinstance(error, RuntimeError) and "no running event loop" in str(error):
+                    error = _awaits_a_stranger("something of asyncio")
+                self.done, self.error, self.awaited = True, error, None
+                return
+            if not isinstance(awaited, Task):
+                self._pending = _awaits_a_stranger(repr(awaited))
+            elif awaited.state < DONE:
+                self.awaited = awaited
+                awaited.waiter = self
+                return
+
+
+def _awaits_a_stranger(what: str) -> PolicyError:
+    return PolicyError(f"a policy may await the handles of its tasks only, not {what}: a virtual clock cannot wait for it")

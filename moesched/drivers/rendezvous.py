@@ -1,0 +1,77 @@
+"""Where the ranks of one process meet: a collective takes its lanes only when all ranks have arrived at it.
+
+Collectives form one sequence, numbered by their tickets, the same on all ranks. Ranks that submitted different
+operations under one ticket, and ranks that will never come, are found out and named; nobody is left to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.engine import Engine
+from moesched.errors import PolicyError, TaskCancelled
+from moesched.tasks import CANCELLED, Collective
+
+
+class Rendezvous:
+    """Gathers the collectives that are ready, and admits each one to its lane once all ranks' parts are there."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._waiting: dict[int, dict[int, Collective]] = {}
+        self._broken: dict[int, BaseException] = {}
+        self._gone: dict[int, tuple[int, BaseException]] = {}
+        self.arrived: list[Collective] = []
+        self._ranks = {}
+        for rank, engine in enumerate(engines):
+            engine.arrived = self.arrived
+            for lane in engine.lanes:
+                self._ranks[lane] = rank
+
+    def collect(self) -> None:
+        """Take in the collectives that arrived at the engines, and let those through whose other parts are here."""
+        while self.arrived:
+            task = self.arrived.pop(0)
+            self._arrive(self._ranks[task.lane], task)
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """A rank submits nothing more; the others' collectives that it has no part in are cancelled."""
+        reason = error or PolicyError(f"rank {rank} ended without a part in it")
+        self._gone[rank] = (self._engines[rank].tickets, reason)
+        for ticket, parts in list(self._waiting.items()):
+            if rank not in parts and ticket >= self._engines[rank].tickets:
+                self._break(ticket, reason)
+
+    def _arrive(self, rank: int, task: Collective) -> None:
+        ticket = task.ticket
+        parts = self._waiting.setdefault(ticket, {})
+        if task.state != CANCELLED:
+            parts[rank] = task
+        if task.state == CANCELLED:
+            assert task.cause is not None
+            self._break(ticket, task.cause)
+            return
+        for gone, (tickets, error) in self._gone.items():
+            if gone != rank and ticket >= tickets:
+                self._broken.setdefault(ticket, error)
+        if ticket in self._broken:
+            self._break(ticket, self._broken[ticket])
+            return
+        if len(parts) < len(self._engines):
+            return
+        signatures = {part.signature for part in parts.values()}
+        if len(signatures) > 1:
+            said = "; ".join(f"rank {rank}: {part.signature}" for rank, part in sorted(parts.items()))
+            self._break(ticket, PolicyError(f"the ranks disagree on collective #{ticket}: {said}"))
+            return
+        del self._waiting[ticket]
+        for rank, part in sorted(parts.items()):
+            self._engines[rank].admit(part)
+
+    def _break(self, ticket: int, cause: BaseException) -> None:
+        """Cancel all parts of a collective, those that are here and those that will come."""
+        self._broken[ticket] = cause
+        for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
+            if part.cause is None:
+                part.cause = TaskCancelled(f"collective #{ticket} {part.signature} cannot happen: {cause}")
+            self._engines[rank].admit(part)

@@ -1,0 +1,182 @@
+"""The virtual clock: runs the same policy coroutines over modelled durations, in integer nanoseconds.
+
+Nothing sleeps. Time jumps from one task's end to the next; a coroutine goes on at the moment at which the handle that
+it awaits settles. With sharing on, tasks that run at once and ask for more of a processor, memory or link than there
+is slow each other down, max-min fairly.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from typing import Any
+
+from moesched.drivers.policies import PolicyRun
+from moesched.drivers.rendezvous import Rendezvous
+from moesched.drivers.sharing import Shared
+from moesched.engine import Engine
+from moesched.errors import PolicyError
+from moesched.seams import CostModel, Observer
+from moesched.tasks import Task
+
+Perform = Callable[[Task], Any]
+
+
+class VirtualDriver:
+    """Drives one engine per rank on one virtual clock.
+
+    Args:
+        engines: one for each rank.
+        cost: turns a task's work into time and shares of resources.
+        sharing: whether tasks that run at once slow each other down.
+        perform: what gives tasks of a type their value when they end; it may raise, which fails the task.
+        observers: told of each task that ran, when it ends.
+
+    Attributes:
+        now: nanoseconds since the driver was made.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        cost: CostModel,
+        *,
+        sharing: bool = False,
+        perform: Mapping[type[Task], Perform] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.now = 0
+        self._engines = list(engines)
+        self._cost = cost
+        self._perform = dict(perform or {})
+        self._observers = [observer.ended for observer in observers]
+        self._rendezvous = Rendezvous(self._engines)
+        self._advance = self._advance_shared if sharing else self._advance_alone
+        self._events: list[tuple[int, int, Task]] = []
+        self._shared = Shared()
+        self._started: list[Task] = []
+        self._awaited: list[Task] = []
+        self._owners: list[Engine] = []
+        for engine in self._engines:
+            engine.started, engine.awaited = self._started, self._awaited
+            for lane in engine.lanes:
+                lane.index = len(self._owners)
+                self._owners.append(engine)
+
+    def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
+        """Run one coroutine per rank to its end, and all tasks that they submitted; returns what they returned.
+
+        Raises:
+            the first error of a coroutine, after all have ended.
+        """
+        runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
+        ready = deque(runs)
+        with _no_garbage_collection():
+            while True:
+                while ready:
+                    run = ready.popleft()
+                    run.resume()
+                    if run.done:
+                        self._rendezvous.leave(run.rank, run.error)
+                self._advance()
+                if not self._awaited:
+                    stuck = next((run for run in runs if not run.done), None)
+                    if stuck is None:
+                        break
+                    stuck.fail(PolicyError(f"{stuck.awaited!r} can never run: nothing is left that could start it"))
+                    ready.append(stuck)
+                ready.extend(task.waiter for task in self._awaited)
+                self._awaited.clear()
+        for run in runs:
+            if run.error is not None:
+                raise run.error
+        return [run.result for run in runs]
+
+    def _advance_alone(self) -> None:
+        """Run tasks until a handle that somebody awaits has settled, or none is left."""
+        events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
+        perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
+        now = self.now
+        while True:
+            for task in started:
+                task.start = now
+                nanoseconds = task.work.nanoseconds
+                if nanoseconds < 0:
+                    nanoseconds = self._price(task)
+                heappush(events, (now + nanoseconds, task.lane.index, task))
+            started.clear()
+            if arrived:
+                self._rendezvous.collect()
+                continue
+            if awaited or not events:
+                return
+            now, lane, task = heappop(events)
+            self.now = task.end = now
+            action = perform.get(type(task))
+            if action is None:
+                owners[lane].finish(task)
+            else:
+                _act(owners[lane], task, action)
+            for observer in observers:
+                observer(task)
+
+    def _advance_shared(self) -> None:
+        """The same, with tasks that run at once sharing what they use."""
+        shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
+        perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
+        while True:
+            for task in started:
+                task.start = self.now
+                if task.work.nanoseconds < 0:
+                    self._price(task)
+            shared.start(started, self.now)
+            started.clear()
+            if arrived:
+                self._rendezvous.collect()
+                continue
+            if awaited:
+                return
+            ended = shared.end_next()
+            if ended is None:
+                return
+            self.now = shared.now
+            ended.end = self.now
+            action = perform.get(type(ended))
+            if action is None:
+                owners[ended.lane.index].finish(ended)
+            else:
+                _act(owners[ended.lane.index], ended, action)
+            for observer in observers:
+                observer(ended)
+
+    def _price(self, task: Task) -> int:
+        """A task's time alone, in nanoseconds: at least one, so that time moves on."""
+        work = task.work
+        work.demand = self._cost.work(work)
+        work.nanoseconds = max(1, round(work.demand.seconds * 1e9))
+        work.mix = self._shared.mix(work.demand)
+        return work.nanoseconds
+
+
+def _act(engine: Engine, task: Task, action: Perform) -> None:
+    try:
+        value = action(task)
+    except Exception as error:
+        engine.fail(task, error)
+    else:
+        engine.finish(task, value)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A schedule is many small lists and no cycles: collecting them in generations only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

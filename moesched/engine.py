@@ -1,0 +1,328 @@
+"""The engine: turns tasks submitted in program order into a graph, and says which may start.
+
+It has no clock, no threads, no tensors: `submit`, `finish`, `fail` and `cancel` go in, and tasks to start come out in
+`started`, which the driver empties. Edges come from the data (sequential task flow): a task waits for the last
+writer of what it reads, and for the last readers or writer of what it overwrites.
+
+States, and what moves a task between them:
+
+    waiting --(last edge met)--> ready --(lane free)--> running --(finish)--> done
+       |                                                   `------(fail)----> failed
+       `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
+
+A task whose input failed or that was cancelled stays `waiting` until everything before it has settled, and only
+then turns `cancelled`: whoever overwrites its storage waits for it, and through it for those who still use it.
+Data edges (`consumers`) pass a failure on; order edges (`followers`) do not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
+
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.tasks import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    READY,
+    RUNNING,
+    STATE_NAMES,
+    WAITING,
+    Block,
+    Collective,
+    Join,
+    Lane,
+    Task,
+    Work,
+    priority,
+)
+
+T = TypeVar("T", bound=Task)
+
+_NOWHERE = Lane("join")
+_NO_WORK = Work("join", "")
+
+
+class Engine:
+    """One rank's graph of tasks and its lanes.
+
+    Args:
+        lanes: the serial resources that tasks run on.
+        halt_on_failure: after a task failed, `submit` raises that failure, so that a policy stops at once.
+    """
+
+    submit_frames = 2
+    """How many calls lie between `submit` and the policy: the verb, and whatever wraps `submit`."""
+
+    def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
+        self.lanes = tuple(lanes)
+        for index, lane in enumerate(self.lanes):
+            lane.index = index
+        self.halt_on_failure = halt_on_failure
+        self.failure: TaskFailed | None = None
+        self.started: list[Task] = []
+        """Tasks that took their lane and wait for the driver to run them, oldest first."""
+        self.arrived: list[Collective] = []
+        """Collectives that are ready on this rank and wait for the driver to `admit` them."""
+        self.awaited: list[Task] = []
+        """Settled tasks that somebody waits for, for the driver to wake."""
+        self.submitted = 0
+        self.unsettled = 0
+        self.tickets = 0
+        """How many collectives were submitted so far."""
+        self._halted: BaseException | None = None
+
+    # -- what verbs call ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        task: T,
+        reads: Sequence[Block] = (),
+        writes: Sequence[Block] = (),
+        after: Sequence[Task] = (),
+        transfer_class: int = 0,
+    ) -> T:
+        """Add a task behind all that was submitted before; returns it as its own handle.
+
+        Args:
+            task: a fresh task.
+            reads: blocks whose present value it needs.
+            writes: blocks that it leaves a new value in; a block in both is changed in place.
+            after: tasks that must settle first, for order that the data does not imply.
+            transfer_class: its class on a ready-first link; lower goes first.
+
+        Raises:
+            TaskFailed: an earlier task failed and the engine halts on failure.
+        """
+        if self.failure is not None and self.halt_on_failure:
+            raise self.failure
+        number = task.id = self.submitted
+        self.submitted = number + 1
+        self.unsettled += 1
+        task.key = priority(transfer_class, number) if transfer_class else number
+        frame = sys._getframe(self.submit_frames)
+        task.code = frame.f_code
+        task.instruction = frame.f_lasti
+        deps = task.deps
+        waits = 0
+
+        for block in reads:
+            writer = block.writer
+            if writer is not None and writer.mark != number:
+                writer.mark = number
+                deps.append(writer.id)
+                if writer.state < DONE:
+                    waits += 1
+                    if writer.consumers is None:
+                        writer.consumers = [task]
+                    else:
+                        writer.consumers.append(task)
+                elif writer.state != DONE and task.cause is None:
+                    task.cause = _cancelled_by(writer)
+            block.readers.append(task)
+        for block in writes:
+            earlier: Sequence[Task] = block.readers
+            if not earlier and block.writer is not None:
+                earlier = (block.writer,)
+            for other in earlier:
+                if other.mark != number and other is not task:
+                    waits += _follow(task, other)
+            block.readers = []
+            block.writer = task
+        for other in after:
+            if other.mark != number:
+                waits += _follow(task, other)
+
+        task.waits = waits
+        lane = task.lane
+        if lane.discipline == "in_order":
+            lane.queue.append(task)
+        if not waits:
+            self._unblock(task)
+        return task
+
+    def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
+        """One node that stands for the present values of `reads`: who reads `writes` waits for all of them."""
+        return self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
+
+    def collective(self, task: Collective, reads: Sequence[Block], writes: Sequence[Block]) -> Collective:
+        """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
+        task.ticket = self.tickets
+        self.tickets += 1
+        return self.submit(task, reads, writes)
+
+    def cancel(self, task: Task) -> bool:
+        """Withdraw a task that has not started; says whether it could be. What reads its result is cancelled too."""
+        if task.state >= RUNNING or task.cause is not None:
+            return False
+        task.cause = TaskCancelled(f"{task.label} was cancelled before it started")
+        if task.state == READY and not isinstance(task, Collective):
+            lane = task.lane
+            if lane.discipline == "ready_first":
+                lane.heap.remove((task.key, task))
+                heapify(lane.heap)
+            self._settle(task, CANCELLED)
+            if lane.running is None:
+                self._next(lane)
+        return True
+
+    def lift(self, task: Task, transfer_class: int) -> None:
+        """Raise a transfer that has not started to a more urgent class."""
+        key = priority(transfer_class, task.id)
+        if key >= task.key or task.state >= RUNNING:
+            return
+        if task.state == READY and task.lane.discipline == "ready_first":
+            heap = task.lane.heap
+            heap[heap.index((task.key, task))] = (key, task)
+            heapify(heap)
+        task.key = key
+
+    # -- what drivers call -------------------------------------------------------------------------
+
+    def finish(self, task: Task, value: object = None) -> None:
+        """A running task ended well. Tasks that may start now are appended to `started`."""
+        task.value = value
+        self._settle(task, DONE)
+        lane = task.lane
+        lane.running = None
+        if lane.heap or lane.queue:
+            self._next(lane)
+
+    def fail(self, task: Task, error: BaseException) -> None:
+        """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
+        failure = TaskFailed(self._story(task, error))
+        failure.__cause__ = error
+        task.cause = failure
+        if self.failure is None:
+            self.failure = failure
+        self._settle(task, FAILED)
+        task.lane.running = None
+        self._next(task.lane)
+
+    def admit(self, task: Collective) -> None:
+        """All ranks have arrived at this collective: it may take its lane."""
+        if task.cause is not None:
+            self._settle(task, CANCELLED)
+        else:
+            self._enqueue(task)
+
+    def halt(self, cause: BaseException) -> None:
+        """Cancel every task that has not started, now and as it becomes ready."""
+        self._halted = cause
+        for lane in self.lanes:
+            ready = [task for _, task in lane.heap] + [task for task in lane.queue if task.state == READY]
+            lane.heap.clear()
+            for task in ready:
+                task.cause = task.cause or cause
+                self._settle(task, CANCELLED)
+
+    # -- the state machine -------------------------------------------------------------------------
+
+    def _unblock(self, task: Task) -> None:
+        """All edges of a task are met."""
+        if self._halted is not None and task.lane is not _NOWHERE:
+            task.cause = task.cause or self._halted
+        if task.cause is not None:
+            self._settle(task, CANCELLED)
+        elif task.lane is _NOWHERE:
+            self._settle(task, DONE)
+        else:
+            task.state = READY
+            if type(task) is Collective:
+                self.arrived.append(task)
+            else:
+                self._enqueue(task)
+
+    def _enqueue(self, task: Task) -> None:
+        lane = task.lane
+        if lane.discipline == "ready_first":
+            if lane.running is None and not lane.heap:
+                lane.running = task
+                task.state = RUNNING
+                self.started.append(task)
+            else:
+                heappush(lane.heap, (task.key, task))
+        elif lane.running is None:
+            self._next(lane)
+
+    def _next(self, lane: Lane) -> None:
+        """Start the next task of an idle lane, if it has one that may start."""
+        if lane.discipline == "ready_first":
+            if not lane.heap:
+                return
+            task = heappop(lane.heap)[1]
+        else:
+            queue = lane.queue
+            while queue and queue[0].state >= DONE:
+                queue.popleft()
+            if not queue or queue[0].state != READY:
+                return
+            task = queue.popleft()
+        lane.running = task
+        task.state = RUNNING
+        self.started.append(task)
+
+    def _settle(self, task: Task, state: int) -> None:
+        """Give a task its last state and pass the word on, through joins and cancelled tasks, without recursion."""
+        task.state = state
+        stack = [task]
+        while stack:
+            task = stack.pop()
+            self.unsettled -= 1
+            task.operands = None
+            if task.waiter is not None:
+                self.awaited.append(task)
+            if task.state == CANCELLED and type(task) is Collective:
+                self.arrived.append(task)
+            consumers, followers = task.consumers, task.followers
+            task.consumers = task.followers = None
+            if consumers is not None:
+                if task.state != DONE:
+                    for other in consumers:
+                        if other.cause is None:
+                            other.cause = _cancelled_by(task)
+                if followers is not None:
+                    consumers += followers
+                followers = consumers
+            if followers is None:
+                continue
+            for other in followers:
+                other.waits -= 1
+                if other.waits:
+                    continue
+                if other.cause is not None:
+                    other.state = CANCELLED
+                    stack.append(other)
+                elif other.lane is _NOWHERE:
+                    other.state = DONE
+                    stack.append(other)
+                else:
+                    self._unblock(other)
+
+    def _story(self, task: Task, error: BaseException) -> str:
+        waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
+        place = f", submitted at {task.line}" if task.code is not None else ""
+        return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+
+
+def _follow(task: Task, other: Task) -> int:
+    """An order edge: `task` starts once `other` has settled, however that ends. Returns how many to wait for."""
+    other.mark = task.id
+    task.deps.append(other.id)
+    if other.state >= DONE:
+        return 0
+    if other.followers is None:
+        other.followers = [task]
+    else:
+        other.followers.append(task)
+    return 1
+
+
+def _cancelled_by(task: Task) -> BaseException:
+    """Why a task that needs the result of `task` cannot run: the first failure is handed on."""
+    if isinstance(task.cause, TaskFailed):
+        return task.cause
+    return TaskCancelled(f"cancelled, because {task.label} was")

@@ -1,0 +1,84 @@
+"""Generation: takes one batch through a policy, from loading the weights that stay to the last token.
+
+The same coroutine runs under both drivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from moesched.seams import Policy
+from moesched.step import Schedule, Step
+from moesched.tasks import Task
+
+OnTokens = Callable[[dict[int, int]], object]
+
+
+class Generation:
+    """One batch's requests and what has become of them.
+
+    Args:
+        on_tokens: told of each micro-batch's new tokens, by request, as they come.
+
+    Attributes:
+        tokens: generated tokens, by request; a stop token ends a request and is kept.
+        loaded, prefilled, ended: when the weights were loaded, the prompts done, the last step done; nanoseconds.
+        step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        policy: Policy,
+        *,
+        stop_tokens: Collection[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        self.tokens: list[list[int]] = [[] for _ in schedule.plan.batch.prompts]
+        self.loaded = 0
+        self.step_ends: list[int] = []
+        self._schedule = schedule
+        self._policy = policy
+        self._stop_tokens = frozenset(stop_tokens)
+        self._on_tokens = on_tokens
+        self._stopped: set[int] = set()
+
+    async def run(self) -> list[list[int]]:
+        """Load, prefill, decode; returns the tokens. A step is submitted while the one before it runs."""
+        await self._load()
+        steps = self._schedule.plan.batch.new_tokens
+        samples = await self._submit(0, last=steps == 1)
+        for index in range(1, steps):
+            following = await self._submit(index, last=index == steps - 1)
+            await self._collect(samples)
+            samples = following
+            if len(self._stopped) == len(self.tokens):
+                break
+        await self._collect(samples)
+        return self.tokens
+
+    async def _load(self) -> None:
+        for kept in self._schedule.plan.kept:
+            for task in self._schedule.load(kept):
+                await task
+                self.loaded = max(self.loaded, task.end)
+
+    async def _submit(self, index: int, *, last: bool) -> list[Task]:
+        step = Step(self._schedule, index, last=last)
+        await (self._policy.decode(step) if index else self._policy.prefill(step))
+        return step.close()
+
+    async def _collect(self, samples: list[Task]) -> None:
+        """Wait for a step's tokens and hand them out."""
+        for batch, sample in zip(self._schedule.micro_batches, samples, strict=True):
+            values = await sample
+            fresh = {}
+            for request, token in zip(batch.requests, values, strict=True):
+                if request not in self._stopped:
+                    fresh[request] = token
+                    self.tokens[request].append(token)
+                    if token in self._stop_tokens:
+                        self._stopped.add(request)
+            if self._on_tokens is not None and fresh:
+                self._on_tokens(fresh)
+        self.step_ends.append(max(sample.end for sample in samples))

@@ -1,0 +1,260 @@
+"""Memories with budgets, pools of page slots, and views of the weights that a kernel reads.
+
+All of it is kept in program order: what a policy frees is free for its next line, although the tasks that use the
+bytes may not have run. Physical reuse waits through edges: freed bytes carry their last users, and whoever gets
+the bytes waits for those. So a budget that holds in program order holds on the machine, whatever overlaps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from moesched.engine import Engine
+from moesched.errors import NotResident, OverBudget, PolicyError
+from moesched.models.layout import Page
+from moesched.tasks import DONE, Block, Task
+
+K = TypeVar("K", bound=Hashable)
+
+Replacement = Literal["ring", "lru", "none"]
+
+
+class Memory:
+    """One tier with a budget in bytes; `table` says which slot holds a page, by the page's id."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used = 0
+        self.peak = 0
+        self.table: dict[int, Slot] = {}
+        self._fresh = capacity
+        self._freed: deque[tuple[int, tuple[Task, ...]]] = deque()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that nothing has been given."""
+        return self.capacity - self.used
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        """Bytes for a block; its first writer waits for the last users of the bytes that it gets.
+
+        Raises:
+            OverBudget: fewer bytes are free.
+        """
+        block = Block(name, nbytes, self.name)
+        block.readers = self._take(name, nbytes)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Give a block's bytes back; they carry those who still use them."""
+        users = tuple(block.readers)
+        if block.writer is not None:
+            users = (*users, block.writer)
+        self.used -= block.nbytes
+        self._freed.append((block.nbytes, users))
+        block.tag = None
+
+    def reserve(self, what: str, nbytes: int) -> None:
+        """Take bytes for as long as the run lasts: a cache, activations, an arena of slots."""
+        self._take(what, nbytes)
+
+    def _take(self, what: str, nbytes: int) -> list[Task]:
+        if nbytes > self.free_bytes:
+            raise OverBudget(
+                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(self.free_bytes, 0):,} free of its budget of "
+                f"{self.capacity:,}: {nbytes - self.free_bytes:,} bytes too few"
+            )
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        fresh = min(nbytes, self._fresh)
+        self._fresh -= fresh
+        missing = nbytes - fresh
+        users: dict[int, Task] = {}
+        while missing > 0:
+            size, owners = self._freed.popleft()
+            users.update((task.id, task) for task in owners)
+            if size > missing:
+                self._freed.appendleft((size - missing, owners))
+            missing -= size
+        return list(users.values())
+
+
+class Slot(Block):
+    """Room for one page. Its tag is the id of the page that it holds; `views` are those that read it."""
+
+    __slots__ = ("fixed", "index", "page", "pool", "views")
+
+    def __init__(self, pool: Pool, index: int, nbytes: int, *, fixed: bool = False) -> None:
+        super().__init__(f"{pool.name}[{index}]", nbytes, pool.memory.name)
+        self.pool = pool
+        self.index = index
+        self.fixed = fixed
+        self.page: Page | None = None
+        self.views: list[View[Any]] = []
+
+
+class Pool:
+    """Page slots of one size in one memory, allocated once and outliving steps.
+
+    An empty slot is taken first. When there is none, a `ring` overwrites the page that came longest ago, `lru` the one
+    used longest ago, and `none` refuses.
+    """
+
+    def __init__(self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring") -> None:
+        memory.reserve(f"pool {name} of {slots} slots", slots * slot_bytes)
+        self.name = name
+        self.memory = memory
+        self.slot_bytes = slot_bytes
+        self.replacement = replacement
+        self.slots = [Slot(self, index, slot_bytes) for index in range(slots)]
+        self._empty = deque(self.slots)
+        self._held: OrderedDict[int, Slot] = OrderedDict()
+
+    def __contains__(self, page: Page) -> bool:
+        return page.id in self._held
+
+    @property
+    def empty_slots(self) -> int:
+        """How many slots hold no page."""
+        return len(self._empty)
+
+    def pages(self) -> list[Page]:
+        """The pages that it holds, the next to be replaced first."""
+        return [slot.page for slot in self._held.values() if slot.page is not None]
+
+    def place(self, page: Page, engine: Engine) -> Slot:
+        """The slot that `page` goes to; what lay there is gone from here on, in program order."""
+        table = self.memory.table
+        if page.id in table:
+            held = table[page.id]
+            if not _lost(held):
+                raise PolicyError(
+                    f"page {describe(page)} is already in {self.memory.name} ({held.name}): fetch it once, or evict it first"
+                )
+            held.pool.vacate(held, engine)
+        if not self._empty:
+            self._replace(page, engine)
+        slot = self._empty.popleft()
+        slot.page = page
+        slot.tag = page.id
+        table[page.id] = self._held[page.id] = slot
+        return slot
+
+    def vacate(self, slot: Slot, engine: Engine) -> None:
+        """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
+        if slot.views:
+            for view in list(slot.views):
+                view.close(engine)
+        assert slot.tag is not None
+        del self.memory.table[slot.tag]
+        del self._held[slot.tag]
+        slot.page = slot.tag = None
+        self._empty.append(slot)
+
+    def touch(self, slot: Slot) -> None:
+        """Note a use, for the replacement rule."""
+        if self.replacement == "lru" and slot.tag is not None:
+            self._held.move_to_end(slot.tag)
+
+    def _replace(self, page: Page, engine: Engine) -> None:
+        if self.replacement == "none" or not self._held:
+            raise OverBudget(
+                f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by itself: "
+                f"evict a page before moving {describe(page)} there"
+            )
+        self.vacate(next(iter(self._held.values())), engine)
+
+
+class Fixed(Pool):
+    """Pages that stay in a memory for the whole run, each in a slot of just its size."""
+
+    def __init__(self, name: str, memory: Memory, pages: Sequence[Page], sizes: Iterable[int]) -> None:
+        super().__init__(name, memory, 0, 0, "none")
+        self.pages = tuple(pages)
+        for index, (page, size) in enumerate(zip(pages, sizes, strict=True)):
+            memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
+            slot = Slot(self, index, size, fixed=True)
+            slot.page = page
+            slot.tag = page.id
+            memory.table[page.id] = slot
+            self.slots.append(slot)
+
+
+class View(Generic[K]):
+    """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
+
+    n kernels that read n pages through a view need 2n edges instead of n². A view lasts until one of its slots is
+    given another page; that write waits for every kernel that read through the view.
+    """
+
+    __slots__ = ("block", "key", "moving", "owner", "reads", "slots")
+
+    def __init__(self, owner: Views[K], key: K, slots: tuple[Slot, ...], engine: Engine) -> None:
+        self.owner = owner
+        self.key = key
+        self.slots = slots
+        self.moving = tuple(slot for slot in slots if not slot.fixed)
+        self.block: Block | None = None
+        self.reads: tuple[Block, ...] = self.moving
+        if len(self.moving) > 1:
+            self.block = Block(f"view {key}")
+            engine.join(self.moving, (self.block,))
+            self.reads = (self.block,)
+        for slot in self.moving:
+            slot.views.append(self)
+
+    def touch(self) -> None:
+        """Note a use of the pages, for pools that replace the least recently used."""
+        for slot in self.moving:
+            slot.pool.touch(slot)
+
+    def close(self, engine: Engine) -> None:
+        """End the view; the next writers of its slots wait for its readers."""
+        del self.owner.open[self.key]
+        if self.block is not None:
+            readers_done = engine.join((), (self.block,))
+            for slot in self.moving:
+                slot.readers.append(readers_done)
+        for slot in self.moving:
+            slot.views.remove(self)
+
+
+class Views(Generic[K]):
+    """The open views of one memory by their key, which says which pages they show."""
+
+    def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
+        self.memory = memory
+        self.pages_of = pages_of
+        self.open: dict[K, View[K]] = {}
+
+    def show(self, key: K, engine: Engine) -> View[K]:
+        """A view of the key's pages, all of which must be in this memory.
+
+        Raises:
+            NotResident: one of them is not.
+        """
+        slots = []
+        for page in self.pages_of(key):
+            slot = self.memory.table.get(page.id)
+            if slot is None or _lost(slot):
+                raise NotResident(
+                    f"page {describe(page)} is not in {self.memory.name}: fetch it before the kernel that reads it, "
+                    "and keep its slot until then"
+                )
+            slots.append(slot)
+        view = self.open[key] = View(self, key, tuple(slots), engine)
+        return view
+
+
+def describe(page: Page) -> str:
+    """A page as a reader names it: layer, expert or the dense part, and which of its pages."""
+    part = "dense" if page.expert < 0 else f"E{page.expert}"
+    return f"L{page.layer} {part} #{page.index}"
+
+
+def _lost(slot: Slot) -> bool:
+    """Whether the transfer that was to fill the slot failed or was cancelled."""
+    return slot.writer is not None and slot.writer.state > DONE

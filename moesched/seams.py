@@ -1,0 +1,88 @@
+"""The seams: every place where something of yours can be plugged in, with what it promises.
+
+All of them are structural: no base class is needed. Each has a conformance suite that plug-in authors can import.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from moesched.cost import Demand
+    from moesched.plan import Plan
+    from moesched.step import Step
+    from moesched.tasks import Lane, Task, Work
+
+
+class Policy(Protocol):
+    """Plans a run and schedules its steps.
+
+    A policy is made anew for each run, with the user's `--set` values as keyword arguments. It submits tasks through
+    the step's verbs in program order and may await their handles, and nothing else.
+    """
+
+    def plan(self, plan: Plan) -> None:
+        """Decide where the KV cache lives, which pages stay, which pools the others stream through."""
+
+    async def prefill(self, step: Step) -> None:
+        """Schedule the prompts, up to and including each micro-batch's `sample`."""
+
+    async def decode(self, step: Step) -> None:
+        """Schedule one more token of each sequence, up to and including each micro-batch's `sample`."""
+
+
+class CostModel(Protocol):
+    """Says how long work takes. Pure: the same work always costs the same, and nothing random is drawn."""
+
+    def work(self, work: Work) -> Demand:
+        """Time alone on the machine and the share of each resource meanwhile.
+
+        Raises:
+            BadInput: it has no cost for this work; it never guesses zero.
+        """
+
+
+class Device(Protocol):
+    """Runs tasks on real hardware.
+
+    `execute` is called on the thread of the task's lane, one task at a time for each lane, and returns when the result
+    is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
+    """
+
+    def execute(self, task: Task) -> Any:
+        """Run one task and return its value."""
+
+    async def aclose(self) -> None:
+        """Free what the device holds. Called once, after the last task; must not raise."""
+
+
+class Observer(Protocol):
+    """Is told of every task that ran."""
+
+    def ended(self, task: Task) -> None:
+        """A task's start, end, value and edges are known. Called in order of their ends, from any thread but never at once."""
+
+
+class Transport(Protocol):
+    """Carries collectives between ranks.
+
+    Calls come in the same order on all ranks. Every call returns the same bits on every rank, or raises.
+    """
+
+    def all_reduce(self, rank: int, ticket: int, tensor: Any) -> Any:
+        """The sum of all ranks' tensors, added in the order of the ranks."""
+
+    async def aclose(self) -> None:
+        """Free what the transport holds; waiting ranks get an error. Must not raise."""
+
+
+class Routing(Protocol):
+    """Says which experts tokens take where no router runs. Pure in its arguments and its seed."""
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """How many of a micro-batch's tokens go to each expert that gets any, in ascending order of expert."""
+
+
+def lanes_by_name(lanes: list[Lane]) -> dict[str, Lane]:
+    """Lanes by their names."""
+    return {lane.name: lane for lane in lanes}

@@ -1,0 +1,202 @@
+"""The vocabulary of the engine: blocks of data, lanes, and the typed tasks that run on them.
+
+A task is a value with two halves. The first is what the policy said: a lane, a kind of work, what it is about
+(layer, micro-batch, expert). The second belongs to the engine: state, edges, times. Tasks are structs without
+garbage-collector tracking, since a schedule makes hundreds of thousands of them; that is safe because a task
+refers to later tasks only, and forgets them when it settles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from types import CodeType
+from typing import Any, Literal
+
+import msgspec
+
+WAITING, READY, RUNNING, DONE, FAILED, CANCELLED = range(6)
+STATE_NAMES = ("waiting", "ready", "running", "done", "failed", "cancelled")
+
+Discipline = Literal["in_order", "ready_first"]
+
+DEMAND, PREFETCH, IDLE = range(3)
+"""Classes of a link's transfers: a lower class goes first."""
+
+_CLASS_SHIFT = 48
+
+
+class Block:
+    """A named piece of data in one memory: what dependencies attach to.
+
+    `tag` says which value the block holds, as the policy's program order sees it; `None` is no value yet.
+    `writer` and `readers` are the tasks that touched it last, from which the engine infers edges.
+    """
+
+    __slots__ = ("memory", "name", "nbytes", "readers", "tag", "writer")
+
+    def __init__(self, name: str, nbytes: int = 0, memory: str = "") -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.memory = memory
+        self.tag: int | None = None
+        self.writer: Task | None = None
+        self.readers: list[Task] = []
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} in {self.memory or 'no memory'}: {self.nbytes} bytes, tag {self.tag}>"
+
+
+class Lane:
+    """One serial resource: a compute stream, a copy direction, a CPU pool, a disk queue, a network card.
+
+    `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
+    Lanes of one `domain` order their tasks among themselves on the device (CUDA streams and events): an edge
+    between two of them is satisfied as soon as the earlier task was issued.
+    """
+
+    __slots__ = ("discipline", "domain", "heap", "index", "name", "queue", "running")
+
+    def __init__(self, name: str, discipline: Discipline = "ready_first", domain: str | None = None) -> None:
+        self.name = name
+        self.discipline = discipline
+        self.domain = domain
+        self.index = -1
+        self.running: Task | None = None
+        self.heap: list[tuple[int, Task]] = []
+        self.queue: deque[Task] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.name} {self.discipline}>"
+
+
+class Work(msgspec.Struct, eq=False):
+    """What a task asks of the machine. Shared by all tasks of the same kind and size in a step.
+
+    Attributes:
+        kind: the kind of operation, for cost tables and reports, such as "expert_ffn".
+        flops: floating-point operations on the task's processor.
+        nbytes: bytes read from and written to the processor's memory, or carried over a link.
+        tokens: rows of the operation, for cost tables.
+        resource: the processor, link or network of the machine that does it.
+        nanoseconds, demand, mix: the time alone on the machine and the shares of its resources; the virtual driver
+            fills them in.
+    """
+
+    kind: str
+    resource: str
+    flops: float = 0.0
+    nbytes: float = 0.0
+    tokens: int = 0
+    nanoseconds: int = -1
+    demand: Any = None
+    mix: int = -1
+
+
+class Task(msgspec.Struct, eq=False, gc=False):
+    """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value."""
+
+    lane: Lane
+    work: Work
+    verb: str
+    layer: int = -1
+    micro_batch: int = -1
+    expert: int = -1
+    operands: Any = None
+    step: int = -1
+    id: int = -1
+    key: int = 0
+    state: int = WAITING
+    waits: int = 0
+    mark: int = -1
+    start: int = -1
+    end: int = -1
+    deps: list[int] = []
+    consumers: list[Task] | None = None
+    followers: list[Task] | None = None
+    waiter: Any = None
+    value: Any = None
+    cause: BaseException | None = None
+    code: CodeType | None = None
+    instruction: int = -1
+
+    def __await__(self) -> Generator[Task, Any, Any]:
+        if self.state < DONE:
+            yield self
+        if self.state != DONE:
+            assert self.cause is not None
+            raise self.cause
+        return self.value
+
+    @property
+    def label(self) -> str:
+        """What a reader calls the task: verb, layer, micro-batch, expert."""
+        parts = [self.verb]
+        if self.layer >= 0:
+            parts.append(f"L{self.layer}")
+        if self.expert >= 0:
+            parts.append(f"E{self.expert}")
+        if self.micro_batch >= 0:
+            parts.append(f"mb{self.micro_batch}")
+        return " ".join(parts)
+
+    @property
+    def line(self) -> str:
+        """The policy line that submitted the task, as `file:line`; empty where it was not recorded."""
+        if self.code is None:
+            return ""
+        return f"{self.code.co_filename}:{_line_of(self.code, self.instruction)}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} #{self.id} {self.label} on {self.lane.name}: {STATE_NAMES[self.state]}>"
+
+
+class Kernel(Task, gc=False, eq=False):
+    """An operation on the accelerator."""
+
+
+class HostKernel(Task, gc=False, eq=False):
+    """An operation on the host's processor: CPU attention, a CPU expert."""
+
+
+class PageTransfer(Task, gc=False, eq=False):
+    """A copy between memories: weight pages into slots, or a micro-batch's activations."""
+
+    pages: tuple[Any, ...] = ()
+    slots: tuple[Block, ...] = ()
+
+
+class Decision(Task, gc=False, eq=False):
+    """An operation whose value a policy may need to know: routing, sampling."""
+
+
+class Collective(Task, gc=False, eq=False):
+    """An operation that all ranks carry out together; `ticket` numbers it, `signature` must agree among the ranks."""
+
+    ticket: int = -1
+    signature: str = ""
+
+
+class Join(Task, gc=False, eq=False):
+    """Takes no lane and no time: one node that stands for many, so that n readers of n pages need 2n edges."""
+
+
+def priority(link_class: int, task_id: int) -> int:
+    """The key of a ready task: its link class first, then program order."""
+    return link_class << _CLASS_SHIFT | task_id
+
+
+def link_class(key: int) -> int:
+    """The link class that `priority` put into a key."""
+    return key >> _CLASS_SHIFT
+
+
+def _line_of(code: CodeType, instruction: int) -> int:
+    """The source line of a byte offset in a code object: kept as an offset, since looking it up costs a microsecond."""
+    line = code.co_firstlineno
+    for start, _, number in code.co_lines():
+        if start > instruction:
+            break
+        if number is not None:
+            line = number
+    return line

@@ -1,0 +1,43 @@
+"""Sizes and times as people write them: KB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024."""
+
+from __future__ import annotations
+
+import re
+
+from moesched.errors import BadInput
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {prefix + "B": 1000 ** (n + 1) for n, prefix in enumerate("KMGT")}
+_UNITS |= {prefix + "iB": 1024 ** (n + 1) for n, prefix in enumerate("KMGT")}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: int | float | str) -> int:
+    """Bytes from a number or a text such as "600MB" or "1.5 GiB".
+
+    Raises:
+        BadInput: the text is no size.
+    """
+    if isinstance(text, int | float):
+        return int(text)
+    match = _SIZE.fullmatch(text)
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise BadInput(f"{text!r} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in the largest decimal unit that keeps the number at one or more, such as "1.58 GB"."""
+    for name, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.3g} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with a unit that fits it, such as "12.3 ms"."""
+    for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {name}"
+    return f"{seconds * 1e9:.0f} ns"

@@ -1,0 +1,112 @@
+"""The adversary: a seeded stream of random but legal choices of order, place and time.
+
+It exists to break things. Whatever it does, the tokens must be those of every other policy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from moesched.models.layout import Page
+from moesched.plan import Plan
+from moesched.step import Step
+from moesched.tasks import Task
+
+
+class Adversarial:
+    """Advances random micro-batches by random verbs, with pages fetched, evicted and awaited at random times.
+
+    Settings:
+        seed: of all choices.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+
+    def plan(self, plan: Plan) -> None:
+        choose = self.random
+        plan.discipline = choose.choice(("in_order", "ready_first"))
+        self.kv = choose.choice(("host", "accelerator"))
+        plan.place_kv(self.kv)
+        self.unified = plan.machine.unified
+        layer = plan.layout.layer(0)
+        room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
+        slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
+        self.pool = plan.pool("accelerator", "adversary", slots, layer, choose.choice(("ring", "lru", "none")))
+        self.held: list[Page] = []
+
+    async def prefill(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        """Advance a random micro-batch by some verbs, until all are sampled."""
+        programs = [self._micro_batch(step, j) for j in step.micro_batches]
+        answers: dict[int, Any] = {}
+        while programs:
+            program = self.random.choice(programs)
+            for _ in range(self.random.randint(1, 8)):
+                try:
+                    handle = program.send(answers.pop(id(program), None))
+                except StopIteration:
+                    programs.remove(program)
+                    break
+                if handle.verb == "route":
+                    answers[id(program)] = await handle
+                elif self.random.random() < 0.02:
+                    await handle
+
+    def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
+        """All verbs of one micro-batch, in an order that its own data allows."""
+        choose = self.random
+        yield step.embed(j)
+        for i in step.layers:
+            self._hold(step, step.dense_pages(i))
+            yield step.pre_attention(i, j)
+            yield from self._attend(step, i, j)
+            if choose.random() < 0.5:
+                self._hold(step, step.pages(i))
+                yield step.post_attention(i, j)
+                continue
+            self._hold(step, step.dense_pages(i))
+            routed = yield step.route(i, j)
+            for expert in choose.sample(sorted(routed), len(routed)):
+                self._hold(step, step.expert_pages(i, expert))
+                at = choose.choice(("accelerator", "host")) if self.unified else "accelerator"
+                yield step.run_expert(i, expert, j, at=at)
+            yield step.combine(i, j)
+        yield step.sample(j)
+
+    def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
+        """Attention where the KV cache lets it run."""
+        on_host = self.kv == "host" and (step.kind == "decode" or self.random.random() < 0.5)
+        if on_host or (self.unified and self.random.random() < 0.5):
+            yield step.offload_qkv(i, j)
+            yield step.cpu_attention(i, j)
+            yield step.load_hidden(i, j)
+        else:
+            yield step.attention(i, j)
+            if self.kv == "host":
+                yield step.offload_kv(i, j)
+
+    def _hold(self, step: Step, needed: Sequence[Page]) -> None:
+        """Bring the needed pages in, in random order and portions, throwing others out; at times also one for nothing."""
+        choose = self.random
+        missing = [page for page in needed if page not in self.pool]
+        if choose.random() < 0.2:
+            stray = choose.choice(step.pages(choose.choice(step.layers)))
+            if stray not in self.pool and stray not in missing and len(needed) < len(self.pool.slots):
+                missing.append(stray)
+        choose.shuffle(missing)
+        keep = {page.id for page in needed}
+        others = [page for page in self.pool.pages() if page.id not in keep]
+        choose.shuffle(others)
+        while self.pool.empty_slots < len(missing):
+            step.evict([others.pop()], self.pool)
+        while missing:
+            portion = [missing.pop() for _ in range(choose.randint(1, len(missing)))]
+            step.fetch(portion, self.pool, urgent=choose.random() < 0.5)

@@ -1,0 +1,87 @@
+"""CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
+
+Attention runs on the CPU two micro-batches ahead of the GPU, and the next layer's weights arrive page by page between
+the micro-batches' activations, first into pinned memory, then onto the GPU.
+"""
+
+from __future__ import annotations
+
+from moesched.models.layout import Page
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .placement import keep_beside_buffer
+
+
+class CGOPipe:
+    """Weights stream through a double buffer of pages; what else fits in fast memory stays there (the paper's r_w).
+
+    Settings:
+        ahead: how many micro-batches CPU attention runs ahead of the accelerator; the paper's is 2.
+    """
+
+    def __init__(self, ahead: int = 2) -> None:
+        self.ahead = ahead
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("host")
+        self.streamed = keep_beside_buffer(plan, buffered_layers=2)
+        most = max(self.streamed, key=len)
+        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
+        self.pinned = plan.pool("pinned", "staging", 2 * len(most), most) if plan.has_pinned else None
+
+    async def prefill(self, step: Step) -> None:
+        """Everything on the accelerator, layer by layer; keys and values go to the host (§4)."""
+        self._pin(step, self.streamed[0])
+        self._fetch(step, self.streamed[0])
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                self._pin(step, self._page(step, i + 1, j))
+                self._fetch(step, self._page(step, i + 1, j))
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                step.offload_kv(i, j)
+                step.post_attention(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    async def decode(self, step: Step) -> None:
+        """Algorithm 1. The look-ahead of attention wraps into the next layer, that of the pages into the next step."""
+        order = [(i, j) for i in step.layers for j in step.micro_batches]
+        ahead = min(self.ahead, len(step.micro_batches))
+        for j in step.micro_batches:
+            step.embed(j)
+        for i, j in order[:ahead]:
+            self._launch(step, i, j)
+        for k, (i, j) in enumerate(order):
+            step.load_hidden(i, j)
+            self._fetch(step, self._page(step, i + 1, j))
+            step.post_attention(i, j)
+            if k + ahead < len(order):
+                self._launch(step, *order[k + ahead])
+        for j in step.micro_batches:
+            step.sample(j)
+
+    def _launch(self, step: Step, i: int, j: int) -> None:
+        step.pre_attention(i, j)
+        step.offload_qkv(i, j)
+        step.cpu_attention(i, j)
+        self._pin(step, self._page(step, i + 1, j))
+
+    def _page(self, step: Step, i: int, j: int) -> list[Page]:
+        """Micro-batch j's share of the pages that layer i streams; past the last layer, those of the next step."""
+        if i == len(step.layers) and step.last:
+            return []
+        pages = self.streamed[i % len(step.layers)]
+        count = len(step.micro_batches)
+        return pages[len(pages) * j // count : len(pages) * (j + 1) // count]
+
+    def _pin(self, step: Step, pages: list[Page]) -> None:
+        if pages and self.pinned:
+            step.pin(pages, self.pinned)
+
+    def _fetch(self, step: Step, pages: list[Page]) -> None:
+        if pages:
+            step.fetch(pages, self.buffer, source=self.pinned)

@@ -1,0 +1,39 @@
+"""Layer by layer: each layer's weights arrive in one transfer while the layer before computes.
+
+This is how DeepSpeed ZeRO-Inference offloads: no weights stay, every layer is streamed, attention runs where the
+weights are, and all micro-batches use a layer before it is given up.
+"""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+
+class LayerStreaming:
+    """A double buffer of whole layers in fast memory, filled one layer ahead."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        pages = plan.layout.layer(0)
+        self.buffer = plan.pool("accelerator", "layers", 2 * len(pages), pages)
+
+    async def prefill(self, step: Step) -> None:
+        step.fetch(step.pages(0), self.buffer)
+        self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        self._schedule(step)
+
+    def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            if i + 1 < len(step.layers) or not step.last:
+                step.fetch(step.pages((i + 1) % len(step.layers)), self.buffer)
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                step.post_attention(i, j)
+        for j in step.micro_batches:
+            step.sample(j)

@@ -1,0 +1,31 @@
+"""Which pages stay in fast memory beside a buffer that the others stream through."""
+
+from __future__ import annotations
+
+from moesched.models.layout import Page
+from moesched.plan import Plan
+
+
+def keep_beside_buffer(plan: Plan, buffered_layers: int) -> list[list[Page]]:
+    """Keep as many pages as fit beside a buffer for `buffered_layers` layers; returns those that stream, by layer.
+
+    A layer's dense part is kept before its experts, and layers stream as evenly as they can, so that no layer waits
+    longer for its weights than the others.
+    """
+    free = plan.free("accelerator")
+    per_layer = [plan.layout.layer(i) for i in plan.layers]
+    count = len(per_layer[0])
+    for streamed in range(count + 1):
+        buffer = buffered_layers * sum(sorted(map(plan.slot_bytes, per_layer[0]))[-1:]) * streamed
+        kept = [page for pages in per_layer for page in pages[: count - streamed]]
+        left = free - buffer - sum(map(plan.slot_bytes, kept))
+        if left >= 0 or streamed == count:
+            break
+    for pages in per_layer:
+        extra = pages[count - streamed : count - streamed + 1]
+        if extra and plan.slot_bytes(extra[0]) <= left:
+            kept += extra
+            left -= plan.slot_bytes(extra[0])
+    stays = {page.id for page in kept}
+    plan.keep(kept)
+    return [[page for page in pages if page.id not in stays] for pages in per_layer]

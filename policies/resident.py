@@ -1,0 +1,29 @@
+"""Everything in fast memory: the reference that the offloading policies are measured against."""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+
+class Resident:
+    """All weights and the KV cache stay in the accelerator's memory; nothing moves."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep([page for layer in plan.layers for page in plan.layout.layer(layer)])
+
+    async def prefill(self, step: Step) -> None:
+        self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        self._schedule(step)
+
+    def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                step.post_attention(i, j)
+            step.sample(j)
