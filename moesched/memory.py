@@ -187,15 +187,18 @@ class View(Generic[K]):
     """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
 
     n kernels that read n pages through a view need 2n edges instead of n². A view lasts until one of its slots is
-    given another page; that write waits for every kernel that read through the view.
+    given another page; that write waits for every kernel that read through the view. `bound` is the device's own: what
+    it made of the slots' bytes.
     """
 
-    __slots__ = ("block", "key", "moving", "owner", "reads", "slots")
+    __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
 
-    def __init__(self, owner: Views[K], key: K, slots: tuple[Slot, ...], engine: Engine) -> None:
+    def __init__(self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine) -> None:
         self.owner = owner
         self.key = key
+        self.pages = pages
         self.slots = slots
+        self.bound: Any = None
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None
         self.reads: tuple[Block, ...] = self.moving
@@ -237,7 +240,8 @@ class Views(Generic[K]):
             NotResident: one of them is not.
         """
         slots = []
-        for page in self.pages_of(key):
+        pages = self.pages_of(key)
+        for page in pages:
             slot = self.memory.table.get(page.id)
             if slot is None or _lost(slot):
                 raise NotResident(
@@ -245,7 +249,7 @@ class Views(Generic[K]):
                     "and keep its slot until then"
                 )
             slots.append(slot)
-        view = self.open[key] = View(self, key, tuple(slots), engine)
+        view = self.open[key] = View(self, key, pages, tuple(slots), engine)
         return view
 
 

@@ -257,7 +257,7 @@ class Step:
         view = self._schedule.dense.open.get(layer) or self._view(self._schedule.dense, layer)
         batch.tag = tag + QKV
         batch.last = task = Kernel(
-            self._accelerator, batch.works["pre_attention"], "pre_attention", layer, micro_batch, -1, view.slots, self.index
+            self._accelerator, batch.works["pre_attention"], "pre_attention", layer, micro_batch, -1, view, self.index
         )
         return self._submit(task, (batch.hidden, *view.reads), (batch.qkv,))
 
@@ -346,7 +346,7 @@ class Step:
         view = self._schedule.whole.open.get(layer) or self._view(self._schedule.whole, layer)
         batch.tag = tag - ATTENDED + _STRIDE
         batch.last = task = Kernel(
-            self._accelerator, batch.works["post_attention"], "post_attention", layer, micro_batch, -1, view.slots, self.index
+            self._accelerator, batch.works["post_attention"], "post_attention", layer, micro_batch, -1, view, self.index
         )
         return self._submit(task, (batch.attention, batch.hidden, *view.reads), (batch.hidden,))
 
@@ -360,7 +360,7 @@ class Step:
         batch.tag = tag - ATTENDED + ROUTED
         batch.pending = None
         batch.last = batch.routed = task = Decision(
-            self._accelerator, batch.works["route"], "route", layer, micro_batch, -1, view.slots, self.index
+            self._accelerator, batch.works["route"], "route", layer, micro_batch, -1, view, self.index
         )
         reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
@@ -389,7 +389,7 @@ class Step:
         tokens = routed.value[expert]
         work = schedule.work(f"expert at {at}", schedule.processors[at], tokens, schedule.plan.operations.expert)
         lane, kernel = (self._accelerator, Kernel) if at == "accelerator" else (self._host, HostKernel)
-        task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view.slots, self.index)
+        task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
         return self._submit(task, (batch.normed, *view.reads), (output,))
 
     def combine(self, layer: int, micro_batch: int) -> Task:

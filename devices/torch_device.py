@@ -1,0 +1,249 @@
+"""The torch device: runs the tasks of a schedule on real tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moesched.drivers.realtime import LaneKind
+from moesched.errors import BadInput
+from moesched.memory import Pool, Slot, View
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import Page, WeightLayout
+from moesched.plan import KV_BLOCK_TOKENS, Plan
+from moesched.sampling import Sampling, sample
+from moesched.tasks import PageTransfer, Task
+
+from . import torch_kernels as kernels
+from .arena import Arena, aligned_bytes
+from .kv_cache import BlockedKV, KVStep
+from .packed_weights import pack, packed_bytes, packing_pays
+from .page_reader import DTYPES, PageReader
+from .torch_kernels import Grouping, Tensor
+
+Blocks = list[Tensor]
+Weights = dict[str, Blocks]
+
+
+class MicroBatchState:
+    """The tensors of one micro-batch between its kernels."""
+
+    def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        self.requests = tuple(requests)
+        self.new = [list(prompts[request]) for request in requests]
+        self.step: KVStep
+        self.angles: tuple[Tensor, Tensor]
+        self.hidden_TD: Tensor
+        self.qkv: tuple[Tensor, Tensor, Tensor]
+        self.attended_TX: Tensor
+        self.x_nD: Tensor
+        self.y_nD: Tensor
+        self.weights_Tk: Tensor
+        self.grouping: Grouping
+        self.starts: list[int]
+
+
+class TorchDevice:
+    """Runs a batch of one model on torch.
+
+    Weights are read from the checkpoint's files into slots of an arena, page by page; those that stay are rearranged
+    for oneDNN where that pays.
+
+    Args:
+        keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False) -> None:
+        self.config = checkpoint.config
+        self.layout = layout
+        self.logits: list[tuple[tuple[int, ...], Tensor]] = []
+        self._keep_logits = keep_logits
+        self._reader = PageReader(checkpoint, layout)
+        self._dtype = DTYPES[layout.dtype]
+        self._packing = layout.dtype == "bfloat16" and packing_pays()
+        self._arenas: dict[Pool, Arena] = {}
+        self._kept: dict[int, Weights] = {}
+        self._verbs = {
+            "load": self._load,
+            "fetch": self._fetch,
+            "embed": self._embed,
+            "pre_attention": self._pre_attention,
+            "attention": self._attention,
+            "cpu_attention": self._attention,
+            "post_attention": self._post_attention,
+            "route": self._route,
+            "run_expert": self._run_expert,
+            "combine": self._combine,
+            "sample": self._sample,
+        }
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        """What the lanes are: worker threads, all of them."""
+        return {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the checkpoint's files so far."""
+        return self._reader.bytes_read
+
+    def slot_bytes(self, page: Page) -> int:
+        """What a page takes in a slot."""
+        return self._reader.bytes_in_slot(page)
+
+    def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Allocate all that the plan says, and take in the prompts' token ids.
+
+        Raises:
+            BadInput: a token id is outside the vocabulary.
+        """
+        self._check(prompts)
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        names = ("embedding", "final_norm") if self.config.tied_embeddings else ("embedding", "final_norm", "lm_head")
+        self._globals = {name: self._reader.read_tensor(name) for name in names}
+        head = self._globals.get("lm_head")
+        self._head = [self._globals["embedding"] if head is None else self._packed(head)]
+        self._globals.pop("lm_head", None)
+        self._arenas = {pool: Arena(len(pool.slots), pool.slot_bytes) for pool in plan.pools}
+        self._staging = aligned_bytes(self._reader.slot_bytes)
+        self._sampling = sampling
+        blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
+        self._cache = BlockedKV(self.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=self._dtype)
+        for request, prompt in enumerate(prompts):
+            self._cache.open(request, len(prompt) + plan.batch.new_tokens)
+        self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
+
+    def execute(self, task: Task) -> Any:
+        """Run one task on the calling thread."""
+        with torch.inference_mode():
+            return self._verbs[task.verb](task)
+
+    async def aclose(self) -> None:
+        """Close the checkpoint's files."""
+        self._reader.close()
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        for number, prompt in enumerate(prompts):
+            for token in prompt:
+                if not 0 <= token < self.config.vocabulary:
+                    raise BadInput(
+                        f"prompt {number}: token id {token} is outside the vocabulary of {self.config.vocabulary}: "
+                        f"use ids from 0 to {self.config.vocabulary - 1}"
+                    )
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def _load(self, task: PageTransfer) -> None:
+        for page in task.pages:
+            self._reader.read(page, self._staging)
+            views = self._reader.views(self._staging, page)
+            self._kept[page.id] = {
+                name: [self._packed(block) if block.dim() == 2 else block.clone() for block in blocks]
+                for name, blocks in views.items()
+            }
+
+    def _packed(self, matrix_ND: Tensor) -> Tensor:
+        if self._packing:
+            packed = pack(matrix_ND)
+            if packed_bytes(packed) <= matrix_ND.nbytes:
+                return packed
+        return matrix_ND.clone()
+
+    def _fetch(self, task: PageTransfer) -> None:
+        for page, slot in zip(task.pages, task.slots, strict=True):
+            self._reader.read(page, self._bytes(slot))
+
+    def _bytes(self, slot: Slot) -> Tensor:
+        return self._arenas[slot.pool].slot(slot.index)
+
+    def _weights(self, view: View[Any]) -> Weights:
+        """The tensors that a view shows, by their names within the layer."""
+        if view.bound is None:
+            merged: Weights = {}
+            for page, slot in zip(view.pages, view.slots, strict=True):
+                tensors = self._kept[page.id] if slot.fixed else self._reader.views(self._bytes(slot), page)
+                for name, blocks in tensors.items():
+                    merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
+            view.bound = merged
+        bound: Weights = view.bound
+        return bound
+
+    # -- a micro-batch through a layer -------------------------------------------------------------
+
+    def _embed(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        state.step = self._cache.extend(state.requests, [len(tokens) for tokens in state.new])
+        state.angles = kernels.rotary(state.step.positions_T, self.config.head_dim, self.config.rope_theta)
+        ids_T = torch.tensor([token for tokens in state.new for token in tokens])
+        state.hidden_TD = kernels.embed(ids_T, self._globals["embedding"])
+
+    def _pre_attention(self, task: Task) -> None:
+        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        state.qkv = kernels.project_qkv(
+            state.hidden_TD,
+            weights["attention_norm"][0],
+            weights["q"] + weights["k"] + weights["v"],
+            *state.angles,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            eps=config.norm_eps,
+        )
+
+    def _attention(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        self._cache.append(task.layer, state.step, k_TKd, v_TKd)
+        views = self._cache.views(task.layer, state.step)
+        state.attended_TX = kernels.attention(q_THd, views, self.config.sliding_window)
+
+    def _post_attention(self, task: Task) -> None:
+        counts = self._route(task)
+        weights = self._weights(task.operands)
+        state = self._states[task.micro_batch]
+        for expert in counts:
+            self._apply_expert(state, expert, weights)
+        self._combine(task)
+
+    def _route(self, task: Task) -> dict[int, int]:
+        """Output projection, norm, router; the tokens of each expert that has any."""
+        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
+        x_TD = kernels.rms_norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps)
+        if config.experts == 1:
+            experts_Tk = torch.zeros((len(x_TD), 1), dtype=torch.int64)
+            state.weights_Tk = torch.ones((len(x_TD), 1))
+        else:
+            experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
+        state.grouping = kernels.group_by_expert(experts_Tk, config.experts)
+        state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
+        state.y_nD = torch.empty_like(state.x_nD)
+        counts = state.grouping.counts
+        state.starts = [sum(counts[:expert]) for expert in range(config.experts)]
+        return {expert: count for expert, count in enumerate(counts) if count}
+
+    def _run_expert(self, task: Task) -> None:
+        self._apply_expert(self._states[task.micro_batch], task.expert, self._weights(task.operands))
+
+    def _apply_expert(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
+        start = state.starts[expert]
+        rows = slice(start, start + state.grouping.counts[expert])
+        gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
+        state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
+
+    def _combine(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        state.hidden_TD = kernels.combine(state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD)
+
+    def _sample(self, task: Task) -> list[int]:
+        state = self._states[task.micro_batch]
+        last_SD = state.hidden_TD.index_select(0, state.step.last_S)
+        logits_SV = kernels.lm_head(last_SD, self._globals["final_norm"], self._head, self.config.norm_eps)
+        if self._keep_logits:
+            self.logits.append((state.requests, logits_SV))
+        positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
+        tokens = sample(logits_SV.numpy(), self._sampling, state.requests, positions)
+        state.new = [[token] for token in tokens]
+        return tokens

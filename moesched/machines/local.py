@@ -1,0 +1,85 @@
+"""This machine, as far as a look at it can tell: what to plan on before anybody has calibrated it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
+
+ASSUMED_MEMORY_BANDWIDTH = 20e9
+ASSUMED_DISK_BANDWIDTH = 1e9
+ASSUMED_FLOPS_PER_CORE = 50e9
+
+
+def cache_folder() -> Path:
+    """Where moesched keeps what can be made again: `$MOESCHED_CACHE`, or a folder in the user's cache."""
+    given = os.environ.get("MOESCHED_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesched"
+
+
+def calibrated_file() -> Path:
+    """Where `moesched calibrate` leaves this machine's profile unless it is told otherwise."""
+    return cache_folder() / "machine.toml"
+
+
+def local_machine() -> Machine:
+    """This machine: the calibrated profile if there is one, else sizes that were looked up and rates that are assumed."""
+    if calibrated_file().is_file():
+        return parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
+    flops = ASSUMED_FLOPS_PER_CORE * usable_cores()
+    return unified_machine(
+        platform.node() or "local",
+        memory=available_memory(),
+        disk=shutil.disk_usage(Path.cwd()).total,
+        flops={"float32": flops, "bfloat16": flops},
+        memory_bandwidth=ASSUMED_MEMORY_BANDWIDTH,
+        disk_bandwidth=ASSUMED_DISK_BANDWIDTH,
+        description="not calibrated: its rates are assumed; run `moesched calibrate` for predictions that mean something",
+    )
+
+
+def unified_machine(
+    name: str,
+    *,
+    memory: int,
+    disk: int,
+    flops: dict[str, float],
+    memory_bandwidth: float,
+    disk_bandwidth: float,
+    description: str = "",
+) -> Machine:
+    """A machine without an accelerator: one processor plays both roles, host memory is fast, the disk is slow."""
+    return Machine(
+        name=name,
+        description=description,
+        processors={"cpu": Processor(memory="host", flops=flops)},
+        memories={
+            "host": Tier(capacity=memory, bandwidth=memory_bandwidth),
+            "disk": Tier(capacity=disk, bandwidth=disk_bandwidth),
+        },
+        links=[Link(source="disk", destination="host", bandwidth=disk_bandwidth)],
+        roles=Roles(accelerator="cpu", host="cpu", weights="disk"),
+    )
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes of physical memory that are free or can be freed."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
