@@ -1,4 +1,4 @@
-"""Chooses the next token from logits. Randomness comes from (seed, request, position) alone, never from the schedule."""
+"""Chooses tokens from logits; the randomness comes from seed, request and position, never the schedule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Probabilities = npt.NDArray[np.float64]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen: greedily at temperature 0, else at random by the softmax of logits / temperature.
+    """How tokens are chosen: greedily at temperature 0, else at random by softmax(logits / temperature).
 
     top_k: only from the k most likely tokens. top_p: only from the fewest tokens that together have that
-    probability (after top_k). Tokens as likely as the last one that is let in are let in too. seed: 0 or more.
+    probability, after top_k. Tokens as likely as the last one that is let in are let in too.
     Raises BadInput, naming the setting, where a value makes no sense.
     """
 
@@ -73,7 +73,7 @@ def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
         scaled = (logits_V - logits_V.max()).astype(np.float64) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled.size:
         scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
-    likely = np.exp(scaled)
+    likely: Probabilities = np.exp(scaled)
     likely /= likely.sum()
     if sampling.top_p < 1:
         likely[likely < _least_likely(likely, sampling.top_p)] = 0

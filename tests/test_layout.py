@@ -1,0 +1,170 @@
+"""The layout of weights in pages: complete, aligned, bounded, and the same for everybody."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesched.errors import BadInput
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.layout import WeightLayout, kv_block_bytes, kv_bytes, weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
+
+MIXTRAL = SHAPES["mixtral-0.8b"]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    experts = draw(st.integers(1, 4))
+    kv_heads = draw(st.integers(1, 3))
+    return msgspec.structs.replace(
+        MIXTRAL,
+        layers=draw(st.integers(1, 3)),
+        hidden=draw(st.integers(1, 40)),
+        intermediate=draw(st.integers(1, 70)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 5)),
+        experts=experts,
+        top_k=draw(st.integers(1, experts)),
+        tied_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> WeightLayout:
+    config = draw(configs())
+    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    largest_row = max(math.prod(shape[1:] or shape) for shape in _paged_shapes(config).values())
+    smallest = largest_row * ITEM_BYTES[dtype]
+    return weight_layout(config, dtype, smallest + draw(st.integers(0, 4 * smallest)))
+
+
+def _paged_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = tensor_shapes(config)
+    for name in global_shapes(config):
+        del shapes[name]
+    return shapes
+
+
+@given(layout=layouts())
+def test_every_row_of_every_tensor_is_in_one_place(layout: WeightLayout) -> None:
+    rows = defaultdict(list)
+    for page in layout.pages:
+        for extent in page.extents:
+            rows[extent.tensor].append(extent.rows)
+    shapes = _paged_shapes(layout.config)
+    assert rows.keys() == shapes.keys()
+    for name, pieces in rows.items():
+        assert [0, *(stop for _, stop in pieces)] == [*(start for start, _ in pieces), shapes[name][0]]
+
+
+@given(layout=layouts())
+def test_extents_are_aligned_do_not_overlap_and_fit_in_their_page(layout: WeightLayout) -> None:
+    for page in layout.pages:
+        end = 0
+        for extent in page.extents:
+            row_bytes = math.prod(_paged_shapes(layout.config)[extent.tensor][1:]) * ITEM_BYTES[layout.dtype]
+            assert extent.nbytes == (extent.rows[1] - extent.rows[0]) * row_bytes > 0
+            assert extent.offset % 64 == 0
+            assert extent.offset >= end
+            end = extent.offset + extent.nbytes
+        assert page.nbytes == end <= layout.page_bytes
+        assert page.nbytes <= layout.slot_bytes
+    assert layout.slot_bytes % 4096 == 0
+
+
+@given(layout=layouts())
+def test_pages_are_numbered_by_layer_the_dense_part_first_and_never_mix_experts(layout: WeightLayout) -> None:
+    config = layout.config
+    in_order = []
+    for layer in range(config.layers):
+        assert {e.tensor for p in layout.dense(layer) for e in p.extents} == dense_shapes(
+            config, layer
+        ).keys()
+        in_order += layout.dense(layer)
+        for expert in range(config.experts):
+            pages = layout.expert(layer, expert)
+            assert {e.tensor for p in pages for e in p.extents} == expert_shapes(config, layer, expert).keys()
+            assert [(p.layer, p.expert, p.index) for p in pages] == [
+                (layer, expert, i) for i in range(len(pages))
+            ]
+            in_order += pages
+        assert layout.layer(layer) == layout.dense(layer) + sum(
+            (layout.expert(layer, expert) for expert in range(config.experts)), ()
+        )
+    assert tuple(in_order) == layout.pages
+    assert [page.id for page in layout.pages] == list(range(len(layout.pages)))
+
+
+@given(layout=layouts())
+def test_vectors_are_never_cut(layout: WeightLayout) -> None:
+    for page in layout.pages:
+        for extent in page.extents:
+            if extent.tensor.endswith("norm"):
+                assert extent.rows == (0, layout.config.hidden)
+
+
+@given(layout=layouts())
+def test_the_same_arguments_give_the_same_cut(layout: WeightLayout) -> None:
+    assert weight_layout(layout.config, layout.dtype, layout.page_bytes) == layout
+
+
+def test_by_default_an_expert_is_one_page() -> None:
+    layout = weight_layout(MIXTRAL)
+    assert len(layout.expert(3, 7)) == 1
+    assert len(layout.dense(3)) == 1
+    assert layout.page_bytes == layout.slot_bytes == 3 * 1024 * 3584 * 2
+
+
+def test_by_default_a_large_expert_is_cut_into_pages_of_64_mib() -> None:
+    layout = weight_layout(SHAPES["mixtral-8x7b"])
+    assert layout.page_bytes == 64 << 20
+    assert len(layout.expert(0, 0)) == 6
+
+
+def test_the_dtype_in_memory_may_differ_from_the_checkpoint() -> None:
+    assert weight_layout(MIXTRAL, "float32").globals_bytes == 2 * weight_layout(MIXTRAL).globals_bytes
+
+
+def test_what_lies_outside_the_pages_is_counted() -> None:
+    layout = weight_layout(MIXTRAL)
+    assert layout.globals_bytes == (2 * 32000 * 1024 + 1024) * 2
+    tied = weight_layout(msgspec.structs.replace(MIXTRAL, tied_embeddings=True))
+    assert tied.globals_bytes == (32000 * 1024 + 1024) * 2
+
+
+def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
+    billions = {
+        name: sum(math.prod(shape) for shape in tensor_shapes(config).values()) / 1e9
+        for name, config in SHAPES.items()
+    }
+    assert billions == {
+        "mixtral-0.8b": pytest.approx(0.79, abs=0.005),
+        "mixtral-8x7b": pytest.approx(46.7, abs=0.05),
+        "mixtral-8x22b": pytest.approx(140.6, abs=0.05),
+        "dbrx": pytest.approx(131.6, abs=0.1),
+    }
+
+
+def test_pages_too_small_for_a_row_are_refused_with_the_size_that_would_do() -> None:
+    with pytest.raises(BadInput, match=r"a page of 1,000 bytes .* give at least 2,048"):
+        weight_layout(MIXTRAL, page_bytes=1000)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"'int3' is unknown; choose one of float32, bfloat16"):
+        weight_layout(MIXTRAL, "int3")
+
+
+def test_the_kv_cache_is_counted_in_whole_blocks() -> None:
+    block = 2 * 8 * 16 * 4 * 64 * 2
+    assert kv_block_bytes(MIXTRAL, 16) == block
+    assert kv_bytes(MIXTRAL, [1, 16, 17, 0], 16) == 4 * block
+    assert kv_bytes(MIXTRAL, [1], 16, "float32") == 2 * block
