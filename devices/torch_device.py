@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class TorchDevice:
         self._packing = layout.dtype == "bfloat16" and packing_pays()
         self._arenas: dict[Pool, Arena] = {}
         self._kept: dict[int, Weights] = {}
-        self._verbs = {
+        self._verbs: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
             "embed": self._embed,
@@ -101,8 +101,14 @@ class TorchDevice:
             BadInput: a token id is outside the vocabulary.
         """
         self._check(prompts)
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        names = ("embedding", "final_norm") if self.config.tied_embeddings else ("embedding", "final_norm", "lm_head")
+        torch.set_num_threads(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
+        names = (
+            ("embedding", "final_norm")
+            if self.config.tied_embeddings
+            else ("embedding", "final_norm", "lm_head")
+        )
         self._globals = {name: self._reader.read_tensor(name) for name in names}
         head = self._globals.get("lm_head")
         self._head = [self._globals["embedding"] if head is None else self._packed(head)]
@@ -235,7 +241,9 @@ class TorchDevice:
 
     def _combine(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        state.hidden_TD = kernels.combine(state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD)
+        state.hidden_TD = kernels.combine(
+            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD
+        )
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]

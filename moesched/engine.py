@@ -22,15 +22,13 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.errors import TaskCancelled, TaskFailed
 from moesched.tasks import (
     CANCELLED,
     DONE,
     FAILED,
     READY,
     RUNNING,
-    STATE_NAMES,
-    WAITING,
     Block,
     Collective,
     Join,

@@ -8,7 +8,7 @@ the bytes waits for those. So a budget that holds in program order holds on the 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 from moesched.engine import Engine
@@ -103,7 +103,9 @@ class Pool:
     used longest ago, and `none` refuses.
     """
 
-    def __init__(self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring") -> None:
+    def __init__(
+        self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring"
+    ) -> None:
         memory.reserve(f"pool {name} of {slots} slots", slots * slot_bytes)
         self.name = name
         self.memory = memory
@@ -171,15 +173,14 @@ class Pool:
 class Fixed(Pool):
     """Pages that stay in a memory for the whole run, each in a slot of just its size."""
 
-    def __init__(self, name: str, memory: Memory, pages: Sequence[Page], sizes: Iterable[int]) -> None:
+    def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
         super().__init__(name, memory, 0, 0, "none")
-        self.pages = tuple(pages)
         for index, (page, size) in enumerate(zip(pages, sizes, strict=True)):
             memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
             slot = Slot(self, index, size, fixed=True)
             slot.page = page
             slot.tag = page.id
-            memory.table[page.id] = slot
+            memory.table[page.id] = self._held[page.id] = slot
             self.slots.append(slot)
 
 
@@ -193,7 +194,9 @@ class View(Generic[K]):
 
     __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
 
-    def __init__(self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine) -> None:
+    def __init__(
+        self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
+    ) -> None:
         self.owner = owner
         self.key = key
         self.pages = pages

@@ -40,7 +40,9 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def cache_tokens(self) -> int:
         """Tokens that the KV cache must hold at the end, whole blocks of it."""
-        return sum(-(-(prompt + self.new_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS for prompt in self.prompts)
+        return sum(
+            -(-(prompt + self.new_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS for prompt in self.prompts
+        )
 
     @property
     def largest(self) -> int:
@@ -128,7 +130,9 @@ class Plan:
         self.memory(role).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
         self.kv_role = role
 
-    def pool(self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring") -> Pool:
+    def pool(
+        self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring"
+    ) -> Pool:
         """`slots` slots, each large enough for any of `pages`."""
         size = max((self.slot_bytes(page) for page in pages), default=0)
         pool = Pool(name, self.memory(role), slots, size, replacement)
@@ -138,7 +142,9 @@ class Plan:
     def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
         """Pages that stay in a memory for the whole run; they are loaded before the first step."""
         pages = tuple(pages)
-        kept = Fixed(f"kept {len(self.kept)}", self.memory(role), pages, [self.slot_bytes(page) for page in pages])
+        kept = Fixed(
+            f"kept {len(self.kept)}", self.memory(role), pages, [self.slot_bytes(page) for page in pages]
+        )
         self.kept.append(kept)
         return kept
 
@@ -149,7 +155,9 @@ class Plan:
             BadInput: the policy forgot to place the KV cache.
         """
         if self.kv_role is None:
-            raise BadInput("the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')")
+            raise BadInput(
+                "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
+            )
 
 
 def activation_bytes(operations: Operations, batch: Batch) -> int:
@@ -173,4 +181,6 @@ def _memories(machine: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]
 
 def fit_error(error: OverBudget, policy: str) -> BadInput:
     """A budget that a plan does not fit, as the user should read it."""
-    return BadInput(f"policy {policy} does not fit: {error}. Raise --budget, or lower --batch-size or --max-new-tokens")
+    return BadInput(
+        f"policy {policy} does not fit: {error}. Raise --budget, or lower --batch-size or --max-new-tokens"
+    )

@@ -31,7 +31,9 @@ def find(kind: Kind, name: str) -> Any:
         return _load(kind, name, point.value)
     if ":" in name:
         return _load(kind, name, name)
-    raise BadInput(f"unknown {_SINGULAR[kind]} {name!r}: choose {', '.join(names(kind))}, or write package.module:Class")
+    raise BadInput(
+        f"unknown {_SINGULAR[kind]} {name!r}: choose {', '.join(names(kind))}, or write package.module:Class"
+    )
 
 
 def make_policy(name: str, settings: dict[str, Any] | None = None) -> Any:

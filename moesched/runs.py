@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import msgspec
 
-from moesched import plugins
 from moesched.cost import Roofline
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.virtual import VirtualDriver
@@ -126,7 +125,11 @@ def simulate(
         [engine],
         cost or Roofline(plan.machine, plan.layout.dtype),
         sharing=plan.machine.unified if sharing is None else sharing,
-        perform={Decision: _decide(plan, routing or SeededRouting(plan.layout.config.experts, plan.layout.config.top_k))},
+        perform={
+            Decision: _decide(
+                plan, routing or SeededRouting(plan.layout.config.experts, plan.layout.config.top_k)
+            )
+        },
         observers=[meter, *observers],
     )
     generation = Generation(schedule, policy)
@@ -166,7 +169,9 @@ def run(
         anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
     except KeyboardInterrupt:
         interrupted = True
-    return _report(plan, policy, generation, engine, meter, lanes, started, measured=True, interrupted=interrupted)
+    return _report(
+        plan, policy, generation, engine, meter, lanes, started, measured=True, interrupted=interrupted
+    )
 
 
 class LaneMeter:
@@ -221,8 +226,8 @@ def _report(
             batch_size=len(batch.prompts),
             micro_batch_size=max(len(requests) for requests in batch.micro_batches),
             new_tokens=batch.new_tokens,
-            kept_pages=sum(len(kept.pages) for kept in plan.kept),
-            streamed_pages=len(plan.layout.pages) - sum(len(kept.pages) for kept in plan.kept),
+            kept_pages=sum(len(kept.slots) for kept in plan.kept),
+            streamed_pages=len(plan.layout.pages) - sum(len(kept.slots) for kept in plan.kept),
             kv_on=plan.kv_role or "",
             discipline=plan.discipline,
         ),
@@ -233,7 +238,10 @@ def _report(
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
         peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
         lanes={
-            name: LaneUse(meter.busy.get(name, 0) / 1e9, min(1.0, meter.busy.get(name, 0) / 1e9 / total) if total else 0.0)
+            name: LaneUse(
+                meter.busy.get(name, 0) / 1e9,
+                min(1.0, meter.busy.get(name, 0) / 1e9 / total) if total else 0.0,
+            )
             for name in lanes
         },
         tasks=engine.submitted,
@@ -246,7 +254,7 @@ def _report(
 
 def _has_uvloop() -> bool:
     try:
-        import uvloop  # noqa: F401, PLC0415  # only whether it is there: Windows has none
+        import uvloop  # noqa: F401  # only whether it is there: Windows has none
     except ImportError:
         return False
     return True

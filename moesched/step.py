@@ -113,7 +113,7 @@ class Schedule:
         layout, fast, host = plan.layout, plan.memory("accelerator"), plan.memory("host")
         self.dense = Views(fast, layout.dense)
         self.whole = Views(fast, layout.layer)
-        self.expert = {
+        self.expert: dict[str, Views[tuple[int, int]]] = {
             "accelerator": Views(fast, lambda key: layout.expert(*key)),
             "host": Views(host, lambda key: layout.expert(*key)),
         }
@@ -145,9 +145,16 @@ class Schedule:
         source = self.plan.machine.roles.weights
         lane, link = self.link(source, kept.memory.name)
         tasks = []
-        for page, slot in zip(kept.pages, kept.slots, strict=True):
+        for page, slot in zip(kept.pages(), kept.slots, strict=True):
             task = PageTransfer(
-                lane, self.copy(link, page.nbytes), "load", page.layer, -1, page.expert, pages=(page,), slots=(slot,)
+                lane,
+                self.copy(link, page.nbytes),
+                "load",
+                page.layer,
+                -1,
+                page.expert,
+                pages=(page,),
+                slots=(slot,),
             )
             tasks.append(self.engine.submit(task, (), (slot,)))
         return tasks
@@ -194,7 +201,9 @@ class Step:
         """The pages of one expert."""
         return self._schedule.plan.layout.expert(layer, expert)
 
-    def fetch(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None, urgent: bool = False) -> Task:
+    def fetch(
+        self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None, urgent: bool = False
+    ) -> Task:
         """Move pages into slots of `pool` in one transfer, from `source` or from where the weights live.
 
         Raises:
@@ -208,13 +217,23 @@ class Step:
             for page in pages:
                 held = source.memory.table.get(page.id)
                 if held is None or held.pool is not source:
-                    raise NotResident(f"fetch: page {describe(page)} is not in pool {source.name}: pin it there first"
+                    raise NotResident(
+                        f"fetch: page {describe(page)} is not in pool {source.name}: pin it there first"
                     )
                 reads.append(held)
         lane, work, slots = self._place("fetch", pages, origin, pool)
         first = pages[0]
         task = PageTransfer(
-            lane, work, "fetch", first.layer, -1, first.expert, tuple(reads), self.index, pages=tuple(pages), slots=slots
+            lane,
+            work,
+            "fetch",
+            first.layer,
+            -1,
+            first.expert,
+            tuple(reads),
+            self.index,
+            pages=tuple(pages),
+            slots=slots,
         )
         return self._submit(task, reads, slots, (), DEMAND if urgent else PREFETCH)
 
@@ -223,7 +242,16 @@ class Step:
         lane, work, slots = self._place("pin", pages, self._schedule.plan.machine.roles.weights, pool)
         first = pages[0]
         task = PageTransfer(
-            lane, work, "pin", first.layer, -1, first.expert, None, self.index, pages=tuple(pages), slots=slots
+            lane,
+            work,
+            "pin",
+            first.layer,
+            -1,
+            first.expert,
+            None,
+            self.index,
+            pages=tuple(pages),
+            slots=slots,
         )
         return self._submit(task, (), slots, (), PREFETCH)
 
@@ -257,7 +285,14 @@ class Step:
         view = self._schedule.dense.open.get(layer) or self._view(self._schedule.dense, layer)
         batch.tag = tag + QKV
         batch.last = task = Kernel(
-            self._accelerator, batch.works["pre_attention"], "pre_attention", layer, micro_batch, -1, view, self.index
+            self._accelerator,
+            batch.works["pre_attention"],
+            "pre_attention",
+            layer,
+            micro_batch,
+            -1,
+            view,
+            self.index,
         )
         return self._submit(task, (batch.hidden, *view.reads), (batch.qkv,))
 
@@ -308,7 +343,14 @@ class Step:
         batch.tag = tag - QKV_HOST + ATTENDED_HOST
         cache = batch.kv[layer]
         batch.last = task = HostKernel(
-            self._host, batch.works["cpu_attention"], "cpu_attention", layer, micro_batch, -1, None, self.index
+            self._host,
+            batch.works["cpu_attention"],
+            "cpu_attention",
+            layer,
+            micro_batch,
+            -1,
+            None,
+            self.index,
         )
         return self._submit(task, (batch.qkv_host, cache), (batch.attention_host, cache))
 
@@ -346,7 +388,14 @@ class Step:
         view = self._schedule.whole.open.get(layer) or self._view(self._schedule.whole, layer)
         batch.tag = tag - ATTENDED + _STRIDE
         batch.last = task = Kernel(
-            self._accelerator, batch.works["post_attention"], "post_attention", layer, micro_batch, -1, view, self.index
+            self._accelerator,
+            batch.works["post_attention"],
+            "post_attention",
+            layer,
+            micro_batch,
+            -1,
+            view,
+            self.index,
         )
         return self._submit(task, (batch.attention, batch.hidden, *view.reads), (batch.hidden,))
 
@@ -378,7 +427,8 @@ class Step:
                 raise OutOfOrder(f"run_expert: await route({layer}, {micro_batch}) before its experts")
             batch.pending = set(routed.value)
         if expert not in batch.pending:
-            raise OutOfOrder(f"run_expert: L{layer} mb{micro_batch} has no tokens for E{expert}, or it has run already"
+            raise OutOfOrder(
+                f"run_expert: L{layer} mb{micro_batch} has no tokens for E{expert}, or it has run already"
             )
         views = schedule.expert[at]
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
@@ -387,7 +437,9 @@ class Step:
         output = Block(f"output E{expert} mb{micro_batch}")
         batch.expert_outputs.append(output)
         tokens = routed.value[expert]
-        work = schedule.work(f"expert at {at}", schedule.processors[at], tokens, schedule.plan.operations.expert)
+        work = schedule.work(
+            f"expert at {at}", schedule.processors[at], tokens, schedule.plan.operations.expert
+        )
         lane, kernel = (self._accelerator, Kernel) if at == "accelerator" else (self._host, HostKernel)
         task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
         return self._submit(task, (batch.normed, *view.reads), (output,))
@@ -438,7 +490,9 @@ class Step:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _place(self, verb: str, pages: Sequence[Page], origin: str, pool: Pool) -> tuple[Lane, Work, tuple[Block, ...]]:
+    def _place(
+        self, verb: str, pages: Sequence[Page], origin: str, pool: Pool
+    ) -> tuple[Lane, Work, tuple[Block, ...]]:
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
         engine = self._engine
@@ -461,7 +515,11 @@ class Step:
         return f"step {step} L{layer} {STAGES[stage]}{unsaved}"
 
     def _out_of_order(self, verb: str, layer: int, batch: MicroBatch, needed: int) -> OutOfOrder:
-        needs = "the end of the step before" if verb == "embed" else f"step {self.index} L{layer} {STAGES[needed % _STRIDE]}"
+        needs = (
+            "the end of the step before"
+            if verb == "embed"
+            else f"step {self.index} L{layer} {STAGES[needed % _STRIDE]}"
+        )
         message = f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         return OutOfOrder(message)
 
@@ -491,4 +549,3 @@ def _size_works(schedule: Schedule, batch: MicroBatch, index: int) -> None:
         batch.offload_kv = lane, schedule.copy(down, tokens * operations.kv_bytes)
         lane, up = schedule.link(slow, fast)
         batch.load_hidden = lane, schedule.copy(up, tokens * operations.attention_bytes)
-

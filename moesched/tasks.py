@@ -148,7 +148,9 @@ class Task(msgspec.Struct, eq=False, gc=False):
         return f"{self.code.co_filename}:{_line_of(self.code, self.instruction)}"
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} #{self.id} {self.label} on {self.lane.name}: {STATE_NAMES[self.state]}>"
+        return (
+            f"<{type(self).__name__} #{self.id} {self.label} on {self.lane.name}: {STATE_NAMES[self.state]}>"
+        )
 
 
 class Kernel(Task, gc=False, eq=False):
@@ -163,7 +165,7 @@ class PageTransfer(Task, gc=False, eq=False):
     """A copy between memories: weight pages into slots, or a micro-batch's activations."""
 
     pages: tuple[Any, ...] = ()
-    slots: tuple[Block, ...] = ()
+    slots: tuple[Any, ...] = ()
 
 
 class Decision(Task, gc=False, eq=False):

@@ -28,13 +28,15 @@ class Adversarial:
     def plan(self, plan: Plan) -> None:
         choose = self.random
         plan.discipline = choose.choice(("in_order", "ready_first"))
-        self.kv = choose.choice(("host", "accelerator"))
-        plan.place_kv(self.kv)
+        self.kv_on_host = choose.random() < 0.5
+        plan.place_kv("host" if self.kv_on_host else "accelerator")
         self.unified = plan.machine.unified
         layer = plan.layout.layer(0)
         room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
         slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
-        self.pool = plan.pool("accelerator", "adversary", slots, layer, choose.choice(("ring", "lru", "none")))
+        self.pool = plan.pool(
+            "accelerator", "adversary", slots, layer, choose.choice(("ring", "lru", "none"))
+        )
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
@@ -76,21 +78,21 @@ class Adversarial:
             routed = yield step.route(i, j)
             for expert in choose.sample(sorted(routed), len(routed)):
                 self._hold(step, step.expert_pages(i, expert))
-                at = choose.choice(("accelerator", "host")) if self.unified else "accelerator"
-                yield step.run_expert(i, expert, j, at=at)
+                on_host = self.unified and choose.random() < 0.5
+                yield step.run_expert(i, expert, j, at="host" if on_host else "accelerator")
             yield step.combine(i, j)
         yield step.sample(j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Attention where the KV cache lets it run."""
-        on_host = self.kv == "host" and (step.kind == "decode" or self.random.random() < 0.5)
+        on_host = self.kv_on_host and (step.kind == "decode" or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
             yield step.offload_qkv(i, j)
             yield step.cpu_attention(i, j)
             yield step.load_hidden(i, j)
         else:
             yield step.attention(i, j)
-            if self.kv == "host":
+            if self.kv_on_host:
                 yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:

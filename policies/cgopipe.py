@@ -1,7 +1,7 @@
 """CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
 
-Attention runs on the CPU two micro-batches ahead of the GPU, and the next layer's weights arrive page by page between
-the micro-batches' activations, first into pinned memory, then onto the GPU.
+Attention runs on the CPU two micro-batches ahead of the GPU, and the next layer's weights arrive page by
+page between the micro-batches' activations, first into pinned memory, then onto the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .placement import keep_beside_buffer
 
 
 class CGOPipe:
-    """Weights stream through a double buffer of pages; what else fits in fast memory stays there (the paper's r_w).
+    """Weights stream through a double buffer of pages; what else fits stays in fast memory (the paper's r_w).
 
     Settings:
         ahead: how many micro-batches CPU attention runs ahead of the accelerator; the paper's is 2.
@@ -48,7 +48,7 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Algorithm 1. The look-ahead of attention wraps into the next layer, that of the pages into the next step."""
+        """Algorithm 1. Attention's look-ahead wraps into the next layer, that of the pages into the next step."""
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         ahead = min(self.ahead, len(step.micro_batches))
         for j in step.micro_batches:
@@ -71,7 +71,7 @@ class CGOPipe:
         self._pin(step, self._page(step, i + 1, j))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """Micro-batch j's share of the pages that layer i streams; past the last layer, those of the next step."""
+        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step."""
         if i == len(step.layers) and step.last:
             return []
         pages = self.streamed[i % len(step.layers)]

@@ -1,7 +1,7 @@
 """Layer by layer: each layer's weights arrive in one transfer while the layer before computes.
 
-This is how DeepSpeed ZeRO-Inference offloads: no weights stay, every layer is streamed, attention runs where the
-weights are, and all micro-batches use a layer before it is given up.
+This is how DeepSpeed ZeRO-Inference offloads: no weights stay, every layer is streamed, attention runs
+where the weights are, and all micro-batches use a layer before it is given up.
 """
 
 from __future__ import annotations

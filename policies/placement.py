@@ -7,10 +7,10 @@ from moesched.plan import Plan
 
 
 def keep_beside_buffer(plan: Plan, buffered_layers: int) -> list[list[Page]]:
-    """Keep as many pages as fit beside a buffer for `buffered_layers` layers; returns those that stream, by layer.
+    """Keep what fits beside a buffer for `buffered_layers` layers; returns the pages that stream, by layer.
 
-    A layer's dense part is kept before its experts, and layers stream as evenly as they can, so that no layer waits
-    longer for its weights than the others.
+    A layer's dense part is kept before its experts, and layers stream as evenly as they can, so that no
+    layer waits longer for its weights than the others.
     """
     free = plan.free("accelerator")
     per_layer = [plan.layout.layer(i) for i in plan.layers]

@@ -56,4 +56,6 @@ class PolicyRun:
 
 
 def _awaits_a_stranger(what: str) -> PolicyError:
-    return PolicyError(f"a policy may await the handles of its tasks only, not {what}: a virtual clock cannot wait for it")
+    return PolicyError(
+        f"a policy may await the handles of its tasks only, not {what}: a virtual clock cannot wait for it"
+    )

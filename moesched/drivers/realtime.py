@@ -243,7 +243,11 @@ class RealtimeDriver:
         if self._awaited:
             self._loop.call_soon_threadsafe(self._wake, self._awaited[:])
             self._awaited.clear()
-        elif kept is None and not any(engine.unsettled for engine in self._engines) and all(r.done for r in self._runs):
+        elif (
+            kept is None
+            and not any(engine.unsettled for engine in self._engines)
+            and all(r.done for r in self._runs)
+        ):
             self._loop.call_soon_threadsafe(self._end)
         return kept
 

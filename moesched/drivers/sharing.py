@@ -82,7 +82,9 @@ class Shared:
     def _pass(self, now: int) -> None:
         passed = now - self.now
         if passed:
-            self._left = [max(0.0, left - passed * rate) for left, rate in zip(self._left, self._rates, strict=True)]
+            self._left = [
+                max(0.0, left - passed * rate) for left, rate in zip(self._left, self._rates, strict=True)
+            ]
             self.now = now
 
     def _share(self) -> None:

@@ -86,7 +86,9 @@ class VirtualDriver:
                     stuck = next((run for run in runs if not run.done), None)
                     if stuck is None:
                         break
-                    stuck.fail(PolicyError(f"{stuck.awaited!r} can never run: nothing is left that could start it"))
+                    stuck.fail(
+                        PolicyError(f"{stuck.awaited!r} can never run: nothing is left that could start it")
+                    )
                     ready.append(stuck)
                 ready.extend(task.waiter for task in self._awaited)
                 self._awaited.clear()

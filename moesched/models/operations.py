@@ -97,7 +97,10 @@ class Operations:
 
     def combine(self, tokens: int) -> Amount:
         """The weighted sum of the experts' outputs, and the residual."""
-        return Amount(2.0 * tokens * self.config.top_k * self.config.hidden, (self.config.top_k + 2) * tokens * self.hidden_bytes)
+        return Amount(
+            2.0 * tokens * self.config.top_k * self.config.hidden,
+            (self.config.top_k + 2) * tokens * self.hidden_bytes,
+        )
 
     def post_attention(self, tokens: int) -> Amount:
         """Output projection, router, all experts, combine."""
