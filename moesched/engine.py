@@ -67,11 +67,19 @@ class Engine:
         """Collectives that are ready on this rank and wait for the driver to `admit` them."""
         self.awaited: list[Task] = []
         """Settled tasks that somebody waits for, for the driver to wake."""
+        self.joined: list[Join] | None = None
+        """Where joins are kept for a trace, which draws edges through them; None keeps none."""
         self.submitted = 0
-        self.unsettled = 0
+        self.settled = 0
         self.tickets = 0
         """How many collectives were submitted so far."""
         self._halted: BaseException | None = None
+        self._refusal: BaseException | None = None
+
+    @property
+    def unsettled(self) -> int:
+        """How many tasks were submitted and have not ended."""
+        return self.submitted - self.settled
 
     # -- what verbs call ---------------------------------------------------------------------------
 
@@ -95,59 +103,69 @@ class Engine:
         Raises:
             TaskFailed: an earlier task failed and the engine halts on failure.
         """
-        if self.failure is not None and self.halt_on_failure:
-            raise self.failure
-        number = task.id = self.submitted
+        if self._refusal is not None:
+            raise self._refusal
+        number = self.submitted
         self.submitted = number + 1
-        self.unsettled += 1
-        task.key = priority(transfer_class, number) if transfer_class else number
+        task.id = task.key = number
+        if transfer_class:
+            task.key = priority(transfer_class, number)
         frame = sys._getframe(self.submit_frames)
         task.code = frame.f_code
         task.instruction = frame.f_lasti
         deps = task.deps
         waits = 0
-
         for block in reads:
-            writer = block.writer
-            if writer is not None and writer.mark != number:
-                writer.mark = number
-                deps.append(writer.id)
-                if writer.state < DONE:
-                    waits += 1
-                    if writer.consumers is None:
-                        writer.consumers = [task]
-                    else:
-                        writer.consumers.append(task)
-                elif writer.state != DONE and task.cause is None:
-                    task.cause = _cancelled_by(writer)
             block.readers.append(task)
+            other = block.writer
+            if other is not None:
+                deps.append(other.id)
+                if other.state < DONE:
+                    waits += 1
+                    if other.consumers is None:
+                        other.consumers = [task]
+                    else:
+                        other.consumers.append(task)
+                elif other.state != DONE and task.cause is None:
+                    task.cause = _cancelled_by(other)
         for block in writes:
             earlier: Sequence[Task] = block.readers
-            if not earlier and block.writer is not None:
+            if earlier:
+                block.readers = []
+            elif block.writer is not None:
                 earlier = (block.writer,)
-            for other in earlier:
-                if other.mark != number and other is not task:
-                    waits += _follow(task, other)
-            block.readers = []
             block.writer = task
+            for other in earlier:
+                if other is not task:
+                    deps.append(other.id)
+                    if other.state < DONE:
+                        waits += 1
+                        if other.followers is None:
+                            other.followers = [task]
+                        else:
+                            other.followers.append(task)
         for other in after:
-            if other.mark != number:
-                waits += _follow(task, other)
-
+            deps.append(other.id)
+            if other.state < DONE:
+                waits += 1
+                other.followers = [task, *(other.followers or ())]
         task.waits = waits
-        lane = task.lane
-        if lane.discipline == "in_order":
-            lane.queue.append(task)
+        if task.lane.in_order:
+            task.lane.queue.append(task)
         if not waits:
             self._unblock(task)
         return task
 
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
         """One node that stands for the present values of `reads`: who reads `writes` waits for all of them."""
-        return self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
+        join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
+        if self.joined is not None:
+            self.joined.append(join)
+        return join
 
     def collective(self, task: Collective, reads: Sequence[Block], writes: Sequence[Block]) -> Collective:
         """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
+        task.lane.simple = False
         task.ticket = self.tickets
         self.tickets += 1
         return self.submit(task, reads, writes)
@@ -159,7 +177,7 @@ class Engine:
         task.cause = TaskCancelled(f"{task.label} was cancelled before it started")
         if task.state == READY and not isinstance(task, Collective):
             lane = task.lane
-            if lane.discipline == "ready_first":
+            if not lane.in_order:
                 lane.heap.remove((task.key, task))
                 heapify(lane.heap)
             self._settle(task, CANCELLED)
@@ -172,7 +190,7 @@ class Engine:
         key = priority(transfer_class, task.id)
         if key >= task.key or task.state >= RUNNING:
             return
-        if task.state == READY and task.lane.discipline == "ready_first":
+        if task.state == READY and not task.lane.in_order:
             heap = task.lane.heap
             heap[heap.index((task.key, task))] = (key, task)
             heapify(heap)
@@ -185,9 +203,14 @@ class Engine:
         task.value = value
         self._settle(task, DONE)
         lane = task.lane
-        lane.running = None
-        if lane.heap or lane.queue:
-            self._next(lane)
+        if lane.heap:
+            lane.running = task = heappop(lane.heap)[1]
+            task.state = RUNNING
+            self.started.append(task)
+        else:
+            lane.running = None
+            if lane.queue:
+                self._next(lane)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
@@ -196,6 +219,7 @@ class Engine:
         task.cause = failure
         if self.failure is None:
             self.failure = failure
+            self._refusal = failure if self.halt_on_failure else None
         self._settle(task, FAILED)
         task.lane.running = None
         self._next(task.lane)
@@ -211,6 +235,7 @@ class Engine:
         """Cancel every task that has not started, now and as it becomes ready."""
         self._halted = cause
         for lane in self.lanes:
+            lane.simple = False
             ready = [task for _, task in lane.heap] + [task for task in lane.queue if task.state == READY]
             lane.heap.clear()
             for task in ready:
@@ -220,12 +245,13 @@ class Engine:
     # -- the state machine -------------------------------------------------------------------------
 
     def _unblock(self, task: Task) -> None:
-        """All edges of a task are met."""
-        if self._halted is not None and task.lane is not _NOWHERE:
-            task.cause = task.cause or self._halted
+        """All edges of a task are met: it is ready, or settles at once."""
+        lane = task.lane
+        if self._halted is not None and task.cause is None and lane is not _NOWHERE:
+            task.cause = self._halted
         if task.cause is not None:
             self._settle(task, CANCELLED)
-        elif task.lane is _NOWHERE:
+        elif lane is _NOWHERE:
             self._settle(task, DONE)
         else:
             task.state = READY
@@ -235,20 +261,21 @@ class Engine:
                 self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
+        """A ready task takes its lane, or waits for it."""
         lane = task.lane
-        if lane.discipline == "ready_first":
-            if lane.running is None and not lane.heap:
-                lane.running = task
-                task.state = RUNNING
-                self.started.append(task)
-            else:
-                heappush(lane.heap, (task.key, task))
-        elif lane.running is None:
-            self._next(lane)
+        if lane.in_order:
+            if lane.running is None:
+                self._next(lane)
+        elif lane.running is None and not lane.heap:
+            lane.running = task
+            task.state = RUNNING
+            self.started.append(task)
+        else:
+            heappush(lane.heap, (task.key, task))
 
     def _next(self, lane: Lane) -> None:
         """Start the next task of an idle lane, if it has one that may start."""
-        if lane.discipline == "ready_first":
+        if not lane.in_order:
             if not lane.heap:
                 return
             task = heappop(lane.heap)[1]
@@ -266,57 +293,55 @@ class Engine:
     def _settle(self, task: Task, state: int) -> None:
         """Give a task its last state and pass the word on, through joins and cancelled tasks, without recursion."""
         task.state = state
-        stack = [task]
-        while stack:
-            task = stack.pop()
-            self.unsettled -= 1
+        started = self.started
+        settled = [task]
+        for task in settled:
             task.operands = None
             if task.waiter is not None:
                 self.awaited.append(task)
-            if task.state == CANCELLED and type(task) is Collective:
-                self.arrived.append(task)
-            consumers, followers = task.consumers, task.followers
-            task.consumers = task.followers = None
-            if consumers is not None:
-                if task.state != DONE:
-                    for other in consumers:
-                        if other.cause is None:
-                            other.cause = _cancelled_by(task)
-                if followers is not None:
-                    consumers += followers
-                followers = consumers
-            if followers is None:
+            if task.state != DONE:
+                self._pass_failure(task)
+            waiting, followers = task.consumers, task.followers
+            if followers is not None:
+                waiting = followers if waiting is None else waiting + followers
+                task.followers = None
+            if waiting is None:
                 continue
-            for other in followers:
+            task.consumers = None
+            for other in waiting:
                 other.waits -= 1
                 if other.waits:
                     continue
+                lane = other.lane
                 if other.cause is not None:
                     other.state = CANCELLED
-                    stack.append(other)
-                elif other.lane is _NOWHERE:
+                    settled.append(other)
+                elif lane is _NOWHERE:
                     other.state = DONE
-                    stack.append(other)
-                else:
+                    settled.append(other)
+                elif not lane.simple:
                     self._unblock(other)
+                elif lane.running is None and not lane.heap:
+                    lane.running = other
+                    other.state = RUNNING
+                    started.append(other)
+                else:
+                    other.state = READY
+                    heappush(lane.heap, (other.key, other))
+        self.settled += len(settled)
+
+    def _pass_failure(self, task: Task) -> None:
+        """What needs the result of a task that has none will be cancelled."""
+        for other in task.consumers or ():
+            if other.cause is None:
+                other.cause = _cancelled_by(task)
+        if type(task) is Collective and task.state == CANCELLED:
+            self.arrived.append(task)
 
     def _story(self, task: Task, error: BaseException) -> str:
         waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
         place = f", submitted at {task.line}" if task.code is not None else ""
         return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
-
-
-def _follow(task: Task, other: Task) -> int:
-    """An order edge: `task` starts once `other` has settled, however that ends. Returns how many to wait for."""
-    other.mark = task.id
-    task.deps.append(other.id)
-    if other.state >= DONE:
-        return 0
-    if other.followers is None:
-        other.followers = [task]
-    else:
-        other.followers.append(task)
-    return 1
 
 
 def _cancelled_by(task: Task) -> BaseException:

@@ -22,7 +22,8 @@ class Generation:
 
     Attributes:
         tokens: generated tokens, by request; a stop token ends a request and is kept.
-        loaded, prefilled, ended: when the weights were loaded, the prompts done, the last step done; nanoseconds.
+        loaded: when the weights that stay were loaded; nanoseconds.
+        busy_loading: how long each lane had been busy by then; nanoseconds.
         step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
     """
 
@@ -36,6 +37,7 @@ class Generation:
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in schedule.plan.batch.prompts]
         self.loaded = 0
+        self.busy_loading: dict[str, int] = {}
         self.step_ends: list[int] = []
         self._schedule = schedule
         self._policy = policy
@@ -62,6 +64,7 @@ class Generation:
             for task in self._schedule.load(kept):
                 await task
                 self.loaded = max(self.loaded, task.end)
+        self.busy_loading = {name: lane.busy for name, lane in self._schedule.lanes.items()}
 
     async def _submit(self, index: int, *, last: bool) -> list[Task]:
         step = Step(self._schedule, index, last=last)

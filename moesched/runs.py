@@ -120,7 +120,6 @@ def simulate(
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     schedule = Schedule(plan, engine, lanes)
-    meter = LaneMeter()
     driver = VirtualDriver(
         [engine],
         cost or Roofline(plan.machine, plan.layout.dtype),
@@ -130,11 +129,11 @@ def simulate(
                 plan, routing or SeededRouting(plan.layout.config.experts, plan.layout.config.top_k)
             )
         },
-        observers=[meter, *observers],
+        observers=observers,
     )
     generation = Generation(schedule, policy)
     driver.run(generation.run())
-    return _report(plan, policy, generation, engine, meter, lanes, started, measured=False)
+    return _report(plan, policy, generation, engine, lanes, started, measured=False)
 
 
 def run(
@@ -154,9 +153,8 @@ def run(
     lanes = make_lanes(plan)
     engine = SharedEngine(lanes.values())
     schedule = Schedule(plan, engine, lanes)
-    meter = LaneMeter()
     generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
-    driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=[meter, *observers])
+    driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
 
     async def main() -> None:
         try:
@@ -169,21 +167,7 @@ def run(
         anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
     except KeyboardInterrupt:
         interrupted = True
-    return _report(
-        plan, policy, generation, engine, meter, lanes, started, measured=True, interrupted=interrupted
-    )
-
-
-class LaneMeter:
-    """Adds up how long each lane was busy after loading."""
-
-    def __init__(self) -> None:
-        self.busy: dict[str, int] = {}
-
-    def ended(self, task: Task) -> None:
-        """Count a task, unless it loads what stays."""
-        if task.step >= 0:
-            self.busy[task.lane.name] = self.busy.get(task.lane.name, 0) + task.end - task.start
+    return _report(plan, policy, generation, engine, lanes, started, measured=True, interrupted=interrupted)
 
 
 def _decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
@@ -203,7 +187,6 @@ def _report(
     policy: Policy,
     generation: Generation,
     engine: Engine,
-    meter: LaneMeter,
     lanes: Mapping[str, Lane],
     started: float,
     *,
@@ -237,19 +220,18 @@ def _report(
         throughput_tokens_per_second=sum(counts) / total if total else 0.0,
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
         peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
-        lanes={
-            name: LaneUse(
-                meter.busy.get(name, 0) / 1e9,
-                min(1.0, meter.busy.get(name, 0) / 1e9 / total) if total else 0.0,
-            )
-            for name in lanes
-        },
+        lanes={name: _lane_use(lane, generation, total) for name, lane in lanes.items()},
         tasks=engine.submitted,
         wall_seconds=time.perf_counter() - started,
         simulated_seconds=None if measured else (ends[-1] if ends else 0.0),
         tokens=generation.tokens if measured else None,
         interrupted=interrupted,
     )
+
+
+def _lane_use(lane: Lane, generation: Generation, total: float) -> LaneUse:
+    busy = (lane.busy - generation.busy_loading.get(lane.name, 0)) / 1e9
+    return LaneUse(busy, busy / total if total else 0.0)
 
 
 def _has_uvloop() -> bool:

@@ -123,10 +123,15 @@ class Schedule:
         ]
         self.stride = (len(plan.layers) + 1) * _STRIDE
         self._works: dict[tuple[str, int], Work] = {}
+        self._links: dict[tuple[str, str], tuple[Lane, str]] = {}
 
     def link(self, source: str, destination: str) -> tuple[Lane, str]:
         """The lane of the link between two memories, and its name as a resource."""
-        return self.lanes[self.plan.machine.link(source, destination).lane], f"{source}->{destination}"
+        known = self._links.get((source, destination))
+        if known is None:
+            lane = self.lanes[self.plan.machine.link(source, destination).lane]
+            known = self._links[source, destination] = lane, f"{source}->{destination}"
+        return known
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
@@ -138,7 +143,10 @@ class Schedule:
 
     def copy(self, link: str, nbytes: int) -> Work:
         """The work of moving bytes over a link."""
-        return self.work(link, link, nbytes, lambda count: Amount(0, count))
+        work = self._works.get((link, nbytes))
+        if work is None:
+            work = self._works[link, nbytes] = Work(link, link, nbytes=nbytes)
+        return work
 
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""

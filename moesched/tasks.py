@@ -52,22 +52,25 @@ class Lane:
 
     `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
     Lanes of one `domain` order their tasks among themselves on the device (CUDA streams and events): an edge
-    between two of them is satisfied as soon as the earlier task was issued.
+    between two of them is satisfied as soon as the earlier task was issued. `busy` adds up the nanoseconds that it ran.
+    `simple` lanes start a ready task at once: they are ready-first and carry no collectives.
     """
 
-    __slots__ = ("discipline", "domain", "heap", "index", "name", "queue", "running")
+    __slots__ = ("busy", "domain", "heap", "in_order", "index", "name", "queue", "running", "simple")
 
-    def __init__(self, name: str, discipline: Discipline = "ready_first", domain: str | None = None) -> None:
+    def __init__(self, name: str, discipline: Discipline = "ready_first", *, domain: str | None = None) -> None:
         self.name = name
-        self.discipline = discipline
+        self.in_order = discipline == "in_order"
+        self.simple = not self.in_order
         self.domain = domain
         self.index = -1
+        self.busy = 0
         self.running: Task | None = None
         self.heap: list[tuple[int, Task]] = []
         self.queue: deque[Task] = deque()
 
     def __repr__(self) -> str:
-        return f"<Lane {self.name} {self.discipline}>"
+        return f"<Lane {self.name}>"
 
 
 class Work(msgspec.Struct, eq=False):
@@ -108,7 +111,6 @@ class Task(msgspec.Struct, eq=False, gc=False):
     key: int = 0
     state: int = WAITING
     waits: int = 0
-    mark: int = -1
     start: int = -1
     end: int = -1
     deps: list[int] = []

@@ -220,6 +220,7 @@ class RealtimeDriver:
         """Tell the engine that a task ended and start what may start; returns the next task of lane `mine`."""
         with self._lock:
             engine = self._owners[task.lane]
+            task.lane.busy += task.end - task.start
             if error is None:
                 engine.finish(task, value)
             else:

@@ -117,6 +117,7 @@ class VirtualDriver:
                 return
             now, lane, task = heappop(events)
             self.now = task.end = now
+            task.lane.busy += now - task.start
             action = perform.get(type(task))
             if action is None:
                 owners[lane].finish(task)
@@ -144,8 +145,8 @@ class VirtualDriver:
             ended = shared.end_next()
             if ended is None:
                 return
-            self.now = shared.now
-            ended.end = self.now
+            self.now = ended.end = shared.now
+            ended.lane.busy += ended.end - ended.start
             action = perform.get(type(ended))
             if action is None:
                 owners[ended.lane.index].finish(ended)

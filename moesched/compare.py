@@ -1,0 +1,284 @@
+"""Runs side by side: lanes, kinds of task and totals, from traces or reports, predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.trace.chrome_reader import read_bytes, read_trace
+from moesched.trace.recording import About, Recording
+from moesched.trace.summary import KindUse, lane_title, summarize
+from moesched.units import format_bytes, format_seconds
+
+Section = Literal["total", "lane", "kind", "memory"]
+Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """What a figure is of: a section, a name in it, what is said of it, and the unit of that."""
+
+    section: Section
+    name: str
+    what: str
+    unit: Unit
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One run that is compared: where its figures come from, whether they are predicted, and the figures."""
+
+    title: str
+    figures: Literal["predicted", "measured"]
+    policy: str = ""
+    model: str = ""
+    machine: str = ""
+    values: dict[Measure, float]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of all runs; None where a run does not have it.
+
+    Attributes:
+        ratios: each run's value over the first one's.
+        error_percents: how far each run is from the first one, in percent of the reference. The reference is the
+            measured one of the two where only one of them is predicted, and the first one otherwise.
+    """
+
+    section: Section
+    name: str
+    what: str
+    unit: Unit
+    values: list[float | None]
+    ratios: list[float | None]
+    error_percents: list[float | None]
+
+
+class Title(msgspec.Struct, frozen=True, kw_only=True):
+    """What a column is about."""
+
+    title: str
+    figures: Literal["predicted", "measured"]
+    policy: str
+    model: str
+    machine: str
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs side by side; the first is what the others are held against."""
+
+    runs: list[Title]
+    rows: list[Row]
+
+    def header(self) -> list[str]:
+        """The columns of `table`."""
+        columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
+        for number in range(1, len(self.runs)):
+            letter = chr(ord("A") + number)
+            columns += [f"{letter}/A", "error"]
+        return columns
+
+    def table(self) -> list[list[str]]:
+        """The rows as text for a reader, section by section."""
+        lines = []
+        for row in self.rows:
+            cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
+            for ratio, error in zip(row.ratios[1:], row.error_percents[1:], strict=True):
+                cells += ["–" if ratio is None else f"{ratio:.3f}", "–" if error is None else f"{error:+.1f} %"]
+            lines.append(cells)
+        return lines
+
+
+def compare(sides: Sequence[Side | Path | str]) -> Comparison:
+    """Hold runs against the first of them.
+
+    Args:
+        sides: runs, or the files of their traces or reports.
+
+    Raises:
+        BadInput: fewer than two, or a file is neither a trace nor a report.
+    """
+    if len(sides) < 2:
+        raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
+    runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
+    measures = dict.fromkeys(measure for run in runs for measure in run.values)
+    order = ("total", "lane", "kind", "memory")
+    return Comparison(
+        runs=[
+            Title(title=run.title, figures=run.figures, policy=run.policy, model=run.model, machine=run.machine)
+            for run in runs
+        ],
+        rows=[_row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))],
+    )
+
+
+def read_side(path: Path | str) -> Side:
+    """The figures of a trace or of a run's report.
+
+    Raises:
+        BadInput: the file is neither.
+    """
+    path = Path(path)
+    data = read_bytes(path)
+    try:
+        content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is no JSON object: {error}: name a file that --trace or --report wrote") from error
+    if "traceEvents" in content:
+        recording, about = read_trace(path)
+        return side_of_recording(path.name, recording, about)
+    try:
+        return _side_of_report(path.name, msgspec.json.decode(data, type=_Report))
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{path} is no run's report: {error}: write one with --report") from error
+
+
+def side_of_recording(title: str, recording: Recording, about: About) -> Side:
+    """The figures of a recording."""
+    summary = summarize(recording)
+    ranks = len({lane.rank for lane in recording.lanes})
+    seconds = {step.step: step.seconds for step in summary.steps}
+    decode = [value for step, value in seconds.items() if step > 0]
+    values = _totals(
+        seconds.get(-1), seconds.get(0), decode[1:] if recording.trimmed else decode, summary.seconds
+    )
+    values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
+    values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
+    for lane in summary.lanes:
+        values |= _lane(lane_title(lane, ranks), lane.busy_seconds, lane.utilization)
+    values |= _kinds(summary.kinds)
+    values |= _memories(summary.peak_bytes)
+    return Side(
+        title=title,
+        figures=about.figures,
+        policy=about.policy,
+        model=about.model,
+        machine=about.machine,
+        values=values,
+    )
+
+
+class _ReportLane(msgspec.Struct):
+    busy_seconds: float
+    utilization: float
+
+
+class _Report(msgspec.Struct, kw_only=True):
+    """What is compared of a report; `measured` is guessed from the tokens where a report does not say."""
+
+    lanes: dict[str, _ReportLane]
+    measured: bool | None = None
+    tokens: Any = None
+    policy: str = ""
+    model: str = ""
+    machine: str = ""
+    load_seconds: float | None = None
+    prefill_seconds: float | None = None
+    step_seconds: list[float] = []
+    simulated_seconds: float | None = None
+    decode_tokens_per_second: float | None = None
+    throughput_tokens_per_second: float | None = None
+    kinds: list[KindUse] = []
+    peak_bytes: dict[str, int] = {}
+
+
+def _side_of_report(title: str, report: _Report) -> Side:
+    measured = report.tokens is not None if report.measured is None else report.measured
+    whole = report.simulated_seconds
+    if report.load_seconds is not None and report.step_seconds:
+        whole = report.load_seconds + sum(report.step_seconds)
+    values = _totals(report.load_seconds, report.prefill_seconds, report.step_seconds[1:], whole)
+    rates = {"decode": report.decode_tokens_per_second, "throughput": report.throughput_tokens_per_second}
+    for name, rate in rates.items():
+        if rate is not None:
+            values[Measure("total", name, "rate", "tokens/s")] = rate
+    for name, lane in report.lanes.items():
+        values |= _lane(name, lane.busy_seconds, lane.utilization)
+    values |= _kinds(report.kinds)
+    values |= _memories(report.peak_bytes)
+    return Side(
+        title=title,
+        figures="measured" if measured else "predicted",
+        policy=report.policy,
+        model=report.model,
+        machine=report.machine,
+        values=values,
+    )
+
+
+def _totals(
+    load: float | None, prefill: float | None, decode_steps: Sequence[float], whole: float | None
+) -> dict[Measure, float]:
+    mean = fmean(decode_steps) if decode_steps else None
+    named = {"load": load, "prefill": prefill, "decode step": mean, "run": whole}
+    return {Measure("total", name, "time", "s"): value for name, value in named.items() if value is not None}
+
+
+def _lane(name: str, busy_seconds: float, utilization: float) -> dict[Measure, float]:
+    return {
+        Measure("lane", name, "busy", "s"): busy_seconds,
+        Measure("lane", name, "use", "share"): utilization,
+    }
+
+
+def _kinds(kinds: Sequence[KindUse]) -> dict[Measure, float]:
+    values: dict[Measure, float] = {}
+    for each in kinds:
+        name = f"{each.kind} on {each.lane}"
+        values[Measure("kind", name, "time", "s")] = each.seconds
+        values[Measure("kind", name, "tasks", "tasks")] = each.tasks
+        if each.nbytes:
+            values[Measure("kind", name, "moved", "bytes")] = each.nbytes
+            values[Measure("kind", name, "rate", "GB/s")] = each.gigabytes_per_second
+        if each.flops:
+            values[Measure("kind", name, "rate", "GFLOP/s")] = each.gigaflops_per_second
+    return values
+
+
+def _memories(peak_bytes: dict[str, int]) -> dict[Measure, float]:
+    return {Measure("memory", name, "peak", "bytes"): peak for name, peak in peak_bytes.items()}
+
+
+def _row(measure: Measure, runs: Sequence[Side]) -> Row:
+    first = runs[0]
+    base = first.values.get(measure)
+    values = [run.values.get(measure) for run in runs]
+    ratios = [value / base if value is not None and base else None for value in values]
+    errors = [_error_percent(measure, first, run) for run in runs]
+    return Row(
+        section=measure.section,
+        name=measure.name,
+        what=measure.what,
+        unit=measure.unit,
+        values=values,
+        ratios=ratios,
+        error_percents=errors,
+    )
+
+
+def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
+    """The error of a prediction in percent of what was measured; otherwise how far `other` is from `first`."""
+    tested, reference = other, first
+    if first.figures == "predicted" and other.figures == "measured":
+        tested, reference = first, other
+    value, base = tested.values.get(measure), reference.values.get(measure)
+    if value is None or base is None or (not base and value):
+        return None
+    return 100.0 * (value - base) / base if base else 0.0
+
+
+def _text(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return "–"
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit == "tasks":
+        return f"{value:,.0f}"
+    return f"{value:,.4g} {unit}"
