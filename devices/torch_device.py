@@ -116,6 +116,7 @@ class TorchDevice:
         self._arenas = {pool: Arena(len(pool.slots), pool.slot_bytes) for pool in plan.pools}
         self._staging = aligned_bytes(self._reader.slot_bytes)
         self._sampling = sampling
+        self._first_request = plan.batch.first_request
         blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
         self._cache = BlockedKV(self.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=self._dtype)
         for request, prompt in enumerate(prompts):
@@ -252,6 +253,7 @@ class TorchDevice:
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
-        tokens = sample(logits_SV.numpy(), self._sampling, state.requests, positions)
+        requests = [self._first_request + request for request in state.requests]
+        tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
         state.new = [[token] for token in tokens]
         return tokens

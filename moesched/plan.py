@@ -31,11 +31,13 @@ class Batch(msgspec.Struct, frozen=True):
         prompts: prompt length in tokens, by request.
         new_tokens: tokens to generate for each request.
         micro_batches: the requests of each micro-batch, by index.
+        first_request: how many requests of the run came in the batches before.
     """
 
     prompts: tuple[int, ...]
     new_tokens: int
     micro_batches: tuple[tuple[int, ...], ...]
+    first_request: int = 0
 
     @property
     def cache_tokens(self) -> int:
@@ -50,12 +52,14 @@ class Batch(msgspec.Struct, frozen=True):
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
 
 
-def split_batch(prompts: Sequence[int], new_tokens: int, micro_batch_size: int) -> Batch:
+def split_batch(
+    prompts: Sequence[int], new_tokens: int, micro_batch_size: int, first_request: int = 0
+) -> Batch:
     """Requests in their order, cut into micro-batches of `micro_batch_size` requests (the last may hold fewer)."""
     size = min(micro_batch_size, len(prompts))
     starts = range(0, len(prompts), size)
     parts = tuple(tuple(range(start, min(start + size, len(prompts)))) for start in starts)
-    return Batch(tuple(prompts), new_tokens, parts)
+    return Batch(tuple(prompts), new_tokens, parts, first_request)
 
 
 class Plan:

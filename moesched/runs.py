@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -26,6 +26,9 @@ from moesched.sampling import Sampling
 from moesched.seams import CostModel, Observer, Policy, Routing
 from moesched.step import Schedule
 from moesched.tasks import Decision, Lane, Task
+
+if TYPE_CHECKING:
+    from moesched.trace.recorder import LastSteps, Recorder
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -108,6 +111,7 @@ def simulate(
     routing: Routing | None = None,
     sharing: bool | None = None,
     observers: Sequence[Observer] = (),
+    recorder: Recorder | LastSteps | None = None,
 ) -> Report:
     """Run a plan on the virtual clock.
 
@@ -115,10 +119,12 @@ def simulate(
         cost: by default the roofline of the plan's machine.
         routing: by default uniform, with seed 0.
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
+        recorder: keeps the tasks, for a trace.
     """
     started = time.perf_counter()
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
+    observers = _with_recorder(observers, recorder, engine, plan)
     schedule = Schedule(plan, engine, lanes)
     driver = VirtualDriver(
         [engine],
@@ -146,12 +152,14 @@ def run(
     stop_tokens: Sequence[int] = (),
     on_tokens: OnTokens | None = None,
     observers: Sequence[Observer] = (),
+    recorder: Recorder | LastSteps | None = None,
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far."""
     started = time.perf_counter()
     device.begin(plan, prompts, sampling or Sampling())
     lanes = make_lanes(plan)
     engine = SharedEngine(lanes.values())
+    observers = _with_recorder(observers, recorder, engine, plan)
     schedule = Schedule(plan, engine, lanes)
     generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
     driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
@@ -168,6 +176,15 @@ def run(
     except KeyboardInterrupt:
         interrupted = True
     return _report(plan, policy, generation, engine, lanes, started, measured=True, interrupted=interrupted)
+
+
+def _with_recorder(
+    observers: Sequence[Observer], recorder: Recorder | LastSteps | None, engine: Engine, plan: Plan
+) -> Sequence[Observer]:
+    if recorder is None:
+        return observers
+    recorder.watch(engine, plan.memories)
+    return [*observers, recorder]
 
 
 def _decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
