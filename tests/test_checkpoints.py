@@ -127,7 +127,7 @@ def write_sharded(directory: Path, stored: Stored, shards: int = 3) -> Path:
     """Several files with an index."""
     write_config(directory)
     names = list(stored.tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         write_file(directory / file, {name: stored.tensors[name] for name in names[i::shards]})

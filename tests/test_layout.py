@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.layout import WeightLayout, kv_block_bytes, kv_bytes, weight_layout
+from moesched.models.layout import Page, WeightLayout, kv_block_bytes, kv_bytes, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
 
@@ -83,7 +83,7 @@ def test_extents_are_aligned_do_not_overlap_and_fit_in_their_page(layout: Weight
 @given(layout=layouts())
 def test_pages_are_numbered_by_layer_the_dense_part_first_and_never_mix_experts(layout: WeightLayout) -> None:
     config = layout.config
-    in_order = []
+    in_order: list[Page] = []
     for layer in range(config.layers):
         assert {e.tensor for p in layout.dense(layer) for e in p.extents} == dense_shapes(
             config, layer

@@ -1,0 +1,127 @@
+"""A whole forward pass over a checkpoint, in plain loops: how the kernels meet Hugging Face in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from moesched.devices import torch_kernels as kernels
+from moesched.devices.kv_cache import BlockedKV, KVStep
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+
+Tensor = torch.Tensor
+Cut = Callable[[Tensor], list[Tensor]]
+
+
+def whole(weight: Tensor) -> list[Tensor]:
+    """A matrix as one block."""
+    return [weight]
+
+
+def cut_in_three(weight: Tensor) -> list[Tensor]:
+    """A matrix as row blocks of uneven size."""
+    return list(weight.split(-(-weight.shape[0] // 3)))
+
+
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every tensor by canonical name, in the dtype asked for."""
+    weights = {}
+    for name, stored in checkpoint.tensors.items():
+        with stored.file.open("rb") as file:
+            file.seek(stored.offset)
+            data = bytearray(file.read(stored.nbytes))
+        tensor = torch.frombuffer(data, dtype=getattr(torch, stored.dtype))
+        weights[name] = tensor.reshape(stored.shape).to(dtype)
+    return weights
+
+
+class Reference:
+    """A model whose every weight is in memory; each matrix is cut into row blocks by `cut`."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32, cut: Cut = whole) -> None:
+        checkpoint = open_checkpoint(directory)
+        self.config = checkpoint.config
+        self.dtype = dtype
+        self.weights = read_weights(checkpoint, dtype)
+        self.blocks = {name: cut(weight) for name, weight in self.weights.items() if weight.dim() == 2}
+
+    def cache(self, blocks: int = 64, block_size: int = 4) -> BlockedKV:
+        """An empty KV cache for this model."""
+        return BlockedKV(self.config, blocks, block_size=block_size, dtype=self.dtype)
+
+    def logits(self, cache: BlockedKV, sequences: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens[i] to sequences[i]; the logits (S, V) that follow the last of each."""
+        config = self.config
+        step = cache.extend(sequences, [len(new) for new in tokens])
+        ids_T = torch.tensor([token for new in tokens for token in new])
+        angles = kernels.rotary(step.positions_T, config.head_dim, config.rope_theta)
+        hidden_TD = kernels.embed(ids_T, self.weights["embedding"])
+        for layer in range(config.layers):
+            hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
+        last_SD = hidden_TD[step.last_S]
+        head = self.blocks["embedding" if config.tied_embeddings else "lm_head"]
+        return kernels.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps)
+
+    def layer(
+        self, layer: int, hidden_TD: Tensor, cache: BlockedKV, step: KVStep, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """One transformer layer."""
+        config, prefix = self.config, f"layers.{layer}."
+        q_THd, k_TKd, v_TKd = kernels.project_qkv(
+            hidden_TD,
+            self.weights[prefix + "attention_norm"],
+            [block for part in "qkv" for block in self.blocks[prefix + part]],
+            *angles,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            eps=config.norm_eps,
+        )
+        cache.append(layer, step, k_TKd, v_TKd)
+        attended_TX = kernels.attention(q_THd, cache.views(layer, step), config.sliding_window)
+        hidden_TD = kernels.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
+        x_TD = kernels.rms_norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps)
+        if config.experts == 1:
+            return hidden_TD + self.expert(layer, 0, x_TD)
+        return self.experts(layer, x_TD, hidden_TD)
+
+    def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        """Route, run each chosen expert on its rows, combine."""
+        experts_Tk, weights_Tk = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k)
+        tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, self.config.experts)
+        x_nD = x_TD.index_select(0, tokens_n)
+        y_nD = torch.empty_like(x_nD)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(start, start + count)
+                y_nD[rows] = self.expert(layer, expert, x_nD[rows])
+                start += count
+        return kernels.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+
+    def expert(self, layer: int, expert: int, x_nD: Tensor) -> Tensor:
+        """One expert's FFN."""
+        prefix = f"layers.{layer}.experts.{expert}."
+        gate, up, down = (self.blocks[prefix + part] for part in ("gate", "up", "down"))
+        return kernels.expert_ffn(x_nD, gate, up, down)
+
+
+def generate(
+    model: Reference, prompts: Sequence[Sequence[int]], steps: int
+) -> tuple[list[list[int]], Tensor]:
+    """Greedy tokens of each prompt, all in one batch, and the logits (steps, S, V) that chose them."""
+    cache = model.cache()
+    sequences = list(range(len(prompts)))
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        # Every second one reserves its room, so that views and gathered copies are both used.
+        cache.open(sequence, len(prompt) + steps if sequence % 2 else 0)
+    new: Sequence[Sequence[int]] = prompts
+    chosen: list[list[int]] = [[] for _ in prompts]
+    logits = []
+    for _ in range(steps):
+        logits.append(model.logits(cache, sequences, new))
+        new = logits[-1].argmax(-1, keepdim=True).tolist()
+        for tokens, token in zip(chosen, new, strict=True):
+            tokens += token
+    return chosen, torch.stack(logits)

@@ -1,0 +1,348 @@
+"""The torch kernels: equal to Hugging Face, and to themselves however the work is cut and ordered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from moesched.devices import torch_kernels as kernels
+from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
+from moesched.devices.torch_kernels import KVView
+from reference import Reference, cut_in_three, generate, whole
+
+Tensor = torch.Tensor
+
+DECISIVE = 1e-4  # a smaller gap between the first and the second logit may fall either way
+STEPS = 6
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    """A small random model whose weights are large enough for decisive logits."""
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
+    model = MixtralForCausalLM(MixtralConfig(**(settings | changes))).eval()
+    model.set_experts_implementation("eager")  # the others take no sizes that are odd
+    return model
+
+
+def random_mixtral(seed: int) -> MixtralForCausalLM:
+    """Any shape that Mixtral's code accepts."""
+    chosen = random.Random(seed)
+    kv_heads = chosen.choice([1, 2, 3])
+    heads = kv_heads * chosen.choice([1, 2, 3, 5])
+    head_dim = 2 * chosen.randint(1, 9)
+    experts = chosen.randint(3, 16)
+    return mixtral(
+        hidden_size=heads * head_dim if chosen.random() < 0.5 else chosen.randint(9, 70),
+        head_dim=head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(4, experts)),
+        sliding_window=chosen.choice([None, None, 1, 4, 9]),
+        rope_parameters={"rope_type": "default", "rope_theta": chosen.choice([100.0, 1e4, 1e6])},
+        tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def prompts_of(vocabulary: int, lengths: Sequence[int] = (1, 13, 5, 5, 8)) -> list[list[int]]:
+    """Prompts of mixed length."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def hugging_face_logits(model: Any, tokens: list[int]) -> Tensor:
+    """What follows each of the tokens, given the ones before it: (T, V), float32."""
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()
+
+
+def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
+    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
+    model.save_pretrained(directory)
+    prompts = prompts_of(model.config.vocab_size)
+    chosen, logits_PSV = generate(Reference(directory, **options), prompts, STEPS)
+    decisive = 0
+    for sequence, (prompt, tokens) in enumerate(zip(prompts, chosen, strict=True)):
+        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        assert torch.allclose(logits_PSV[:, sequence], expected, atol=2e-4, rtol=1e-3)
+        first, second = expected.topk(2, dim=-1).values.unbind(-1)
+        clear = first - second > DECISIVE
+        decisive += int(clear.sum())
+        assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
+    assert decisive > 0.9 * len(prompts) * STEPS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Work this small is done sooner by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- Hugging Face, float32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}, id="odd head count"
+        ),
+        pytest.param({"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8}, id="one kv head"),
+        pytest.param({"hidden_size": 44, "head_dim": 6}, id="head_dim is not hidden / heads"),
+        pytest.param({"num_local_experts": 3, "num_experts_per_tok": 1}, id="top-1 of 3"),
+        pytest.param({"num_local_experts": 16, "num_experts_per_tok": 4}, id="top-4 of 16"),
+        pytest.param({"num_local_experts": 5, "num_experts_per_tok": 3}, id="top-3 of 5"),
+        pytest.param({"sliding_window": 4}, id="window shorter than the prompts"),
+        pytest.param({"sliding_window": 100}, id="window longer than the prompts"),
+        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
+    ],
+)
+def test_tokens_equal_those_of_mixtral(tmp_path: Path, changes: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    assert_same_tokens(mixtral(**changes), tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_equal_those_of_a_random_mixtral(tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_same_tokens(random_mixtral(seed), tmp_path, cut=whole if seed % 2 else cut_in_three)
+
+
+DENSE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def test_tokens_equal_those_of_a_dense_llama(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    assert_same_tokens(LlamaForCausalLM(LlamaConfig(**DENSE)).eval(), tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_tokens_equal_those_of_a_dense_mistral(tmp_path: Path, window: int | None) -> None:
+    torch.manual_seed(3)
+    model = MistralForCausalLM(MistralConfig(**DENSE, sliding_window=window)).eval()
+    assert_same_tokens(model, tmp_path)
+
+
+def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = mixtral()
+    model.save_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    results = [
+        generate(Reference(tmp_path / form), prompts_of(97), 2) for form in ("single", "sharded", "fused")
+    ]
+    for tokens, logits in results[1:]:
+        assert tokens == results[0][0]
+        assert torch.equal(logits, results[0][1])
+
+
+# ---------------------------------------------------------------- Hugging Face, bfloat16
+
+
+def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path) -> None:
+    ours, theirs = [], []
+    for seed in range(4):  # a token that takes another expert weighs much, so one model would say little
+        torch.manual_seed(seed)
+        model = mixtral(hidden_size=128, intermediate_size=256, num_hidden_layers=4, initializer_range=0.06)
+        model.to(torch.bfloat16).save_pretrained(tmp_path)
+        prompt = prompts_of(97, [60])[0]
+        rounded, exact = hugging_face_logits(model, prompt), hugging_face_logits(model.float(), prompt)
+        theirs.append((rounded - exact).abs())
+        ours.append((token_by_token(Reference(tmp_path, torch.bfloat16), prompt) - exact).abs())
+    assert 0 < torch.cat(ours).mean() <= 2 * torch.cat(theirs).mean()
+
+
+def token_by_token(model: Reference, tokens: list[int]) -> Tensor:
+    """What follows each of the tokens: (T, V)."""
+    cache = model.cache()
+    cache.open(0)
+    return torch.cat([model.logits(cache, [0], [[token]]) for token in tokens])
+
+
+# ---------------------------------------------------------------- however the work is cut and ordered
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(5)
+    path = tmp_path_factory.mktemp("mixtral")
+    mixtral(hidden_size=64, num_attention_heads=8, num_local_experts=6).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 7, 6], [3, 1, 16], [19, 1]])
+def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int]) -> None:
+    torch.manual_seed(6)
+    q, k, v = torch.randn(20, 6, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    parts, start = [], 0
+    for chunk in chunks:
+        stop = start + chunk
+        view = KVView(k[None, :stop], v[None, :stop], chunk)
+        parts.append(kernels.attention(q[start:stop], [view], window))
+        start = stop
+    assert torch.allclose(torch.cat(parts), plain_attention(q, k, v, window), atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
+    torch.manual_seed(7)
+    tokens, past = kernels.QUERY_TILE + 90, 60
+    q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
+    out = kernels.attention(q, [KVView(k[None], v[None], tokens)], window)
+    everything = torch.cat((torch.zeros(past, 2, 4), q))
+    assert torch.allclose(out, plain_attention(everything, k, v, window)[past:], atol=1e-5)
+
+
+def plain_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None) -> Tensor:
+    """Attention as the textbook has it, with every key-value head repeated and a full mask."""
+    tokens, heads, head_dim = q_THd.shape
+    k_THd, v_THd = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k_TKd, v_TKd))
+    scores = torch.einsum("thd,shd->hts", q_THd, k_THd) / head_dim**0.5
+    t, s = torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen = (s <= t) & (s > t - (window or tokens))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v_THd).reshape(tokens, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_together_has_the_bits_of_decoding_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    keys, values = torch.randn(2, 5, 70, 3, 16).to(dtype)
+    q = torch.randn(5, 6, 16).to(dtype)
+    together = kernels.attention(q, [KVView(keys, values, 1)])
+    alone = [
+        kernels.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_row_blocks_give_the_result_of_the_whole_matrix(directory: Path) -> None:
+    results = [
+        generate(Reference(directory, cut=cut), prompts_of(97), STEPS) for cut in (whole, cut_in_three)
+    ]
+    assert results[0][0] == results[1][0]
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    x_TD, residual_TD = torch.randn(2, 17, 24).to(dtype)
+    router = torch.randn(8, 24).to(dtype)
+    experts = [[torch.randn(shape).to(dtype) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(8)]
+    experts_Tk, weights_Tk = kernels.route(x_TD, [router], 3)
+    tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, 8)
+    starts = [sum(counts[:expert]) for expert in range(8)]
+
+    def run(order: list[int]) -> Tensor:
+        y_nD = torch.full((51, 24), torch.nan, dtype=dtype)
+        for expert in order:
+            rows = slice(starts[expert], starts[expert] + counts[expert])
+            gate, up, down = experts[expert]
+            y_nD[rows] = kernels.expert_ffn(x_TD[tokens_n[rows]], [gate], [up], [down])
+        return kernels.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+
+    expected = run(list(range(8)))
+    assert not expected.isnan().any()
+    for seed in range(5):
+        assert torch.equal(run(random.Random(seed).sample(range(8), 8)), expected)
+
+
+# ---------------------------------------------------------------- kernels one by one
+
+
+def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
+    torch.manual_seed(10)
+    x_TD, router = torch.randn(30, 16), torch.randn(7, 16)
+    experts_Tk, weights_Tk = kernels.route(x_TD, [router[:3], router[3:]], 3)
+    logits = x_TD @ router.T
+    assert experts_Tk.dtype == torch.int64
+    assert weights_Tk.dtype == torch.float32
+    assert torch.equal(experts_Tk, logits.topk(3).indices.sort(-1).values)
+    assert torch.allclose(weights_Tk, logits.gather(-1, experts_Tk).softmax(-1), atol=1e-5)
+
+
+def test_grouping_puts_the_rows_of_an_expert_together() -> None:
+    experts_Tk = torch.tensor([[0, 3], [1, 3], [0, 1]])
+    tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, 5)
+    assert counts == [2, 2, 0, 2, 0]
+    assert tokens_n.tolist() == [0, 2, 1, 2, 0, 1]
+    assert rows_Tk.tolist() == [[0, 4], [2, 5], [1, 3]]
+
+
+def test_combining_weighs_and_adds_to_the_residual() -> None:
+    y_nD = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
+    rows, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    residual = torch.tensor([[100.0, 0.0], [0.0, 100.0]])
+    assert kernels.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+    torch.manual_seed(11)
+    q, k = torch.randn(2, 1, 1, 12)
+
+    def score(q_position: int, k_position: int) -> float:
+        turned = [
+            kernels.apply_rotary(x, *kernels.rotary(torch.tensor([position]), 12, 1e4))
+            for x, position in ((q, q_position), (k, k_position))
+        ]
+        assert turned[0].norm() == pytest.approx(q.norm())
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(5, 2) == pytest.approx(score(103, 100), abs=1e-4)
+    assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-2)
+
+
+def test_packed_weights_give_the_same_bits_as_row_blocks_of_plain_ones() -> None:
+    if not packing_pays():
+        pytest.skip("this processor gains nothing from packed bfloat16 weights")
+    torch.manual_seed(12)
+    for outputs, inputs in ((96, 64), (50, 33), (1024, 3584)):
+        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+        packed = pack(weight)
+        assert weight.nbytes <= packed_bytes(packed) <= 2 * weight.nbytes + 65536
+        for tokens in (1, 3, 16, 40):
+            x = torch.randn(tokens, inputs).to(torch.bfloat16)
+            assert torch.equal(kernels.linear(x, [packed]), kernels.linear(x, cut_in_three(weight)))
