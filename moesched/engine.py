@@ -40,6 +40,9 @@ from moesched.tasks import (
 
 T = TypeVar("T", bound=Task)
 
+_ADMITTED = 1 << 62
+"""Takes the keys of admitted collectives below all others."""
+
 _NOWHERE = Lane("join")
 _NO_WORK = Work("join", "")
 
@@ -64,7 +67,7 @@ class Engine:
         self.started: list[Task] = []
         """Tasks that took their lane and wait for the driver to run them, oldest first."""
         self.arrived: list[Collective] = []
-        """Collectives that are ready on this rank and wait for the driver to `admit` them."""
+        """Collectives that wait for nothing but the other ranks, until the driver `admit`s them."""
         self.awaited: list[Task] = []
         """Settled tasks that somebody waits for, for the driver to wake."""
         self.joined: list[Join] | None = None
@@ -73,6 +76,7 @@ class Engine:
         self.settled = 0
         self.tickets = 0
         """How many collectives were submitted so far."""
+        self._admitted = 0
         self._halted: BaseException | None = None
         self._refusal: BaseException | None = None
 
@@ -171,11 +175,18 @@ class Engine:
         return self.submit(task, reads, writes)
 
     def cancel(self, task: Task) -> bool:
-        """Withdraw a task that has not started; says whether it could be. What reads its result is cancelled too."""
-        if task.state >= RUNNING or task.cause is not None:
+        """Withdraw a task that has not started; says whether it could be. What reads its result is cancelled too.
+
+        A collective that was admitted counts as started, since the other ranks rely on this one's part.
+        """
+        started = READY if isinstance(task, Collective) else RUNNING
+        if task.state >= started or task.cause is not None:
             return False
         task.cause = TaskCancelled(f"{task.label} was cancelled before it started")
-        if task.state == READY and not isinstance(task, Collective):
+        if isinstance(task, Collective):
+            if not task.waits:
+                self.arrived.append(task)
+        elif task.state == READY:
             lane = task.lane
             if not lane.in_order:
                 lane.heap.remove((task.key, task))
@@ -225,22 +236,34 @@ class Engine:
         self._next(task.lane)
 
     def admit(self, task: Collective) -> None:
-        """All ranks have arrived at this collective: it may take its lane."""
+        """All ranks have arrived at this collective: it may take its lane.
+
+        On a ready-first lane it goes before all but earlier admitted ones. That order is the same on all ranks, so
+        no two ranks hold their lanes for different collectives and wait for each other.
+        """
         if task.cause is not None:
             self._settle(task, CANCELLED)
-        else:
-            self._enqueue(task)
+            return
+        task.state = READY
+        task.key = self._admitted - _ADMITTED
+        self._admitted += 1
+        self._enqueue(task)
 
     def halt(self, cause: BaseException) -> None:
-        """Cancel every task that has not started, now and as it becomes ready."""
+        """Cancel every task that has not started, now and as it becomes ready, but for admitted collectives."""
         self._halted = cause
+        ready = []
         for lane in self.lanes:
             lane.simple = False
-            ready = [task for _, task in lane.heap] + [task for task in lane.queue if task.state == READY]
-            lane.heap.clear()
-            for task in ready:
-                task.cause = task.cause or cause
-                self._settle(task, CANCELLED)
+            ready += [task for _, task in lane.heap if type(task) is not Collective]
+            ready += [task for task in lane.queue if task.state == READY and type(task) is not Collective]
+            lane.heap = [(key, task) for key, task in lane.heap if type(task) is Collective]
+            heapify(lane.heap)
+        for task in ready:
+            task.cause = cause
+            task.state = CANCELLED
+        for task in ready:
+            self._settle(task, CANCELLED)
 
     # -- the state machine -------------------------------------------------------------------------
 
@@ -254,10 +277,10 @@ class Engine:
         elif lane is _NOWHERE:
             self._settle(task, DONE)
         else:
-            task.state = READY
             if type(task) is Collective:
                 self.arrived.append(task)
             else:
+                task.state = READY
                 self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
@@ -320,7 +343,12 @@ class Engine:
                     other.state = DONE
                     settled.append(other)
                 elif not lane.simple:
-                    self._unblock(other)
+                    if self._halted is None:
+                        self._unblock(other)
+                    else:
+                        other.cause = self._halted
+                        other.state = CANCELLED
+                        settled.append(other)
                 elif lane.running is None and not lane.heap:
                     lane.running = other
                     other.state = RUNNING
@@ -331,12 +359,14 @@ class Engine:
         self.settled += len(settled)
 
     def _pass_failure(self, task: Task) -> None:
-        """What needs the result of a task that has none will be cancelled."""
+        """What needs the result of a task that has none will be cancelled; what stood behind it in its lane goes on."""
         for other in task.consumers or ():
             if other.cause is None:
                 other.cause = _cancelled_by(task)
         if type(task) is Collective and task.state == CANCELLED:
             self.arrived.append(task)
+        if task.lane.in_order and task.lane.running is None:
+            self._next(task.lane)
 
     def _story(self, task: Task, error: BaseException) -> str:
         waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"

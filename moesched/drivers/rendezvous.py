@@ -35,11 +35,12 @@ class Rendezvous:
             self._arrive(self._ranks[task.lane], task)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank submits nothing more; the others' collectives that it has no part in are cancelled."""
+        """A rank submits nothing more; the collectives that it has no part in, or no more, are cancelled."""
         reason = error or PolicyError(f"rank {rank} ended without a part in it")
         self._gone[rank] = (self._engines[rank].tickets, reason)
         for ticket, parts in list(self._waiting.items()):
-            if rank not in parts and ticket >= self._engines[rank].tickets:
+            withdrawn = error is not None if rank in parts else ticket >= self._engines[rank].tickets
+            if withdrawn:
                 self._break(ticket, reason)
 
     def _arrive(self, rank: int, task: Collective) -> None:
@@ -47,8 +48,7 @@ class Rendezvous:
         parts = self._waiting.setdefault(ticket, {})
         if task.state != CANCELLED:
             parts[rank] = task
-        if task.state == CANCELLED:
-            assert task.cause is not None
+        if task.cause is not None:
             self._break(ticket, task.cause)
             return
         for gone, (tickets, error) in self._gone.items():
