@@ -27,32 +27,36 @@ class PolicyRun:
 
     def close(self) -> None:
         """Give the coroutine up, running its `finally` blocks."""
-        self.done = True
+        self.done, self.awaited = True, None
         self._main.close()
 
     def resume(self) -> None:
         """Go on until the coroutine awaits a handle that has not settled, or ends."""
+        self.awaited = None
         while True:
             try:
                 if self._pending is None:
-                    awaited = self._main.send(None)
+                    awaited: object = self._main.send(None)
                 else:
                     error, self._pending = self._pending, None
                     awaited = self._main.throw(error)
             except StopIteration as end:
-                self.done, self.result, self.awaited = True, end.value, None
+                self.done, self.result = True, end.value
                 return
             except BaseException as error:
                 if isinstance(error, RuntimeError) and "no running event loop" in str(error):
                     error = _awaits_a_stranger("something of asyncio")
-                self.done, self.error, self.awaited = True, error, None
+                self.done, self.error = True, error
                 return
             if not isinstance(awaited, Task):
                 self._pending = _awaits_a_stranger(repr(awaited))
             elif awaited.state < DONE:
                 self.awaited = awaited
                 awaited.waiter = self
-                return
+                if awaited.state < DONE:
+                    return
+                # It settled on another thread just now, perhaps before it had a waiter to wake.
+                self.awaited = None
 
 
 def _awaits_a_stranger(what: str) -> PolicyError:

@@ -158,7 +158,8 @@ class RealtimeDriver:
 
     def _wake(self, settled: list[Task]) -> None:
         for task in settled:
-            self._resume(task.waiter)
+            if task.waiter.awaited is task:
+                self._resume(task.waiter)
 
     def _end(self) -> None:
         if not self._over.done():
