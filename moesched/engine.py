@@ -74,6 +74,7 @@ class Engine:
         """Where joins are kept for a trace, which draws edges through them; None keeps none."""
         self.submitted = 0
         self.settled = 0
+        self.joins = 0
         self.tickets = 0
         """How many collectives were submitted so far."""
         self._admitted = 0
@@ -163,6 +164,7 @@ class Engine:
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
         """One node that stands for the present values of `reads`: who reads `writes` waits for all of them."""
         join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
+        self.joins += 1
         if self.joined is not None:
             self.joined.append(join)
         return join

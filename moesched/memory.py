@@ -64,8 +64,8 @@ class Memory:
     def _take(self, what: str, nbytes: int) -> list[Task]:
         if nbytes > self.free_bytes:
             raise OverBudget(
-                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(self.free_bytes, 0):,} free of its budget of "
-                f"{self.capacity:,}: {nbytes - self.free_bytes:,} bytes too few"
+                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(self.free_bytes, 0):,} free of its "
+                f"budget of {self.capacity:,}: {nbytes - self.free_bytes:,} bytes too few"
             )
         self.used += nbytes
         self.peak = max(self.peak, self.used)
@@ -134,7 +134,8 @@ class Pool:
             held = table[page.id]
             if not _lost(held):
                 raise PolicyError(
-                    f"page {describe(page)} is already in {self.memory.name} ({held.name}): fetch it once, or evict it first"
+                    f"page {describe(page)} is already in {self.memory.name} ({held.name}): "
+                    "fetch it once, or evict it first"
                 )
             held.pool.vacate(held, engine)
         if not self._empty:
@@ -164,8 +165,8 @@ class Pool:
     def _replace(self, page: Page, engine: Engine) -> None:
         if self.replacement == "none" or not self._held:
             raise OverBudget(
-                f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by itself: "
-                f"evict a page before moving {describe(page)} there"
+                f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
+                f"itself: evict a page before moving {describe(page)} there"
             )
         self.vacate(next(iter(self._held.values())), engine)
 

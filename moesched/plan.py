@@ -178,13 +178,7 @@ def _memories(machine: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]
     for name in budgets:
         if name not in machine.memories:
             raise BadInput(
-                f"--budget names {name!r}, which machine {machine.name} has not: its memories are {', '.join(machine.memories)}"
+                f"--budget names {name!r}, which machine {machine.name} has not: "
+                f"its memories are {', '.join(machine.memories)}"
             )
     return {name: Memory(name, budgets.get(name, tier.nbytes)) for name, tier in machine.memories.items()}
-
-
-def fit_error(error: OverBudget, policy: str) -> BadInput:
-    """A budget that a plan does not fit, as the user should read it."""
-    return BadInput(
-        f"policy {policy} does not fit: {error}. Raise --budget, or lower --batch-size or --max-new-tokens"
-    )

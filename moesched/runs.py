@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 
 from moesched.cost import Roofline
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.drivers.replay import CapturingEngine, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, OverBudget
@@ -21,6 +21,7 @@ from moesched.generation import Generation, OnTokens
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import Batch, Plan
+from moesched.reports import Outcome, Report, make_report
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import CostModel, Observer, Policy, Routing
@@ -29,48 +30,6 @@ from moesched.tasks import Decision, Lane, Task
 
 if TYPE_CHECKING:
     from moesched.trace.recorder import LastSteps, Recorder
-
-
-class LaneUse(msgspec.Struct, frozen=True):
-    """How long a lane was busy between the end of loading and the end of the run."""
-
-    busy_seconds: float
-    utilization: float
-
-
-class PlanReport(msgspec.Struct, frozen=True):
-    """The sizes that a run was planned with."""
-
-    batch_size: int
-    micro_batch_size: int
-    new_tokens: int
-    kept_pages: int
-    streamed_pages: int
-    kv_on: str
-    discipline: str
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did, measured or predicted as `measured` says."""
-
-    measured: bool
-    policy: str
-    machine: str
-    model: str
-    plan: PlanReport
-    load_seconds: float
-    prefill_seconds: float
-    decode_tokens_per_second: float
-    throughput_tokens_per_second: float
-    step_seconds: list[float]
-    peak_bytes: dict[str, int]
-    lanes: dict[str, LaneUse]
-    tasks: int
-    wall_seconds: float
-    simulated_seconds: float | None = None
-    tokens: list[list[int]] | None = None
-    text: list[str] | None = None
-    interrupted: bool = False
 
 
 def plan_run(
@@ -110,6 +69,7 @@ def simulate(
     cost: CostModel | None = None,
     routing: Routing | None = None,
     sharing: bool | None = None,
+    replay: bool = False,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
 ) -> Report:
@@ -119,27 +79,78 @@ def simulate(
         cost: by default the roofline of the plan's machine.
         routing: by default uniform, with seed 0.
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
+        replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.
+
+    Raises:
+        NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
     """
     started = time.perf_counter()
+    cost = cost or Roofline(plan.machine, plan.layout.dtype)
+    sharing = plan.machine.unified if sharing is None else sharing
+    if replay:
+        if sharing:
+            raise BadInput("replay does not go with sharing: durations would depend on what else runs")
+        outcome = _replay(plan, policy, cost, observers, recorder)
+    else:
+        config = plan.layout.config
+        routing = routing or SeededRouting(config.experts, config.top_k)
+        outcome = _simulate(plan, policy, cost, routing, sharing, observers, recorder)
+    return make_report(plan, policy, outcome, time.perf_counter() - started, measured=False)
+
+
+def _simulate(
+    plan: Plan,
+    policy: Policy,
+    cost: CostModel,
+    routing: Routing,
+    sharing: bool,
+    observers: Sequence[Observer],
+    recorder: Recorder | LastSteps | None,
+) -> Outcome:
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
-    schedule = Schedule(plan, engine, lanes)
-    driver = VirtualDriver(
-        [engine],
-        cost or Roofline(plan.machine, plan.layout.dtype),
-        sharing=plan.machine.unified if sharing is None else sharing,
-        perform={
-            Decision: _decide(
-                plan, routing or SeededRouting(plan.layout.config.experts, plan.layout.config.top_k)
-            )
-        },
-        observers=observers,
-    )
-    generation = Generation(schedule, policy)
+    decide = {Decision: _decide(plan, routing)}
+    driver = VirtualDriver([engine], cost, sharing=sharing, perform=decide, observers=observers)
+    generation = Generation(Schedule(plan, engine, lanes), policy)
     driver.run(generation.run())
-    return _report(plan, policy, generation, engine, lanes, started, measured=False)
+    return _outcome(generation, engine)
+
+
+def _replay(
+    plan: Plan,
+    policy: Policy,
+    cost: CostModel,
+    observers: Sequence[Observer],
+    recorder: Recorder | LastSteps | None,
+) -> Outcome:
+    lanes = make_lanes(plan)
+    engine = CapturingEngine(lanes.values())
+    observers = _with_recorder(observers, recorder, engine, plan)
+    timeline = replay_run(Schedule(plan, engine, lanes), policy, cost)
+    if observers:
+        for task in timeline.tasks():
+            for observer in observers:
+                observer.ended(task)
+    ends = timeline.step_ends()
+    return Outcome(
+        loaded=ends[0],
+        step_ends=ends[1:],
+        tokens=[[0] * len(ends[1:]) for _ in plan.batch.prompts],
+        busy=timeline.busy(engine.lanes),
+        tasks=timeline.count,
+    )
+
+
+def _outcome(generation: Generation, engine: Engine) -> Outcome:
+    return Outcome(
+        loaded=generation.loaded,
+        step_ends=generation.step_ends,
+        tokens=generation.tokens,
+        busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
+        tasks=engine.submitted - engine.joins,
+    )
 
 
 def run(
@@ -175,7 +186,10 @@ def run(
         anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
     except KeyboardInterrupt:
         interrupted = True
-    return _report(plan, policy, generation, engine, lanes, started, measured=True, interrupted=interrupted)
+    seconds = time.perf_counter() - started
+    return make_report(
+        plan, policy, _outcome(generation, engine), seconds, measured=True, interrupted=interrupted
+    )
 
 
 def _with_recorder(
@@ -197,58 +211,6 @@ def _decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
         return [0] * len(batches[task.micro_batch])
 
     return decide
-
-
-def _report(
-    plan: Plan,
-    policy: Policy,
-    generation: Generation,
-    engine: Engine,
-    lanes: Mapping[str, Lane],
-    started: float,
-    *,
-    measured: bool,
-    interrupted: bool = False,
-) -> Report:
-    ends = [end / 1e9 for end in generation.step_ends]
-    loaded = generation.loaded / 1e9
-    total = ends[-1] - loaded if ends else 0.0
-    counts = [len(tokens) for tokens in generation.tokens]
-    decoded = sum(max(0, count - 1) for count in counts)
-    decoding = ends[-1] - ends[0] if len(ends) > 1 else 0.0
-    batch = plan.batch
-    return Report(
-        measured=measured,
-        policy=type(policy).__name__,
-        machine=plan.machine.name,
-        model=plan.layout.config.name,
-        plan=PlanReport(
-            batch_size=len(batch.prompts),
-            micro_batch_size=max(len(requests) for requests in batch.micro_batches),
-            new_tokens=batch.new_tokens,
-            kept_pages=sum(len(kept.slots) for kept in plan.kept),
-            streamed_pages=len(plan.layout.pages) - sum(len(kept.slots) for kept in plan.kept),
-            kv_on=plan.kv_role or "",
-            discipline=plan.discipline,
-        ),
-        load_seconds=loaded,
-        prefill_seconds=ends[0] - loaded if ends else 0.0,
-        decode_tokens_per_second=decoded / decoding if decoding else 0.0,
-        throughput_tokens_per_second=sum(counts) / total if total else 0.0,
-        step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
-        peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
-        lanes={name: _lane_use(lane, generation, total) for name, lane in lanes.items()},
-        tasks=engine.submitted,
-        wall_seconds=time.perf_counter() - started,
-        simulated_seconds=None if measured else (ends[-1] if ends else 0.0),
-        tokens=generation.tokens if measured else None,
-        interrupted=interrupted,
-    )
-
-
-def _lane_use(lane: Lane, generation: Generation, total: float) -> LaneUse:
-    busy = (lane.busy - generation.busy_loading.get(lane.name, 0)) / 1e9
-    return LaneUse(busy, busy / total if total else 0.0)
 
 
 def _has_uvloop() -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moesched.cost import Demand
     from moesched.plan import Plan
     from moesched.step import Step
-    from moesched.tasks import Lane, Task, Work
+    from moesched.tasks import Task, Work
 
 
 class Policy(Protocol):
@@ -60,7 +60,7 @@ class Observer(Protocol):
     """Is told of every task that ran."""
 
     def ended(self, task: Task) -> None:
-        """A task's start, end, value and edges are known. Called in order of their ends, from any thread but never at once."""
+        """A task's start, end, value and edges are known. Called from any thread, but never at once."""
 
 
 class Transport(Protocol):
@@ -81,8 +81,3 @@ class Routing(Protocol):
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """How many of a micro-batch's tokens go to each expert that gets any, in ascending order of expert."""
-
-
-def lanes_by_name(lanes: list[Lane]) -> dict[str, Lane]:
-    """Lanes by their names."""
-    return {lane.name: lane for lane in lanes}

@@ -11,8 +11,8 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
     ATTENDED --post_attention--> INPUT of the next layer
     ATTENDED --route--> ROUTED --run_expert for each expert, then combine--> INPUT of the next layer
 
-On a machine whose accelerator and host share a memory, `offload_qkv`, `load_hidden`, `offload_kv` and `pin` have nothing to
-move: they check and set tags, and return the task that made the data.
+On a machine whose accelerator and host share a memory, `offload_qkv`, `load_hidden` and `offload_kv` have
+nothing to move: they check and set tags, and return the task that made the data.
 """
 
 from __future__ import annotations
@@ -148,6 +148,16 @@ class Schedule:
             work = self._works[link, nbytes] = Work(link, link, nbytes=nbytes)
         return work
 
+    def size(self, index: int) -> None:
+        """Set the micro-batches' works for a step: the same objects as in the step before, but for attention's."""
+        for batch in self.micro_batches:
+            _size_works(self, batch, index)
+
+    def skip(self, steps: int) -> None:
+        """Go on as if that many more steps had been scheduled, each like the one before."""
+        for batch in self.micro_batches:
+            batch.tag += steps * self.stride
+
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
         source = self.plan.machine.roles.weights
@@ -192,8 +202,7 @@ class Step:
         self.last = last
         self.layers = schedule.plan.layers
         self.micro_batches = schedule.plan.micro_batches
-        for batch in self._batches:
-            _size_works(schedule, batch, index)
+        schedule.size(index)
 
     # -- pages -------------------------------------------------------------------------------------
 

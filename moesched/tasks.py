@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -44,7 +44,8 @@ class Block:
         self.readers: list[Task] = []
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name} in {self.memory or 'no memory'}: {self.nbytes} bytes, tag {self.tag}>"
+        place = self.memory or "no memory"
+        return f"<{type(self).__name__} {self.name} in {place}: {self.nbytes} bytes, tag {self.tag}>"
 
 
 class Lane:
@@ -73,6 +74,22 @@ class Lane:
         return f"<Lane {self.name}>"
 
 
+class Part(NamedTuple):
+    """Operations of one sort within a work, as measured cost tables know them.
+
+    Attributes:
+        operation: the sort, such as "product" (with weights as they were read) or "packed product" (with weights that stay).
+        size: of one of them: bytes of a product's weights, bytes that others move, FLOPs of a prompt's attention.
+        rows: rows of a product.
+        count: how many; not whole where it is an expectation.
+    """
+
+    operation: str
+    size: float
+    rows: float = 1.0
+    count: float = 1.0
+
+
 class Work(msgspec.Struct, eq=False):
     """What a task asks of the machine. Shared by all tasks of the same kind and size in a step.
 
@@ -82,6 +99,7 @@ class Work(msgspec.Struct, eq=False):
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
         resource: the processor, link or network of the machine that does it.
+        parts: what it consists of, for cost tables.
         nanoseconds, demand, mix: the time alone on the machine and the shares of its resources; the virtual driver
             fills them in.
     """
@@ -91,6 +109,7 @@ class Work(msgspec.Struct, eq=False):
     flops: float = 0.0
     nbytes: float = 0.0
     tokens: int = 0
+    parts: tuple[Part, ...] = ()
     nanoseconds: int = -1
     demand: Any = None
     mix: int = -1

@@ -96,7 +96,7 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Bring the needed pages in, in random order and portions, throwing others out; at times also one for nothing."""
+        """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing."""
         choose = self.random
         missing = [page for page in needed if page not in self.pool]
         if choose.random() < 0.2:

@@ -53,15 +53,14 @@ class Shared:
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._mixes: dict[tuple[tuple[str, float], ...], int] = {}
 
-    def mix(self, demand: Demand) -> int:
-        """A number for what a demand asks of each resource: the same for all that ask the same."""
-        return self._mixes.setdefault(demand.shares, len(self._mixes))
-
     def start(self, tasks: Sequence[Task], now: int) -> None:
         """Tasks take their lanes."""
         if tasks:
             self._pass(now)
             self._tasks += tasks
+            for task in tasks:
+                if task.work.mix < 0:
+                    task.work.mix = self._mixes.setdefault(task.work.demand.shares, len(self._mixes))
             self._left += [task.work.nanoseconds for task in tasks]
             self._share()
 

@@ -7,14 +7,13 @@ is slow each other down, max-min fairly.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
 from moesched.drivers.policies import PolicyRun
+from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import Shared
 from moesched.engine import Engine
@@ -74,7 +73,7 @@ class VirtualDriver:
         """
         runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
         ready = deque(runs)
-        with _no_garbage_collection():
+        with no_garbage_collection():
             while True:
                 while ready:
                     run = ready.popleft()
@@ -101,14 +100,14 @@ class VirtualDriver:
         """Run tasks until a handle that somebody awaits has settled, or none is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
-        now = self.now
+        now, cost = self.now, self._cost
         while True:
             for task in started:
                 task.start = now
-                nanoseconds = task.work.nanoseconds
-                if nanoseconds < 0:
-                    nanoseconds = self._price(task)
-                heappush(events, (now + nanoseconds, task.lane.index, task))
+                duration = task.work.nanoseconds
+                if duration < 0:
+                    duration = nanoseconds(task.work, cost)
+                heappush(events, (now + duration, task.lane.index, task))
             started.clear()
             if arrived:
                 self._rendezvous.collect()
@@ -130,11 +129,11 @@ class VirtualDriver:
         """The same, with tasks that run at once sharing what they use."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
+        cost = self._cost
         while True:
             for task in started:
                 task.start = self.now
-                if task.work.nanoseconds < 0:
-                    self._price(task)
+                nanoseconds(task.work, cost)
             shared.start(started, self.now)
             started.clear()
             if arrived:
@@ -155,14 +154,6 @@ class VirtualDriver:
             for observer in observers:
                 observer(ended)
 
-    def _price(self, task: Task) -> int:
-        """A task's time alone, in nanoseconds: at least one, so that time moves on."""
-        work = task.work
-        work.demand = self._cost.work(work)
-        work.nanoseconds = max(1, round(work.demand.seconds * 1e9))
-        work.mix = self._shared.mix(work.demand)
-        return work.nanoseconds
-
 
 def _act(engine: Engine, task: Task, action: Perform) -> None:
     try:
@@ -171,15 +162,3 @@ def _act(engine: Engine, task: Task, action: Perform) -> None:
         engine.fail(task, error)
     else:
         engine.finish(task, value)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A schedule is many small lists and no cycles: collecting them in generations only costs time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

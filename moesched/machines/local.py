@@ -28,7 +28,7 @@ def calibrated_file() -> Path:
 
 
 def local_machine() -> Machine:
-    """This machine: the calibrated profile if there is one, else sizes that were looked up and rates that are assumed."""
+    """This machine: its calibrated profile if there is one, else the sizes it has and rates that are assumed."""
     if calibrated_file().is_file():
         return parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
     flops = ASSUMED_FLOPS_PER_CORE * usable_cores()
@@ -39,7 +39,7 @@ def local_machine() -> Machine:
         flops={"float32": flops, "bfloat16": flops},
         memory_bandwidth=ASSUMED_MEMORY_BANDWIDTH,
         disk_bandwidth=ASSUMED_DISK_BANDWIDTH,
-        description="not calibrated: its rates are assumed; run `moesched calibrate` for predictions that mean something",
+        description="not calibrated: its rates are assumed; `moesched calibrate` measures them",
     )
 
 

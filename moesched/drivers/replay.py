@@ -1,0 +1,407 @@
+"""Capture and replay: a schedule that awaits nothing is a fixed graph, which need not be built again for every step.
+
+The policy submits a few steps to an engine that runs nothing. Once two steps in a row have the same graph (the same
+tasks on the same lanes, with edges equally far back in program order), the following ones run over arrays, with
+durations evaluated anew for each step. The timeline is the one that the virtual driver would have made, to the
+nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+import msgspec
+
+from moesched.drivers.pricing import nanoseconds, no_garbage_collection
+from moesched.engine import Engine
+from moesched.errors import MoeschedError
+from moesched.seams import CostModel, Policy
+from moesched.step import Schedule, Step
+from moesched.tasks import DONE, Lane, Task, Work, link_class
+
+Price = Callable[[Work], int]
+Sizes = Callable[[int, str], Work]
+
+_CLASS_SHIFT = 48
+_NUMBER = (1 << _CLASS_SHIFT) - 1
+
+
+class NotFixed(MoeschedError):
+    """The policy awaited a handle: its graph depends on what happens, and cannot be captured."""
+
+
+class CapturingEngine(Engine):
+    """An engine that runs nothing and keeps every task, in program order."""
+
+    submit_frames = 3
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        super().__init__(lanes)
+        self.tasks: list[Task] = []
+
+    def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
+        super().submit(task, *arguments, **named)
+        self.tasks.append(task)
+        return task
+
+    def take(self) -> list[Task]:
+        """The tasks submitted since the last call."""
+        tasks, self.tasks = self.tasks, []
+        return tasks
+
+
+class Template:
+    """The graph of one step, by positions in program order.
+
+    Attributes:
+        tasks: the captured tasks, joins included.
+        lanes: each task's lane by its index; -1 for joins.
+        classes: each task's link class, in the high bits of a priority.
+        waits: how many of a task's edges come from within the step.
+        later: how much further on the tasks are that wait for each one.
+        earlier: edges from earlier steps, as (position, how far back).
+        sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
+    """
+
+    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], last_on: dict[Lane, int]) -> None:
+        indices = {lane: index for index, lane in enumerate(lanes)}
+        self.tasks = tasks
+        self.first = tasks[0].id if tasks else 0
+        self.lanes = [indices.get(task.lane, -1) for task in tasks]
+        self.classes = [link_class(task.key) << _CLASS_SHIFT for task in tasks]
+        self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
+        self.edges = _needed_edges(tasks, last_on)
+        self.earlier: list[tuple[int, int]] = []
+        self.waits = [0] * len(tasks)
+        later: list[list[int]] = [[] for _ in tasks]
+        for position, backs in enumerate(self.edges):
+            for back in backs:
+                if back > position:
+                    self.earlier.append((position, back))
+                else:
+                    later[position - back].append(back)
+                    self.waits[position] += 1
+        self.later = [tuple(each) for each in later]
+        self.sized: dict[tuple[int, str], list[int]] = {}
+        for position, task in enumerate(tasks):
+            if task.verb in ("attention", "cpu_attention"):
+                self.sized.setdefault((task.micro_batch, task.verb), []).append(position)
+        self._durations: list[int] = []
+
+    def repeats(self, other: Template) -> bool:
+        """Whether this step does what another one did, only on other data."""
+        return (
+            self.edges == other.edges
+            and self.lanes == other.lanes
+            and self.classes == other.classes
+            and [_what(task) for task in self.tasks] == [_what(task) for task in other.tasks]
+        )
+
+    def nanoseconds(self, price: Price, sizes: Sizes) -> list[int]:
+        """The tasks' durations in a step whose works are given by micro-batch and verb."""
+        if not self._durations:
+            self._durations = [
+                price(task.work) if lane >= 0 else 0
+                for task, lane in zip(self.tasks, self.lanes, strict=True)
+            ]
+        durations = self._durations.copy()
+        for (micro_batch, verb), positions in self.sized.items():
+            duration = price(sizes(micro_batch, verb))
+            for position in positions:
+                durations[position] = duration
+        return durations
+
+
+class Timeline:
+    """When every task of a replayed run started and ended; tasks are numbered as they would have been submitted."""
+
+    def __init__(self, steps: list[Template], starts: list[int], ends: list[int]) -> None:
+        self.steps = steps
+        self.starts = starts
+        self.ends = ends
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def count(self) -> int:
+        """How many tasks there are, without joins."""
+        return sum(sum(lane >= 0 for lane in step.lanes) for step in self.steps)
+
+    def step_ends(self) -> list[int]:
+        """When loading ended, and when each step had its samples."""
+        ends, base = [], 0
+        for index, step in enumerate(self.steps):
+            last = step.samples if index else range(len(step.tasks))
+            ends.append(max((self.ends[base + position] for position in last), default=0))
+            base += len(step.tasks)
+        return ends
+
+    def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
+        """How long each lane was busy after loading."""
+        busy = [0] * len(lanes)
+        base = 0
+        for index, step in enumerate(self.steps):
+            if index:
+                for number, lane in enumerate(step.lanes, base):
+                    if lane >= 0:
+                        busy[lane] += self.ends[number] - self.starts[number]
+            base += len(step.tasks)
+        return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
+
+    def tasks(self) -> Iterator[Task]:
+        """The tasks as a driver would have told an observer of them, step by step; joins too."""
+        number = 0
+        for index, template in enumerate(self.steps):
+            shift = number - template.first
+            for captured in template.tasks:
+                yield msgspec.structs.replace(
+                    captured,
+                    id=number,
+                    step=index - 1,
+                    state=DONE,
+                    start=self.starts[number],
+                    end=self.ends[number],
+                    deps=[each + shift for each in captured.deps],
+                    consumers=None,
+                    followers=None,
+                )
+                number += 1
+
+
+def replay_run(schedule: Schedule, policy: Policy, cost: CostModel) -> Timeline:
+    """Capture a run and play it, without garbage collection, which finds nothing here.
+
+    Raises:
+        NotFixed: the policy awaited a handle.
+    """
+
+    def sizes_of(index: int) -> Sizes:
+        if index >= 0:
+            schedule.size(index)
+        return lambda micro_batch, verb: schedule.micro_batches[micro_batch].works[verb]
+
+    with no_garbage_collection():
+        steps = capture(schedule, policy)
+        return Player(steps, len(schedule.engine.lanes), lambda work: nanoseconds(work, cost), sizes_of).run()
+
+
+def capture(schedule: Schedule, policy: Policy) -> list[Template]:
+    """The graphs of a whole run: of loading, of prefill, then of each decode step.
+
+    Raises:
+        NotFixed: the policy awaited a handle.
+    """
+    engine = schedule.engine
+    assert isinstance(engine, CapturingEngine)
+    last_on: dict[Lane, int] = {}
+    count = schedule.plan.batch.new_tokens
+
+    def submit(index: int) -> Template:
+        step = Step(schedule, index, last=index == count - 1)
+        _run_through(policy.decode(step) if index else policy.prefill(step))
+        step.close()
+        return Template(engine.take(), engine.lanes, last_on)
+
+    for kept in schedule.plan.kept:
+        schedule.load(kept)
+    steps = [Template(engine.take(), engine.lanes, last_on)]
+    index = 0
+    while index < count:
+        steps.append(submit(index))
+        index += 1
+        left = count - 1 - index
+        if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
+            steps += [steps[-1]] * left
+            schedule.skip(left)
+            index += left
+    return steps
+
+
+class Player:
+    """Runs captured steps on ready-first lanes, over arrays that grow as steps are submitted.
+
+    A step is submitted once the samples of the step before the last one are there, as `Generation` does.
+
+    Args:
+        steps: as `capture` gives them.
+        lanes: how many lanes there are.
+        price: a work's nanoseconds.
+        sizes_of: the works that belong to a step, by its index.
+    """
+
+    def __init__(
+        self, steps: Sequence[Template], lanes: int, price: Price, sizes_of: Callable[[int], Sizes]
+    ) -> None:
+        self._steps = steps
+        self._lanes = lanes
+        self._price = price
+        self._sizes_of = sizes_of
+        self._submitted = 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._durations: list[int] = []
+        self._waits: list[int] = []
+        self._later: list[tuple[int, ...]] = []
+        self._lane_of: list[int] = []
+        self._classes: list[int] = []
+        self._crossing: dict[int, list[int]] = {}
+        self._ends_step: dict[int, int] = {}
+        self._unsampled: list[int] = []
+        self._running = [-1] * lanes
+        self._waiting: list[list[int]] = [[] for _ in range(lanes)]
+        self._events: list[int] = []
+
+    def run(self) -> Timeline:
+        """Play all steps."""
+        starts, ends, durations, waits = self._starts, self._ends, self._durations, self._waits
+        later, lane_of, classes, crossing = self._later, self._lane_of, self._classes, self._crossing
+        running, waiting, events, lanes = self._running, self._waiting, self._events, self._lanes
+        ends_step = self._ends_step
+        self._submit_ready(0)
+        while events:
+            now, lane = divmod(heappop(events), lanes)
+            ended = running[lane]
+            ends[ended] = now
+            settled = [ended]
+            for number in settled:
+                for further in later[number]:
+                    other = number + further
+                    if waits[other] > 1:
+                        waits[other] -= 1
+                        continue
+                    waits[other] = 0
+                    other_lane = lane_of[other]
+                    if other_lane < 0:
+                        starts[other] = ends[other] = now
+                        settled.append(other)
+                    elif running[other_lane] < 0 and not waiting[other_lane]:
+                        running[other_lane] = other
+                        starts[other] = now
+                        heappush(events, (now + durations[other]) * lanes + other_lane)
+                    else:
+                        heappush(waiting[other_lane], classes[other] | other)
+                if number in crossing:
+                    settled += self._cross(number, now)
+            queue = waiting[lane]
+            if queue:
+                following = heappop(queue) & _NUMBER
+                running[lane] = following
+                starts[following] = now
+                heappush(events, (now + durations[following]) * lanes + lane)
+            else:
+                running[lane] = -1
+            if ended in ends_step:
+                self._unsampled[ends_step.pop(ended)] -= 1
+                self._submit_ready(now)
+        return Timeline(list(self._steps), starts, ends)
+
+    def _cross(self, number: int, now: int) -> list[int]:
+        """Pass on to later steps that a task ended; returns the joins that ended with it."""
+        joins = []
+        for other in self._crossing.pop(number):
+            self._waits[other] -= 1
+            if not self._waits[other]:
+                if self._lane_of[other] < 0:
+                    self._starts[other] = self._ends[other] = now
+                    joins.append(other)
+                else:
+                    self._enqueue(other, now)
+        return joins
+
+    def _enqueue(self, number: int, now: int) -> None:
+        lane = self._lane_of[number]
+        if self._running[lane] < 0 and not self._waiting[lane]:
+            self._running[lane] = number
+            self._starts[number] = now
+            heappush(self._events, (now + self._durations[number]) * self._lanes + lane)
+        else:
+            heappush(self._waiting[lane], self._classes[number] | number)
+
+    def _submit_ready(self, now: int) -> None:
+        """Submit the steps whose time has come: prefill and the first decode step wait for loading only."""
+        while self._submitted < len(self._steps):
+            index = self._submitted
+            if index and self._unsampled[max(0, index - 2)]:
+                return
+            self._submit(index, now)
+
+    def _submit(self, index: int, now: int) -> None:
+        template = self._steps[index]
+        base, size = len(self._starts), len(template.tasks)
+        waits, ends, later = self._waits, self._ends, self._later
+        self._starts += [-1] * size
+        ends += [-1] * size
+        self._durations += template.nanoseconds(self._price, self._sizes_of(index - 1))
+        waits += template.waits
+        later += template.later
+        self._lane_of += template.lanes
+        self._classes += template.classes
+        for position, back in template.earlier:
+            number = base + position
+            if ends[number - back] < 0:
+                waits[number] += 1
+                self._crossing.setdefault(number - back, []).append(number)
+        last = template.samples if index else range(size)
+        self._ends_step.update((base + position, index) for position in last)
+        self._unsampled.append(len(last))
+        self._submitted = index + 1
+        for number in range(base, base + size):
+            if not waits[number]:
+                if self._lane_of[number] < 0:
+                    self._starts[number] = ends[number] = now
+                    for further in later[number]:
+                        waits[number + further] -= 1
+                else:
+                    self._enqueue(number, now)
+
+
+def _needed_edges(tasks: Sequence[Task], last_on: dict[Lane, int]) -> list[tuple[int, ...]]:
+    """For each task, how far back those tasks are that it must wait for; without edges that others imply.
+
+    An in-order lane is one more edge: to the task before on the same lane, which `last_on` remembers between steps.
+    """
+    if not tasks:
+        return []
+    first = tasks[0].id
+    numbers = []
+    for task in tasks:
+        deps = set(task.deps)
+        if task.lane.in_order:
+            if task.lane in last_on:
+                deps.add(last_on[task.lane])
+            last_on[task.lane] = task.id
+        numbers.append(sorted(deps, reverse=True))
+    lowest = min((deps[-1] for deps in numbers if deps), default=first)
+    reach: list[int] = []
+    edges = []
+    for task, deps in zip(tasks, numbers, strict=True):
+        reached = 0
+        needed = []
+        for number in deps:
+            bit = 1 << (number - lowest)
+            if not reached & bit:
+                needed.append(task.id - number)
+                reached |= bit
+                if number >= first:
+                    reached |= reach[number - first]
+        reach.append(reached)
+        edges.append(tuple(needed))
+    return edges
+
+
+def _what(task: Task) -> tuple[Any, ...]:
+    """What a task does, whichever step it belongs to."""
+    work = task.work
+    return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
+
+
+def _run_through(main: Coroutine[Any, Any, Any]) -> None:
+    try:
+        main.send(None)
+    except StopIteration:
+        return
+    main.close()
+    raise NotFixed

@@ -1,0 +1,125 @@
+"""Reports: what a run did, measured or predicted, in the numbers that people compare."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.plan import Plan
+from moesched.seams import Policy
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a run when it is over. Times are nanoseconds.
+
+    Attributes:
+        loaded: when the weights that stay were loaded.
+        step_ends: when each step, prefill first, had sampled its last micro-batch.
+        tokens: generated tokens, by request.
+        busy: how long each lane was busy after loading.
+        tasks: how many tasks were submitted.
+    """
+
+    loaded: int
+    step_ends: list[int]
+    tokens: list[list[int]]
+    busy: dict[str, int]
+    tasks: int
+
+
+class LaneUse(msgspec.Struct, frozen=True):
+    """How long a lane was busy between the end of loading and the end of the run."""
+
+    busy_seconds: float
+    utilization: float
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """The sizes that a run was planned with."""
+
+    batch_size: int
+    micro_batch_size: int
+    new_tokens: int
+    kept_pages: int
+    streamed_pages: int
+    kv_on: str
+    discipline: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did, measured or predicted as `measured` says."""
+
+    measured: bool
+    policy: str
+    machine: str
+    model: str
+    plan: PlanReport
+    load_seconds: float
+    prefill_seconds: float
+    decode_tokens_per_second: float
+    throughput_tokens_per_second: float
+    step_seconds: list[float]
+    peak_bytes: dict[str, int]
+    lanes: dict[str, LaneUse]
+    tasks: int
+    wall_seconds: float
+    simulated_seconds: float | None = None
+    tokens: list[list[int]] | None = None
+    text: list[str] | None = None
+    interrupted: bool = False
+
+
+def make_report(
+    plan: Plan,
+    policy: Policy,
+    outcome: Outcome,
+    wall_seconds: float,
+    *,
+    measured: bool,
+    interrupted: bool = False,
+) -> Report:
+    """The report of a run of `plan` that came out as `outcome`."""
+    loaded = outcome.loaded / 1e9
+    ends = [end / 1e9 for end in outcome.step_ends]
+    last = ends[-1] if ends else loaded
+    first = ends[0] if ends else loaded
+    counts = [len(tokens) for tokens in outcome.tokens]
+    decoded = sum(max(0, count - 1) for count in counts)
+    return Report(
+        measured=measured,
+        policy=type(policy).__name__,
+        machine=plan.machine.name,
+        model=plan.layout.config.name,
+        plan=_plan_report(plan),
+        load_seconds=loaded,
+        prefill_seconds=first - loaded,
+        decode_tokens_per_second=_rate(decoded, last - first),
+        throughput_tokens_per_second=_rate(sum(counts), last - loaded),
+        step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
+        peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
+        lanes={
+            name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
+            for name, nanoseconds in outcome.busy.items()
+        },
+        tasks=outcome.tasks,
+        wall_seconds=wall_seconds,
+        simulated_seconds=None if measured else last,
+        tokens=outcome.tokens if measured else None,
+        interrupted=interrupted,
+    )
+
+
+def _plan_report(plan: Plan) -> PlanReport:
+    kept = sum(len(each.slots) for each in plan.kept)
+    return PlanReport(
+        batch_size=len(plan.batch.prompts),
+        micro_batch_size=max(len(requests) for requests in plan.batch.micro_batches),
+        new_tokens=plan.batch.new_tokens,
+        kept_pages=kept,
+        streamed_pages=len(plan.layout.pages) - kept,
+        kv_on=plan.kv_role or "",
+        discipline=plan.discipline,
+    )
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
