@@ -87,7 +87,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         for row in self.rows:
             cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
             for ratio, error in zip(row.ratios[1:], row.error_percents[1:], strict=True):
-                cells += ["–" if ratio is None else f"{ratio:.3f}", "–" if error is None else f"{error:+.1f} %"]
+                cells += [
+                    "–" if ratio is None else f"{ratio:.3f}",
+                    "–" if error is None else f"{error:+.1f} %",
+                ]
             lines.append(cells)
         return lines
 
@@ -108,10 +111,14 @@ def compare(sides: Sequence[Side | Path | str]) -> Comparison:
     order = ("total", "lane", "kind", "memory")
     return Comparison(
         runs=[
-            Title(title=run.title, figures=run.figures, policy=run.policy, model=run.model, machine=run.machine)
+            Title(
+                title=run.title, figures=run.figures, policy=run.policy, model=run.model, machine=run.machine
+            )
             for run in runs
         ],
-        rows=[_row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))],
+        rows=[
+            _row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))
+        ],
     )
 
 
@@ -126,7 +133,9 @@ def read_side(path: Path | str) -> Side:
     try:
         content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no JSON object: {error}: name a file that --trace or --report wrote") from error
+        raise BadInput(
+            f"{path} is no JSON object: {error}: name a file that --trace or --report wrote"
+        ) from error
     if "traceEvents" in content:
         recording, about = read_trace(path)
         return side_of_recording(path.name, recording, about)

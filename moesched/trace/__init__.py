@@ -1,0 +1,32 @@
+"""Traces: what ran where and when, why, and at what rate; the same from both drivers."""
+
+from __future__ import annotations
+
+from moesched.trace.checker import check_trace
+from moesched.trace.chrome_reader import Trace, read_trace
+from moesched.trace.chrome_writer import write_trace
+from moesched.trace.critical import Hop, critical_path
+from moesched.trace.recorder import LastSteps, Recorder
+from moesched.trace.recording import About, LaneName, MemorySample, Recording, Slice
+from moesched.trace.summary import KindUse, LaneUse, StepTime, Summary, summarize
+
+__all__ = [
+    "About",
+    "Hop",
+    "KindUse",
+    "LaneName",
+    "LaneUse",
+    "LastSteps",
+    "MemorySample",
+    "Recorder",
+    "Recording",
+    "Slice",
+    "StepTime",
+    "Summary",
+    "Trace",
+    "check_trace",
+    "critical_path",
+    "read_trace",
+    "summarize",
+    "write_trace",
+]

@@ -1,0 +1,82 @@
+"""The critical path: why the run ended when it did, task by task, from its end back to its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from moesched.trace.recording import LaneName, Recording, Slice
+
+Why = Literal["start", "data", "lane", "rank"]
+
+
+class Hop(NamedTuple):
+    """One task of the critical path.
+
+    Attributes:
+        task: its slice.
+        why: what it waited for last: an edge from the hop before ("data"), its lane being taken by it ("lane"), or
+            another rank's part of a collective, which in turn waited for that hop ("rank"); "start" for the first hop.
+        gap: nanoseconds between the end of the hop before (or the recording's start) and its start, in which nothing
+            held it but the policy or the driver.
+    """
+
+    task: Slice
+    why: Why
+    gap: int
+
+
+def critical_path(recording: Recording) -> list[Hop]:
+    """From the task that ended last, back through the predecessor that ended last; the earliest hop comes first."""
+    slices = recording.slices
+    if not slices:
+        return []
+    before = _before_on_lane(recording)
+    parts = _collectives(recording)
+    hops: list[Hop] = []
+    index = max(range(len(slices)), key=lambda each: (slices[each].end, each))
+    while True:
+        latest = -1
+        why: Why = "start"
+        for candidate, reason in _predecessors(recording, index, before, parts):
+            # An index never grows along the way back, so the walk ends whatever a clock did.
+            if candidate < index and (latest < 0 or slices[candidate].end > slices[latest].end):
+                latest, why = candidate, reason
+        since = slices[latest].end if latest >= 0 else recording.start
+        hops.append(Hop(slices[index], why, slices[index].start - since))
+        if latest < 0:
+            return hops[::-1]
+        index = latest
+
+
+def _predecessors(
+    recording: Recording, index: int, before: list[int], parts: dict[int, list[int]]
+) -> Iterator[tuple[int, Why]]:
+    """What a slice waited for, data first, so that data is named where lane and data ended together."""
+    for producer in recording.producers[index]:
+        yield producer, "data"
+    if before[index] >= 0:
+        yield before[index], "lane"
+    ticket = recording.slices[index].ticket
+    for other in parts.get(ticket, ()) if ticket >= 0 else ():
+        if other != index:
+            for producer in (*recording.producers[other], before[other]):
+                if producer >= 0:
+                    yield producer, "rank"
+
+
+def _before_on_lane(recording: Recording) -> list[int]:
+    last: dict[LaneName, int] = {}
+    before = []
+    for index, each in enumerate(recording.slices):
+        before.append(last.get(each.lane, -1))
+        last[each.lane] = index
+    return before
+
+
+def _collectives(recording: Recording) -> dict[int, list[int]]:
+    parts: dict[int, list[int]] = {}
+    for index, each in enumerate(recording.slices):
+        if each.ticket >= 0:
+            parts.setdefault(each.ticket, []).append(index)
+    return parts

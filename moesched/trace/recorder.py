@@ -1,0 +1,252 @@
+"""Recorders: observers that keep the tasks that ran, all of them or those of the last steps.
+
+Keeping a task is one list append, since a virtual driver ends hundreds of thousands of them in a second; everything
+else is worked out when the recording is asked for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from moesched.engine import Engine
+from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task
+from moesched.trace.recording import LaneName, MemorySample, Recording, Slice
+
+
+class HasPeak(Protocol):
+    """A memory's ledger, as far as a trace needs it."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were taken of it."""
+
+
+class _Rank:
+    """What a recorder knows of one rank: its lanes, its joins, its memories, and slots filled before the first task."""
+
+    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak]) -> None:
+        self.lanes = engine.lanes
+        self.joins: list[Join] = []
+        self.memories = memories
+        self.filled: set[Block] = set()
+        engine.joined = self.joins
+
+
+class _Watcher:
+    """What all recorders share: the ranks that they watch."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._rank_of: dict[Lane, int] = {}
+
+    def watch(self, engine: Engine, memories: Mapping[str, HasPeak] | None = None) -> None:
+        """Record the next rank: its lanes, its joins, what its memories hold. Call it before the engine runs."""
+        self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
+        self._ranks.append(_Rank(engine, memories or {}))
+
+
+class Recorder(_Watcher):
+    """Keeps every task that ran.
+
+    Have it `watch` every rank's engine, and give it to the driver as an observer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: list[Task] = []
+        self._append = self._tasks.append
+
+    @property
+    def ended(self) -> Callable[[Task], None]:
+        """Told of each task that ran: the bare append of a list."""
+        return self._append
+
+    def recording(self) -> Recording:
+        """What ran so far."""
+        return _record(self._tasks, self._ranks, trimmed=False)
+
+
+class LastSteps(_Watcher):
+    """Keeps the tasks of the last `steps` steps, for runs too long to keep whole; loading counts as a step.
+
+    Used like a Recorder.
+    """
+
+    def __init__(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"a recorder of the last {steps} steps would keep nothing: ask for 1 or more")
+        super().__init__()
+        self._most = steps
+        self._steps: dict[int, list[Task]] = {}
+        self._first: int | None = None
+
+    def ended(self, task: Task) -> None:
+        """Told of each task that ran."""
+        tasks = self._steps.get(task.step)
+        if tasks is not None:
+            tasks.append(task)
+        elif self._first is not None and task.step < self._first:
+            self._forget([task])
+        else:
+            self._steps[task.step] = [task]
+            if len(self._steps) > self._most:
+                self._trim()
+
+    def recording(self) -> Recording:
+        """What ran in the last steps."""
+        tasks = [task for kept in self._steps.values() for task in kept]
+        return _record(tasks, self._ranks, trimmed=self._first is not None)
+
+    def _trim(self) -> None:
+        self._forget(self._steps.pop(min(self._steps)))
+        self._first = min(self._steps)
+        for number, rank in enumerate(self._ranks):
+            # Steps are submitted one after another, so the earliest task that is kept is one of the first step's.
+            ids = [task.id for task in self._steps[self._first] if self._rank_of[task.lane] == number]
+            if ids:  # a join before all kept tasks stands for none of them
+                del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
+
+    def _forget(self, tasks: Iterable[Task]) -> None:
+        """Of a task that is not kept, only the slots that it filled are remembered."""
+        for task in tasks:
+            if isinstance(task, PageTransfer) and task.slots:
+                self._ranks[self._rank_of[task.lane]].filled.update(task.slots)
+
+
+def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> Recording:
+    tasks = sorted(tasks, key=_by_end)
+    lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
+    recording = Recording(
+        list(lanes.values()),
+        _slices(tasks, lanes),
+        _producers(tasks, lanes, ranks),
+        [],
+        trimmed,
+        sum(len(rank.joins) for rank in ranks),
+    )
+    recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
+    return recording
+
+
+def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice]:
+    labels: dict[tuple[str, int, int, int], str] = {}
+    lines: dict[tuple[int, int], str] = {}
+    slices = []
+    for task in tasks:
+        about = (task.verb, task.layer, task.micro_batch, task.expert)
+        label = labels.get(about)
+        if label is None:
+            label = labels[about] = task.label
+        place = (id(task.code), task.instruction)
+        line = lines.get(place)
+        if line is None:
+            line = lines[place] = task.line
+        cls = type(task)
+        work = task.work
+        slices.append(
+            Slice(
+                task.id,
+                lanes[task.lane],
+                label,
+                task.verb,
+                cls.__name__,
+                work.kind,
+                work.resource,
+                task.step,
+                task.layer,
+                task.micro_batch,
+                task.expert,
+                task.start,
+                max(task.end, task.start + 1),  # viewers lose the arrows of a slice without length
+                work.flops,
+                work.nbytes,
+                len(task.pages) if isinstance(task, PageTransfer) else 0,
+                task.ticket if isinstance(task, Collective) else -1,
+                STATE_NAMES[task.state],
+                line,
+            )
+        )
+    return slices
+
+
+def _producers(
+    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[_Rank]
+) -> list[tuple[int, ...]]:
+    """The tasks that each task waited for, by index, with every join replaced by what it stands for."""
+    indices: list[dict[int, int]] = [{} for _ in ranks]
+    for index, task in enumerate(tasks):
+        indices[lanes[task.lane].rank][task.id] = index
+    stands_for: list[dict[int, tuple[int, ...]]] = [{} for _ in ranks]
+    for known, joined, rank in zip(indices, stands_for, ranks, strict=True):
+        for join in rank.joins:
+            joined[join.id] = _resolve(join.deps, known, joined)
+    producers = []
+    for task in tasks:
+        rank_number = lanes[task.lane].rank
+        producers.append(_resolve(task.deps, indices[rank_number], stands_for[rank_number]))
+    return producers
+
+
+def _resolve(
+    deps: Sequence[int], known: Mapping[int, int], joined: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Indices of the recorded tasks behind some ids, each once. Ids of tasks that were not recorded are left out."""
+    try:
+        return tuple(dict.fromkeys([known[dep] for dep in deps]))
+    except KeyError:
+        found: dict[int, None] = {}
+        for dep in deps:
+            index = known.get(dep)
+            if index is not None:
+                found[index] = None
+            else:
+                found.update(dict.fromkeys(joined.get(dep, ())))
+        return tuple(found)
+
+
+def _memory(
+    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[_Rank], start: int, end: int
+) -> list[MemorySample]:
+    """A sample of every memory at the start, whenever a transfer into an empty slot starts, and at the end."""
+    filled = [set(rank.filled) for rank in ranks]
+    held = [dict.fromkeys(rank.memories, 0) for rank in ranks]
+    for totals, slots in zip(held, filled, strict=True):
+        for slot in slots:
+            totals[slot.memory] = totals.get(slot.memory, 0) + slot.nbytes
+    samples = []
+
+    def sample(rank: int, memory: str, time: int) -> None:
+        ledger = ranks[rank].memories.get(memory)
+        pages = held[rank].get(memory, 0)
+        samples.append(MemorySample(rank, memory, time, pages if ledger is None else ledger.peak, pages))
+
+    for rank, totals in enumerate(held):
+        for memory in totals:
+            sample(rank, memory, start)
+    transfers = [task for task in tasks if isinstance(task, PageTransfer) and task.slots]
+    for task in sorted(transfers, key=_by_start):
+        rank = lanes[task.lane].rank
+        fresh = [slot for slot in task.slots if slot not in filled[rank]]
+        for slot in fresh:
+            filled[rank].add(slot)
+            held[rank][slot.memory] = held[rank].get(slot.memory, 0) + slot.nbytes
+        for memory in dict.fromkeys(slot.memory for slot in fresh):
+            sample(rank, memory, task.start)
+    for rank, totals in enumerate(held):
+        for memory in totals:
+            sample(rank, memory, end)
+    return samples
+
+
+def _by_id(task: Task) -> int:
+    return task.id
+
+
+def _by_start(task: Task) -> int:
+    return task.start
+
+
+def _by_end(task: Task) -> int:
+    return task.end

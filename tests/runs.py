@@ -1,0 +1,116 @@
+"""Runs for tests: a policy over a small model's shape, on the virtual clock or with idle tasks in real time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from moesched.cost import Roofline
+from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.generation import Generation
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, split_batch
+from moesched.plugins import make_policy
+from moesched.routing import SeededRouting
+from moesched.runs import make_lanes
+from moesched.seams import Policy
+from moesched.step import Schedule
+from moesched.tasks import Decision, Task
+from moesched.trace import About, LastSteps, Recorder, Recording
+
+FORTY_PERCENT = {"gpu": 700_000_000}
+"""A budget that `mixtral-0.8b` in bfloat16 (1.6 GB) does not fit."""
+
+
+class Run(NamedTuple):
+    """A run that has ended."""
+
+    plan: Plan
+    generation: Generation
+    engine: Engine
+    recording: Recording
+    about: About
+
+
+def virtual_run(policy: str | Policy, recorder: Recorder | LastSteps | None = None, **sizes: Any) -> Run:
+    """Run a policy on the virtual clock; `sizes` are those of `make_plan`."""
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    recorder = recorder or Recorder()
+    plan = make_plan(policy, **sizes)
+    lanes = make_lanes(plan)
+    engine = Engine(lanes.values())
+    recorder.watch(engine, plan.memories)
+    generation = Generation(Schedule(plan, engine, lanes), policy)
+    driver = VirtualDriver(
+        [engine],
+        Roofline(plan.machine, plan.layout.dtype),
+        perform={Decision: decisions(plan)},
+        observers=[recorder],
+    )
+    driver.run(generation.run())
+    return Run(plan, generation, engine, recorder.recording(), about(plan, policy, "virtual"))
+
+
+def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = None, **sizes: Any) -> Run:
+    """Run a policy in real time on worker threads, with tasks that do nothing."""
+    policy = make_policy(policy) if isinstance(policy, str) else policy
+    recorder = recorder or Recorder()
+    plan = make_plan(policy, **sizes)
+    lanes = make_lanes(plan)
+    engine = SharedEngine(lanes.values())
+    recorder.watch(engine, plan.memories)
+    generation = Generation(Schedule(plan, engine, lanes), policy)
+    decide = decisions(plan)
+
+    def execute(task: Task) -> Any:
+        return decide(task) if isinstance(task, Decision) else None
+
+    asyncio.run(RealtimeDriver([engine], execute, observers=[recorder]).run(generation.run()))
+    return Run(plan, generation, engine, recorder.recording(), about(plan, policy, "realtime"))
+
+
+def make_plan(
+    policy: Policy,
+    *,
+    shape: str = "mixtral-0.8b",
+    machine: str = "t4",
+    requests: int = 4,
+    prompt: int = 8,
+    new_tokens: int = 3,
+    micro_batch_size: int = 2,
+    budgets: Mapping[str, int] | None = None,
+) -> Plan:
+    """A policy's plan for some requests with prompts of the same length."""
+    batch = split_batch([prompt] * requests, new_tokens, micro_batch_size)
+    plan = Plan(load_machine(machine), weight_layout(SHAPES[shape]), batch, budgets)
+    policy.plan(plan)
+    return plan
+
+
+def decisions(plan: Plan, seed: int = 0) -> Callable[[Task], Any]:
+    """What routing and sampling come to where nothing is computed."""
+    config = plan.layout.config
+    routing = SeededRouting(config.experts, config.top_k, seed=seed)
+
+    def decide(task: Task) -> Any:
+        if task.verb == "route":
+            return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
+        return [0] * len(plan.batch.micro_batches[task.micro_batch])
+
+    return decide
+
+
+def about(plan: Plan, policy: Policy, driver: str) -> About:
+    """What a test's run is of."""
+    return About(
+        driver="virtual" if driver == "virtual" else "realtime",
+        policy=type(policy).__name__,
+        model=plan.layout.config.name,
+        machine=plan.machine.name,
+        plan={"micro_batches": len(plan.micro_batches)},
+    )

@@ -1,0 +1,178 @@
+"""Comparisons: runs side by side, from recordings, traces and reports, predicted against measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moesched.compare import Comparison, Row, compare, side_of_recording
+from moesched.errors import BadInput
+from moesched.plugins import make_policy
+from moesched.runs import simulate
+from moesched.trace import About, LaneName, LastSteps, Recording, Slice, summarize, write_trace
+from runs import FORTY_PERCENT, make_plan, virtual_run
+
+PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
+MEASURED = About(driver="realtime", policy="P", machine="t4", model="m")
+
+
+def test_the_error_of_a_prediction_is_in_percent_of_what_was_measured() -> None:
+    predicted = side_of_recording("p", recording(fetch=80), PREDICTED)
+    measured = side_of_recording("m", recording(fetch=100), MEASURED)
+    row = find(compare([predicted, measured]), "kind", "fetch on link", "time")
+    assert row.values == [80e-9, 100e-9]
+    assert row.ratios == [1.0, 1.25]
+    assert row.error_percents == [0.0, pytest.approx(-20)]
+    row = find(compare([measured, predicted]), "kind", "fetch on link", "time")
+    assert row.ratios == [1.0, 0.8]
+    assert row.error_percents == [0.0, pytest.approx(-20)]
+
+
+def test_two_measured_runs_differ_in_percent_of_the_first() -> None:
+    slow = side_of_recording("slow", recording(fetch=100), MEASURED)
+    fast = side_of_recording("fast", recording(fetch=80), MEASURED)
+    row = find(compare([fast, slow]), "kind", "fetch on link", "rate")
+    assert row.values == [12.5, 10.0]
+    assert row.error_percents == [0.0, pytest.approx(-20)]
+
+
+def test_what_only_one_run_has_stands_alone() -> None:
+    one = side_of_recording("one", recording(fetch=10), MEASURED)
+    other = side_of_recording("other", recording(pin=10), MEASURED)
+    row = find(compare([one, other]), "kind", "fetch on link", "time")
+    assert (row.values, row.ratios, row.error_percents) == ([10e-9, None], [1.0, None], [0.0, None])
+    row = find(compare([one, other]), "kind", "pin on link", "time")
+    assert (row.values, row.ratios, row.error_percents) == ([None, 10e-9], [None, None], [None, None])
+
+
+def test_more_than_two_runs_are_held_against_the_first() -> None:
+    runs = [side_of_recording(str(length), recording(fetch=length), MEASURED) for length in (10, 20, 40)]
+    row = find(compare(runs), "lane", "link", "busy")
+    assert row.ratios == [1.0, 2.0, 4.0]
+    assert compare(runs).header()[2:] == [
+        "10 (measured)",
+        "20 (measured)",
+        "40 (measured)",
+        "B/A",
+        "error",
+        "C/A",
+        "error",
+    ]
+
+
+def test_a_run_equals_itself_in_every_row(tmp_path: Path) -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    write_trace(tmp_path / "a.json", run.recording, run.about)
+    write_trace(tmp_path / "b.json.gz", run.recording, run.about)
+    comparison = compare([tmp_path / "a.json", tmp_path / "b.json.gz"])
+    assert [row.error_percents for row in comparison.rows] == [[0.0, 0.0]] * len(comparison.rows)
+    assert {row.section for row in comparison.rows} == {"total", "lane", "kind", "memory"}
+    assert [run.title for run in comparison.runs] == ["a.json", "b.json.gz"]
+
+
+def test_a_trace_and_a_report_of_the_same_run_agree(tmp_path: Path) -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    write_trace(tmp_path / "trace.json", run.recording, run.about)
+    policy = make_policy("cgopipe")
+    report = simulate(make_plan(policy, budgets=FORTY_PERCENT), policy)
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
+    comparison = compare([tmp_path / "trace.json", tmp_path / "report.json"])
+    both = [row for row in comparison.rows if None not in row.values]
+    assert {(row.section, row.name) for row in both} >= {
+        ("total", "load"),
+        ("total", "prefill"),
+        ("total", "decode step"),
+        ("lane", "accelerator"),
+        ("lane", "host->gpu"),
+        ("memory", "gpu"),
+    }
+    assert [row.error_percents[1] for row in both] == pytest.approx([0.0] * len(both), abs=1e-6)
+
+
+def test_a_report_that_tells_its_kinds_is_compared_by_kind(tmp_path: Path) -> None:
+    kinds = summarize(recording(fetch=50)).kinds
+    report = {"policy": "P", "tokens": [[1]], "lanes": {}, "kinds": msgspec.to_builtins(kinds)}
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
+    predicted = side_of_recording("p", recording(fetch=60), PREDICTED)
+    comparison = compare([tmp_path / "report.json", predicted])
+    assert comparison.runs[0].figures == "measured"
+    assert find(comparison, "kind", "fetch on link", "time").error_percents[1] == pytest.approx(20)
+
+
+def test_the_first_step_of_a_trimmed_trace_has_no_say_in_the_mean() -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6)
+    last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
+    side = side_of_recording("last", last.recording, last.about)
+    row = find(compare([side, side]), "total", "decode step", "time")
+    ends = run.generation.step_ends
+    assert row.values[0] == pytest.approx((ends[5] - ends[4]) / 1e9)
+
+
+def test_the_table_is_text_and_the_json_has_every_figure() -> None:
+    sides = [side_of_recording(str(length), recording(fetch=length), MEASURED) for length in (1000, 1500)]
+    comparison = compare(sides)
+    table = comparison.table()
+    assert ["link", "busy", "1 µs", "1.5 µs", "1.500", "+50.0 %"] in table
+    assert ["fetch on link", "moved", "1 KB", "1 KB", "1.000", "+0.0 %"] in table
+    assert {len(row) for row in table} == {len(comparison.header())}
+    assert msgspec.json.decode(msgspec.json.encode(comparison), type=Comparison) == comparison
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"not JSON", "is no JSON object"),
+        (b"[1, 2]", "is no JSON object"),
+        (b"{}", "is no run's report: Object missing required field `lanes`"),
+        (b'{"lanes": 3}', "is no run's report: Expected `object`"),
+        (b'{"traceEvents": []}', "is no trace of moesched"),
+        (b"\x1f\x8b\x00", "cannot read"),
+    ],
+)
+def test_what_is_neither_trace_nor_report_is_named(content: bytes, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=complaint) as caught:
+        compare([path, path])
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_run_cannot_be_compared() -> None:
+    with pytest.raises(BadInput, match="1 run given: name two"):
+        compare([side_of_recording("p", recording(fetch=1), PREDICTED)])
+
+
+def recording(**lengths: int) -> Recording:
+    """Transfers of 1,000 bytes each on one link, one after another, by verb and nanoseconds."""
+    link, slices, now = LaneName(0, "link"), [], 0
+    for number, (verb, length) in enumerate(lengths.items()):
+        slices.append(
+            Slice(
+                number,
+                link,
+                verb,
+                verb,
+                "PageTransfer",
+                "copy",
+                "a->b",
+                0,
+                -1,
+                -1,
+                -1,
+                now,
+                now + length,
+                0,
+                1000,
+            )
+        )
+        now += length
+    return Recording([link], slices, [()] * len(slices), [])
+
+
+def find(comparison: Comparison, section: str, name: str, what: str) -> Row:
+    """One row of a comparison."""
+    [row] = [row for row in comparison.rows if (row.section, row.name, row.what) == (section, name, what)]
+    return row
