@@ -21,7 +21,7 @@ from moesched.generation import Generation, OnTokens
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import Batch, Plan
-from moesched.reports import Outcome, Report, make_report
+from moesched.outcome import Outcome, Report, make_report
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import CostModel, Observer, Policy, Routing
