@@ -38,13 +38,11 @@ class InprocTransport:
             if len(exchange.parts) == self.ranks and not exchange.problem:
                 exchange.total = reduce(add, (exchange.parts[each] for each in range(self.ranks)))
                 self._changed.notify_all()
-            ended = self._changed.wait_for(lambda: self._ended(exchange), self.timeout_seconds)
-            if not ended:
-                self._break(exchange, f"{self._missing(exchange)} did not come in {self.timeout_seconds:g} s")
-            if not exchange.complete(self.ranks):
-                raise TransportError(
-                    f"all-reduce #{ticket}: {exchange.problem or 'the transport was closed'}"
-                )
+            if not self._changed.wait_for(lambda: self._ended(exchange), self.timeout_seconds):
+                missing = ", ".join(str(each) for each in range(self.ranks) if each not in exchange.came)
+                self._break(exchange, f"rank {missing} did not come in {self.timeout_seconds:g} s")
+            if exchange.problem:
+                raise TransportError(f"all-reduce #{ticket}: {exchange.problem}")
             return deepcopy(exchange.total)
 
     def abandon(self, rank: int, ticket: int, reason: str) -> None:
@@ -56,10 +54,13 @@ class InprocTransport:
         """Wake the ranks that wait, each with an error."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            for exchange in self._exchanges.values():
+                self._break(exchange, "the transport was closed")
 
     def _come(self, rank: int, ticket: int) -> _Exchange:
-        """Note that a rank came to an exchange; one that all ranks came to is forgotten once they have left."""
+        """Note that a rank came to an exchange, which the last one to come takes off the books."""
+        if self._closed:
+            raise TransportError(f"all-reduce #{ticket}: the transport was closed")
         exchange = self._exchanges.setdefault(ticket, _Exchange())
         if rank in exchange.came or not 0 <= rank < self.ranks:
             raise TransportError(
@@ -71,26 +72,18 @@ class InprocTransport:
         return exchange
 
     def _ended(self, exchange: _Exchange) -> bool:
-        return exchange.complete(self.ranks) or bool(exchange.problem) or self._closed
+        return len(exchange.parts) == self.ranks or bool(exchange.problem)
 
     def _break(self, exchange: _Exchange, problem: str) -> None:
         exchange.problem = exchange.problem or problem
         self._changed.notify_all()
 
-    def _missing(self, exchange: _Exchange) -> str:
-        missing = sorted(set(range(self.ranks)) - exchange.came)
-        return f"rank {', '.join(map(str, missing))}"
-
 
 class _Exchange:
-    """One all-reduce: who came, what they brought, what came out."""
+    """One all-reduce: who came, what they brought, what came out or went wrong."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
         self.parts: dict[int, Any] = {}
         self.total: Any = None
         self.problem = ""
-
-    def complete(self, ranks: int) -> bool:
-        """Whether all parts were added up."""
-        return len(self.parts) == ranks and not self.problem
