@@ -24,7 +24,7 @@ from moesched.engine import Engine
 from moesched.errors import NotResident, OutOfOrder, PolicyError
 from moesched.memory import Fixed, Pool, View, Views, describe
 from moesched.models.layout import Page
-from moesched.models.operations import Amount
+from moesched.models.operations import Amount, Kept, Operations
 from moesched.plan import Plan
 from moesched.tasks import (
     DEMAND,
@@ -36,6 +36,7 @@ from moesched.tasks import (
     Kernel,
     Lane,
     PageTransfer,
+    Part,
     Task,
     Work,
 )
@@ -104,6 +105,7 @@ class Schedule:
     def __init__(self, plan: Plan, engine: Engine, lanes: dict[str, Lane]) -> None:
         plan.check()
         self.plan = plan
+        self.operations = Operations(plan.layout.config, plan.layout.dtype, _kept(plan))
         self.engine = engine
         self.lanes = lanes
         roles = plan.machine.roles
@@ -123,6 +125,7 @@ class Schedule:
         ]
         self.stride = (len(plan.layers) + 1) * _STRIDE
         self._works: dict[tuple[str, int], Work] = {}
+        self._copies: dict[tuple[str, int, int], Work] = {}
         self._links: dict[tuple[str, str], tuple[Lane, str]] = {}
 
     def link(self, source: str, destination: str) -> tuple[Lane, str]:
@@ -137,15 +140,16 @@ class Schedule:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
         work = self._works.get((kind, tokens))
         if work is None:
-            flops, nbytes = amount(tokens)
-            work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens)
+            flops, nbytes, parts = amount(tokens)
+            work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
         return work
 
-    def copy(self, link: str, nbytes: int) -> Work:
-        """The work of moving bytes over a link."""
-        work = self._works.get((link, nbytes))
+    def copy(self, link: str, nbytes: int, pieces: int = 1) -> Work:
+        """The work of moving bytes over a link, in so many pieces of the same size."""
+        work = self._copies.get((link, nbytes, pieces))
         if work is None:
-            work = self._works[link, nbytes] = Work(link, link, nbytes=nbytes)
+            parts = (Part(link, nbytes / pieces, times=pieces),)
+            work = self._copies[link, nbytes, pieces] = Work(link, link, nbytes=nbytes, parts=parts)
         return work
 
     def size(self, index: int) -> None:
@@ -454,9 +458,11 @@ class Step:
         output = Block(f"output E{expert} mb{micro_batch}")
         batch.expert_outputs.append(output)
         tokens = routed.value[expert]
-        work = schedule.work(
-            f"expert at {at}", schedule.processors[at], tokens, schedule.plan.operations.expert
-        )
+        operations = schedule.operations
+        kind, amount = f"expert at {at}", operations.fetched_expert
+        if view.slots[0].fixed:
+            kind, amount = f"kept expert at {at}", operations.kept_expert
+        work = schedule.work(kind, schedule.processors[at], tokens, amount)
         lane, kernel = (self._accelerator, Kernel) if at == "accelerator" else (self._host, HostKernel)
         task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
         return self._submit(task, (batch.normed, *view.reads), (output,))
@@ -518,7 +524,7 @@ class Step:
         for page in pages:
             nbytes += page.nbytes
         lane, link = self._schedule.link(origin, pool.memory.name)
-        return lane, self._schedule.copy(link, nbytes), slots
+        return lane, self._schedule.copy(link, nbytes, len(slots)), slots
 
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._engine)
@@ -541,20 +547,32 @@ class Step:
         return OutOfOrder(message)
 
 
+def _kept(plan: Plan) -> Kept:
+    """How much of the weights stays in the accelerator's memory."""
+    kept = {True: 0, False: 0}
+    for fixed in plan.kept:
+        if fixed.memory is plan.memory("accelerator"):
+            for page in fixed.pages():
+                kept[page.expert < 0] += page.nbytes
+    dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
+    experts = sum(page.nbytes for page in plan.layout.layer(0)) * len(plan.layers) - dense
+    return Kept(kept[True] / dense, kept[False] / experts)
+
+
 def _size_works(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     """Set a micro-batch's works for a step: the same objects as in the step before, but for attention's."""
     plan = schedule.plan
-    operations = plan.operations
+    operations = schedule.operations
     accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
     prompts = [plan.batch.prompts[request] for request in batch.requests]
     sequences = len(prompts)
     tokens = sequences if index else sum(prompts)
     new = [1] * sequences if index else prompts
     lengths = [(count, prompt + index) for count, prompt in zip(new, prompts, strict=True)]
-    attention = operations.attention(lengths)
+    flops, nbytes, parts = operations.attention(lengths)
     works = batch.works = {
-        "attention": Work("attention", accelerator, *attention, tokens),
-        "cpu_attention": Work("cpu_attention", host, *attention, tokens),
+        "attention": Work("attention", accelerator, flops, nbytes, tokens, parts),
+        "cpu_attention": Work("cpu_attention", host, flops, nbytes, tokens, parts),
         "sample": schedule.work("sample", accelerator, sequences, operations.sample),
     }
     for kind in ("embed", "pre_attention", "post_attention", "route", "combine"):

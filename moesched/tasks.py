@@ -78,16 +78,16 @@ class Part(NamedTuple):
     """Operations of one sort within a work, as measured cost tables know them.
 
     Attributes:
-        operation: the sort, such as "product" (with weights as they were read) or "packed product" (with weights that stay).
+        operation: the sort, such as "product" (by weights as they were read) or "packed product" (by ones that stay).
         size: of one of them: bytes of a product's weights, bytes that others move, FLOPs of a prompt's attention.
         rows: rows of a product.
-        count: how many; not whole where it is an expectation.
+        times: how many; not whole where it is an expectation.
     """
 
     operation: str
     size: float
     rows: float = 1.0
-    count: float = 1.0
+    times: float = 1.0
 
 
 class Work(msgspec.Struct, eq=False):

@@ -2,30 +2,47 @@
 
 Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys
 (heads x head_dim), E experts, k of them per token, V vocabulary, b bytes per element.
+
+An amount also says which operations it consists of, so that a measured cost table can price them one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import comb
 from typing import NamedTuple
 
 from moesched.models.config import ModelConfig
+from moesched.tasks import Part
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+MOST_TOKENS_SPREAD = 64
+RAREST = 1e-3
+
+
 class Amount(NamedTuple):
-    """FLOPs, and bytes moved between a processor and its memory."""
+    """FLOPs, bytes moved between a processor and its memory, and the operations that these are for."""
 
     flops: float
     nbytes: float
+    parts: tuple[Part, ...] = ()
+
+
+class Kept(NamedTuple):
+    """Shares of the dense weights' and of the experts' bytes that stay in the accelerator's memory, from 0 to 1."""
+
+    dense: float = 0.0
+    experts: float = 0.0
 
 
 class Operations:
     """The operations of one model in one dtype."""
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, kept: Kept = Kept()) -> None:  # noqa: B008
         self.config = config
+        self.kept = kept
         self.element = DTYPE_BYTES[dtype]
         self.query_width = config.heads * config.head_dim
         self.key_width = config.kv_heads * config.head_dim
@@ -53,54 +70,90 @@ class Operations:
 
     def embed(self, tokens: int) -> Amount:
         """Rows of the embedding."""
-        return Amount(0, 2 * tokens * self.hidden_bytes)
+        moved = 2 * tokens * self.hidden_bytes
+        return Amount(0, moved, (Part("embed", moved),))
 
     def pre_attention(self, tokens: int) -> Amount:
         """Norm, QKV projection, rotary embedding."""
-        return self._projection(tokens, self.config.hidden, self.query_width + 2 * self.key_width)
+        hidden, query, key = self.config.hidden, self.query_width, self.key_width
+        flops, nbytes, _ = self._projection(tokens, hidden, query + 2 * key)
+        parts = (
+            Part("pre_attention", tokens * (2 * self.hidden_bytes + 3 * self.qkv_bytes)),
+            *self._products(tokens, hidden * query, 1, self.kept.dense),
+            *self._products(tokens, hidden * key, 2, self.kept.dense),
+        )
+        return Amount(flops, nbytes, parts)
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
         """Softmax attention of sequences given as (new tokens, tokens in the cache after them)."""
         window = self.config.sliding_window
-        pairs = nbytes = 0
+        pairs = nbytes = stepped = calls = prompts = prompt_pairs = before = 0
         for new, total in lengths:
             first = total - new
+            pairs_before = pairs
             if window is None or total <= window:
                 pairs += new * first + new * (new + 1) // 2
             else:
                 pairs += sum(min(first + n + 1, window) for n in range(new))
             seen = total if window is None else min(total, window + new)
             nbytes += seen * self.kv_bytes + new * (self.qkv_bytes + self.attention_bytes)
-        return Amount(4.0 * pairs * self.query_width, nbytes)
+            if new == 1:
+                calls += total != before  # neighbours of one length are one call
+                before = total
+                stepped += seen
+            else:
+                prompts += 1
+                prompt_pairs += pairs - pairs_before
+        parts = [Part("attention", sum(new for new, _ in lengths) * (self.qkv_bytes + self.attention_bytes))]
+        if calls:
+            parts.append(Part("attention step", stepped * self.kv_bytes / calls, times=calls))
+        if prompts:
+            parts.append(
+                Part("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
+            )
+        return Amount(4.0 * pairs * self.query_width, nbytes, tuple(parts))
 
     def output_projection(self, tokens: int) -> Amount:
         """Attention output back to the hidden size, and the residual."""
-        return self._projection(tokens, self.query_width, self.config.hidden)
+        flops, nbytes, _ = self._projection(tokens, self.query_width, self.config.hidden)
+        return Amount(
+            flops, nbytes, self._products(tokens, self.query_width * self.config.hidden, 1, self.kept.dense)
+        )
 
     def route(self, tokens: int) -> Amount:
         """Output projection, norm and router: all that comes before the experts are known."""
-        router = self._projection(tokens, self.config.hidden, self.config.experts)
-        return _sum(self.output_projection(tokens), router)
+        flops, nbytes, _ = self._projection(tokens, self.config.hidden, self.config.experts)
+        others = Part("route", tokens * (5 + 2 * self.config.top_k) * self.hidden_bytes)
+        return _sum(self.output_projection(tokens), Amount(flops, nbytes, (others,)))
 
     def expert(self, tokens: int) -> Amount:
-        """One expert's feed-forward network for `tokens` of its tokens."""
-        config = self.config
-        activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
-        return Amount(6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations)
+        """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
+        return self._expert(tokens, self.kept.experts)
+
+    def kept_expert(self, tokens: int) -> Amount:
+        """The same, of an expert whose weights stay."""
+        return self._expert(tokens, 1.0)
+
+    def fetched_expert(self, tokens: int) -> Amount:
+        """The same, of an expert whose weights were fetched."""
+        return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
         """All experts of a layer for a micro-batch whose routing is not known: uniform routing in expectation."""
         config = self.config
         touched = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
         each = self.expert(tokens * config.top_k) if touched else Amount(0, 0)
-        return Amount(each.flops, each.nbytes + (touched - 1) * self.expert_bytes)
+        parts = tuple(
+            part._replace(times=part.times * config.experts * chance)
+            for rows, chance in _rows_of_one_expert(tokens, config.top_k / config.experts)
+            for part in self.expert(rows).parts
+        )
+        return Amount(each.flops, each.nbytes + (touched - 1) * self.expert_bytes, parts)
 
     def combine(self, tokens: int) -> Amount:
         """The weighted sum of the experts' outputs, and the residual."""
-        return Amount(
-            2.0 * tokens * self.config.top_k * self.config.hidden,
-            (self.config.top_k + 2) * tokens * self.hidden_bytes,
-        )
+        moved = (self.config.top_k + 2) * tokens * self.hidden_bytes
+        return Amount(2.0 * tokens * self.config.top_k * self.config.hidden, moved, (Part("combine", moved),))
 
     def post_attention(self, tokens: int) -> Amount:
         """Output projection, router, all experts, combine."""
@@ -108,12 +161,46 @@ class Operations:
 
     def sample(self, sequences: int) -> Amount:
         """Final norm, LM head, and the choice of a token."""
-        return self._projection(sequences, self.config.hidden, self.config.vocabulary)
+        config = self.config
+        flops, nbytes, _ = self._projection(sequences, config.hidden, config.vocabulary)
+        head = self._products(sequences, config.hidden * config.vocabulary, 1, not config.tied_embeddings)
+        return Amount(flops, nbytes, (Part("sample", sequences * config.vocabulary * self.element), *head))
+
+    def _expert(self, tokens: int, kept: float) -> Amount:
+        config = self.config
+        activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
+        parts = (
+            Part("expert", activations),
+            *self._products(tokens, config.hidden * config.intermediate, 3, kept),
+        )
+        return Amount(
+            6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
+        )
+
+    def _products(self, rows: int, weights: int, count: int, kept: float) -> tuple[Part, ...]:
+        """Products of `rows` rows by `count` matrices of `weights` elements, as parts."""
+        sorts = (("product", count * (1.0 - kept)), ("packed product", count * kept))
+        return tuple(Part(sort, weights * self.element, rows, each) for sort, each in sorts if each)
 
     def _projection(self, tokens: int, inputs: int, outputs: int) -> Amount:
         moved = (inputs * outputs + tokens * (inputs + outputs)) * self.element
         return Amount(2.0 * tokens * inputs * outputs, moved)
 
 
+def _rows_of_one_expert(tokens: int, chance: float) -> Iterator[tuple[int, float]]:
+    """How many of the tokens one expert gets under uniform routing, and how likely; only the mean of many tokens."""
+    if tokens > MOST_TOKENS_SPREAD:
+        yield round(tokens * chance), 1.0
+        return
+    for rows in range(1, tokens + 1):
+        likely = comb(tokens, rows) * chance**rows * (1 - chance) ** (tokens - rows)
+        if likely > RAREST:
+            yield rows, likely
+
+
 def _sum(*amounts: Amount) -> Amount:
-    return Amount(sum(each.flops for each in amounts), sum(each.nbytes for each in amounts))
+    return Amount(
+        sum(each.flops for each in amounts),
+        sum(each.nbytes for each in amounts),
+        tuple(part for each in amounts for part in each.parts),
+    )
