@@ -18,6 +18,8 @@ from moesched.cost import Demand
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, TaskFailed
+from moesched.plugins import make_policy
+from moesched.runs import simulate
 from moesched.tasks import Block, Collective, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import (
     About,
@@ -30,7 +32,7 @@ from moesched.trace import (
     summarize,
     write_trace,
 )
-from runs import FORTY_PERCENT, Run, realtime_run, virtual_run
+from runs import FORTY_PERCENT, Run, make_plan, realtime_run, virtual_run
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 ABOUT = About(driver="virtual", policy="by hand")
@@ -287,6 +289,21 @@ def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> Non
 def test_a_bounded_recorder_of_no_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="ask for 1 or more"):
         LastSteps(0)
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: int | None) -> None:
+    recordings = []
+    for replay in (False, True):
+        recorder = Recorder() if steps is None else LastSteps(steps)
+        chosen = make_policy(policy)
+        simulate(make_plan(chosen, new_tokens=7), chosen, replay=replay, recorder=recorder)
+        recordings.append(recorder.recording())
+    built, replayed = recordings
+    assert timetable(replayed) == timetable(built)
+    assert edges_by_id(replayed) == edges_by_id(built)
+    assert summarize(replayed).steps == summarize(built).steps
 
 
 # -- figures ---------------------------------------------------------------------------------------------
@@ -579,6 +596,13 @@ def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
     return sorted(
         (each.id, each.lane, each.label, each.type, each.kind, each.step, each.nbytes, each.flops, each.line)
         for each in recording.slices
+    )
+
+
+def timetable(recording: Recording) -> list[tuple[int, str, str, int, int, int]]:
+    """Which task ran where and when."""
+    return sorted(
+        (each.id, each.label, each.lane.name, each.step, each.start, each.end) for each in recording.slices
     )
 
 

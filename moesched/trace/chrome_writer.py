@@ -170,8 +170,8 @@ def _flows(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
     for begin, producers in zip(begins, recording.producers, strict=True):
         for producer in producers:
             number += 1
-            yield f'{{"ph":"s","id":{number},{lasts[producer]},"name":"edge","cat":"edge"}}'
-            yield f'{{"ph":"f","bp":"e","id":{number},{begin},"name":"edge","cat":"edge"}}'
+            yield f'{{"ph":"s","id":{number},{lasts[producer]},"name":"edge"}}'
+            yield f'{{"ph":"f","bp":"e","id":{number},{begin},"name":"edge"}}'
 
 
 def _critical(recording: Recording) -> Iterator[str]:

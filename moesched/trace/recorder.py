@@ -104,7 +104,7 @@ class LastSteps(_Watcher):
         self._first = min(self._steps)
         for number, rank in enumerate(self._ranks):
             # Steps are submitted one after another, so the earliest task that is kept is one of the first step's.
-            ids = [task.id for task in self._steps[self._first] if self._rank_of[task.lane] == number]
+            ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
             if ids:  # a join before all kept tasks stands for none of them
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
 
@@ -116,15 +116,19 @@ class LastSteps(_Watcher):
 
 
 def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> Recording:
-    tasks = sorted(tasks, key=_by_end)
+    joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
+    replayed = [task for task in tasks if isinstance(task, Join)]
+    if replayed:  # a replay, of which there is one rank, tells of joins as of all else
+        joins = [replayed]
+    tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     recording = Recording(
         list(lanes.values()),
         _slices(tasks, lanes),
-        _producers(tasks, lanes, ranks),
+        _producers(tasks, lanes, joins),
         [],
         trimmed,
-        sum(len(rank.joins) for rank in ranks),
+        sum(map(len, joins)),
     )
     recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
     return recording
@@ -172,15 +176,18 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
 
 
 def _producers(
-    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[_Rank]
+    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[tuple[int, ...]]:
-    """The tasks that each task waited for, by index, with every join replaced by what it stands for."""
-    indices: list[dict[int, int]] = [{} for _ in ranks]
+    """The tasks that each task waited for, by index, with every join replaced by what it stands for.
+
+    `joins` holds each rank's joins in program order, so that a join of joins comes after them.
+    """
+    indices: list[dict[int, int]] = [{} for _ in joins]
     for index, task in enumerate(tasks):
         indices[lanes[task.lane].rank][task.id] = index
-    stands_for: list[dict[int, tuple[int, ...]]] = [{} for _ in ranks]
-    for known, joined, rank in zip(indices, stands_for, ranks, strict=True):
-        for join in rank.joins:
+    stands_for: list[dict[int, tuple[int, ...]]] = [{} for _ in joins]
+    for known, joined, of_rank in zip(indices, stands_for, joins, strict=True):
+        for join in of_rank:
             joined[join.id] = _resolve(join.deps, known, joined)
     producers = []
     for task in tasks:
