@@ -1,9 +1,10 @@
-"""Max-min fair sharing of processors, memories and links among the tasks that run at once."""
+"""Sharing of processors, memories and links among the tasks that run at once: max-min fair, and as measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
 from moesched.cost import Demand
 from moesched.tasks import Task
@@ -13,7 +14,8 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
     """How fast each task runs, relative to running alone.
 
     All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate and the others
-    rise on, until each is at 1 or held by a resource.
+    rise on, until each is at 1 or held by a resource. Where it was measured how much one sort of work slows another,
+    that comes on top.
     """
     rates = [0.0] * len(demands)
     rising = set(range(len(demands)))
@@ -26,7 +28,8 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
         asked: dict[str, float] = {}
         for index in rising:
             for resource, share in demands[index].shares:
-                asked[resource] = asked.get(resource, 0.0) + share
+                if share > 0:
+                    asked[resource] = asked.get(resource, 0.0) + share
         rise = min([1.0 - level, *(left[resource] / total for resource, total in asked.items())])
         level += rise
         for resource, total in asked.items():
@@ -36,6 +39,11 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
         for index in held:
             rates[index] = min(level, 1.0)
         rising -= held
+    for index, demand in enumerate(demands):
+        slowed = dict(demand.slowed)
+        for other, beside in enumerate(demands):
+            if other != index:
+                rates[index] *= slowed.get(beside.sort, 1.0)
     return tuple(rates)
 
 
@@ -51,7 +59,7 @@ class Shared:
         self._left: list[float] = []
         self._rates: Sequence[float] = ()
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
-        self._mixes: dict[tuple[tuple[str, float], ...], int] = {}
+        self._mixes: dict[tuple[Any, ...], int] = {}
 
     def start(self, tasks: Sequence[Task], now: int) -> None:
         """Tasks take their lanes."""
@@ -60,7 +68,7 @@ class Shared:
             self._tasks += tasks
             for task in tasks:
                 if task.work.mix < 0:
-                    task.work.mix = self._mixes.setdefault(task.work.demand.shares, len(self._mixes))
+                    task.work.mix = self._mixes.setdefault(task.work.demand[1:], len(self._mixes))
             self._left += [task.work.nanoseconds for task in tasks]
             self._share()
 

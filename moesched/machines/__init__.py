@@ -72,15 +72,38 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured operation: `seconds` for `tokens` rows, per byte of weights read."""
+    """One measured operation, alone on the machine.
 
-    kind: str
-    tokens: int
-    flops_per_second: float
+    Attributes:
+        operation: what was measured, by the names that the parts of a work have.
+        size: of the operation: bytes of a product's weights, bytes that others move, FLOPs of a prompt's attention.
+        seconds: what it took.
+        dtype: of the weights and activations; empty where that does not matter.
+        rows: rows of a product.
+    """
+
+    operation: str
+    size: float
+    seconds: float
+    dtype: str = ""
+    rows: int = 1
+
+
+class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one sort of work goes on while another runs beside it.
+
+    Attributes:
+        work, beside: "compute", "attention", or a link as "source->destination".
+        rate: speed of the first, relative to being alone.
+    """
+
+    work: str
+    beside: str
+    rate: float
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Processors, memories and links, and the roles that they play."""
+    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost."""
 
     name: str
     processors: dict[str, Processor]
@@ -89,6 +112,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     roles: Roles
     description: str = ""
     cost_table: list[CostPoint] = []
+    contention: list[Contention] = []
 
     @property
     def accelerator(self) -> Processor:
