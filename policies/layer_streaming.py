@@ -19,7 +19,7 @@ class LayerStreaming:
         self.buffer = plan.pool("accelerator", "layers", 2 * len(pages), pages)
 
     async def prefill(self, step: Step) -> None:
-        step.fetch(step.pages(0), self.buffer)
+        self._fetch(step, 0)
         self._schedule(step)
 
     async def decode(self, step: Step) -> None:
@@ -30,10 +30,15 @@ class LayerStreaming:
             step.embed(j)
         for i in step.layers:
             if i + 1 < len(step.layers) or not step.last:
-                step.fetch(step.pages((i + 1) % len(step.layers)), self.buffer)
+                self._fetch(step, (i + 1) % len(step.layers))
             for j in step.micro_batches:
                 step.pre_attention(i, j)
                 step.attention(i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    def _fetch(self, step: Step, i: int) -> None:
+        """One transfer for a layer, unless the buffer still holds it, as it does in a model of one or two layers."""
+        if step.pages(i)[0] not in self.buffer:
+            step.fetch(step.pages(i), self.buffer)
