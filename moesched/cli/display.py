@@ -1,0 +1,182 @@
+"""What one sees of a run while it goes on: a bar while weights load, then the text as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moesched.cli.output import Bar, stdout
+from moesched.listeners import Listener
+from moesched.plan import Plan
+from moesched.prompts import Prompt
+from moesched.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+SHOWN_PROMPT = 60
+REFRESHES_PER_SECOND = 8
+
+
+def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
+    """What suits these prompts; nothing on standard output where it is to hold JSON."""
+    if json:
+        return LoadingBar()
+    if len(prompts) == 1:
+        return OneText(prompts[0], has_text=has_text)
+    return ManyTexts(prompts, has_text=has_text)
+
+
+class LoadingBar(Listener):
+    """A bar while the pages are loaded that stay in fast memory; what is needed by --json too."""
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+        self._loaded = 0
+        self._pages = 0
+
+    def planned(self, plan: Plan) -> None:
+        """Begin the bar."""
+        self.close()
+        self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.kept)
+        self._bar = Bar("loading weights").__enter__()
+        self._bar.update(0, self._pages or None)
+
+    def ended(self, task: Task) -> None:
+        """Move the bar on for each page."""
+        if task.verb == "load" and self._bar is not None:
+            self._loaded += 1
+            self._bar.update(self._loaded, self._pages)
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """The first token: loading and prefill are over."""
+        self.close()
+
+    def ran(self) -> None:
+        """The batch is through."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class OneText(LoadingBar):
+    """One prompt: its text, token by token; ids where the model has no tokenizer."""
+
+    def __init__(self, prompt: Prompt, *, has_text: bool) -> None:
+        super().__init__()
+        self._prompt = prompt
+        self._has_text = has_text
+        self._begun = False
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """Print what is new."""
+        super().generated(request, token, text)
+        self._begin()
+        self._write(text if self._has_text else f" {token}")
+
+    def finished(self, request: int, text: str) -> None:
+        """Print the rest."""
+        if self._begun:
+            self._write(text + "\n")
+
+    def _begin(self) -> None:
+        if not self._begun:
+            from rich.text import Text
+
+            self._begun = True
+            stdout().print(Text(shown(self._prompt), style="bold"), end="", soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class ManyTexts(LoadingBar):
+    """Several prompts: each text when it is done; on a terminal, the last words of all of them meanwhile."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, has_text: bool) -> None:
+        super().__init__()
+        self._prompts = prompts
+        self._has_text = has_text
+        self._texts: dict[int, str] = {}
+        self._console = stdout()
+        self._live: Live | None = None
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """Remember what is new; the table shows it at its next refresh."""
+        super().generated(request, token, text)
+        if self._live is None and self._console.is_terminal:
+            self._live = self._start()
+        self._texts[request] = self._texts.get(request, "") + (text if self._has_text else f" {token}")
+
+    def finished(self, request: int, text: str) -> None:
+        """Print a request's whole text."""
+        if request not in self._texts:
+            return
+        from rich.text import Text
+
+        whole = self._texts.pop(request) + text
+        prompt = f"[{request}] {shown(self._prompts[request])}"
+        self._console.print(Text.assemble((prompt, "bold"), whole), soft_wrap=True)
+
+    def ran(self) -> None:
+        """Take the table away."""
+        super().ran()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _start(self) -> Live:
+        from rich.live import Live
+
+        live = Live(
+            get_renderable=self._table,
+            console=self._console,
+            transient=True,
+            refresh_per_second=REFRESHES_PER_SECOND,
+        )
+        live.start()
+        return live
+
+    def _table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 1))
+        width = max(20, self._console.width - 8)
+        rows = list(self._texts.items())[: max(1, self._console.height - 2)]
+        for request, text in rows:
+            tail = " ".join(text.split())[-width:]
+            table.add_row(Text(f"[{request}]", style="bold"), Text(tail, no_wrap=True))
+        return table
+
+
+def shown(prompt: Prompt) -> str:
+    """A prompt as it is printed: whole if it is short, else its end; ids with commas."""
+    text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
+    return text if len(text) <= SHOWN_PROMPT or isinstance(prompt, str) else "..." + text[-SHOWN_PROMPT:]
+
+
+class SimulationBar(Listener):
+    """A bar for a simulation that takes its time: a share of the steps."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._samples = 0
+        self._all = 1
+
+    def planned(self, plan: Plan) -> None:
+        """Learn how much there is to do."""
+        self._all = plan.batch.new_tokens * len(plan.batch.micro_batches)
+        self._bar.update(0, self._all)
+
+    def ended(self, task: Task) -> None:
+        """Move on with each micro-batch's sample."""
+        if task.verb == "sample":
+            self._samples += 1
+            self._bar.update(self._samples)

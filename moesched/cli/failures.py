@@ -1,0 +1,113 @@
+"""What an error means to the one who typed the command: a line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import sysconfig
+import traceback
+from types import TracebackType
+
+from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+UNEXPECTED = 1
+
+_CALLERS_OF_POLICIES = ("moesched.generation", "moesched.runs", "moesched.jobs")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Say on standard error what went wrong; returns the exit code.
+
+    Bad input and what a policy did wrong take one line. What nobody foresaw keeps its traceback.
+    """
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else UNEXPECTED
+    if isinstance(error, KeyboardInterrupt):
+        tell("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return _reader_left()
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _abandon_stdout()
+        tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
+        return BAD_INPUT
+    if type(error).__module__.startswith("cyclopts"):
+        tell(f"{error} See moesched --help, or --help after a command.")
+        return BAD_INPUT
+    if isinstance(error, PolicyError):
+        tell(f"{policy_line(error)}: {type(error).__name__}: {error}")
+        return BAD_INPUT
+    if isinstance(error, TaskFailed):
+        return _task_failed(error)
+    if isinstance(error, MoeschedError):
+        tell(str(error))
+        return BAD_INPUT if isinstance(error, BadInput) else UNEXPECTED
+    traceback.print_exception(error, file=sys.stderr)
+    return UNEXPECTED
+
+
+def tell(message: str) -> None:
+    """One line on standard error."""
+    print("moesched:", " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def policy_line(error: BaseException) -> str:
+    """The policy's own line that an error came from, as file:line; where none is known, the policy itself."""
+    line = ""
+    frames = traceback.walk_tb(error.__traceback__)
+    for frame, number in frames:
+        module = frame.f_globals.get("__name__", "")
+        if module in _CALLERS_OF_POLICIES:
+            line = ""  # what is further in is the policy, or what it called
+        elif not _is_ours(module) and not _is_pythons(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return line or _method_line(error.__traceback__) or "the policy"
+
+
+def _is_ours(module: str) -> bool:
+    """Whether it is the framework's; the policies that ship are not."""
+    return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
+
+
+def _is_pythons(file: str) -> bool:
+    standard = sysconfig.get_path("stdlib")
+    return file.startswith(standard) and "site-packages" not in file
+
+
+def _method_line(trace: TracebackType | None) -> str:
+    """Where the policy's method begins that had returned when its step was found incomplete."""
+    for frame, _ in traceback.walk_tb(trace):
+        step, policy = frame.f_locals.get("step"), getattr(frame.f_locals.get("self"), "_policy", None)
+        if step is not None and policy is not None:
+            code = getattr(type(policy), step.kind).__code__
+            return f"{code.co_filename}:{code.co_firstlineno} ({type(policy).__name__}.{step.kind})"
+    return ""
+
+
+def _task_failed(error: TaskFailed) -> int:
+    """A task failed: for a reason that we foresaw, one line; else the traceback of where."""
+    cause = error.__cause__
+    if isinstance(cause, MoeschedError):
+        tell(str(error))
+        return BAD_INPUT if isinstance(cause, BadInput) else UNEXPECTED
+    traceback.print_exception(error, file=sys.stderr)
+    return UNEXPECTED
+
+
+def _reader_left() -> int:
+    """Whoever read our output has gone, as `head` does: nothing is wrong, and nobody is there to be told."""
+    _abandon_stdout()
+    return UNEXPECTED
+
+
+def _abandon_stdout() -> None:
+    """Keep the interpreter from flushing what cannot be written when it ends."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):
+        pass

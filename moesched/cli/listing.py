@@ -1,0 +1,115 @@
+"""`moesched list`: what is there, plug-ins included, and what cannot load and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+HELP = options.paragraphs(
+    "List what can be named: policies, devices, transports, models, machines or workloads.",
+    "Plug-ins of other packages are among them. What cannot load is listed with the reason.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched list policies
+  moesched list devices --json"""
+
+Kind = Literal["policies", "devices", "transports", "models", "machines", "workloads"]
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(list_kind, name="list", help=HELP, help_epilogue=EPILOGUE, sort_key=4)
+
+
+def list_kind(
+    kind: Annotated[Kind, Parameter(help="What to list.")], /, *, json: options.Json = False
+) -> None:
+    """See HELP."""
+    from moesched.cli.output import print_json, print_table
+
+    entries = entries_of(kind)
+    if json:
+        print_json({kind: entries})
+        return
+    rows = [[entry["name"], _state(entry)] for entry in entries]
+    print_table([kind, ""], rows)
+
+
+def entries_of(kind: Kind) -> list[dict[str, Any]]:
+    """What there is of a kind: name, description, and the problem where it cannot load."""
+    listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "models": _models,
+        "machines": _machines,
+        "workloads": _workloads,
+    }
+    return listed[kind]() if kind in listed else _plugins(kind)
+
+
+def _state(entry: dict[str, Any]) -> str:
+    problem = entry.get("problem")
+    return f"cannot load: {problem}" if problem else str(entry["description"])
+
+
+def _plugins(kind: Any) -> list[dict[str, Any]]:
+    from moesched import plugins
+
+    entries = []
+    for name in plugins.names(kind):
+        entry = {"name": name, "description": "", "problem": None}
+        try:
+            entry["description"] = _first_line(plugins.find(kind, name))
+        except Exception as error:  # a plug-in may fail in any way, and the others are listed all the same
+            entry["problem"] = " ".join(str(error).split()) or type(error).__name__
+        entries.append(entry)
+    return entries
+
+
+def _models() -> list[dict[str, Any]]:
+    from moesched.models.layout import weight_layout
+    from moesched.models.shapes import SHAPES
+    from moesched.units import format_bytes
+
+    entries = []
+    for name, config in SHAPES.items():
+        layout = weight_layout(config)
+        nbytes = layout.globals_bytes + sum(page.nbytes for page in layout.pages)
+        shape = (
+            f"{config.layers} layers of {config.hidden}, {config.experts} experts of {config.intermediate}"
+        )
+        text = f"{shape}, top {config.top_k}; {format_bytes(nbytes)} in {config.dtype}"
+        entries.append({"name": name, "description": text, "bytes": nbytes})
+    return entries
+
+
+def _machines() -> list[dict[str, Any]]:
+    from moesched.jobs import find_machine
+    from moesched.machines import machine_names
+
+    return [_loaded(name, find_machine) for name in ("auto", *machine_names())]
+
+
+def _workloads() -> list[dict[str, Any]]:
+    from moesched.workloads import load_workload, workload_names
+
+    return [_loaded(name, load_workload) for name in workload_names()]
+
+
+def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
+    from moesched.errors import BadInput
+
+    try:
+        return {"name": name, "description": load(name).description, "problem": None}
+    except BadInput as error:
+        return {"name": name, "description": "", "problem": str(error)}
+
+
+def _first_line(found: Any) -> str:
+    text = inspect.getdoc(found) or ""
+    return text.split("\n", 1)[0]

@@ -1,0 +1,95 @@
+"""Options that several commands share, and how their texts become values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from moesched.errors import BadInput
+from moesched.units import parse_bytes
+
+SIZES = Group("Sizes and budgets", sort_key=2)
+OUTPUT = Group("Output", sort_key=9)
+
+Json = Annotated[
+    bool,
+    Parameter(
+        negative="", group=OUTPUT, help="Print one JSON object on standard output, and nothing else there."
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    Parameter(
+        group=OUTPUT,
+        metavar="OUT",
+        help="Write a trace for ui.perfetto.dev; gzipped when the name ends in .gz.",
+    ),
+]
+ReportFile = Annotated[
+    Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write what --json prints to a file.")
+]
+Policy = Annotated[
+    str,
+    Parameter(
+        metavar="P",
+        help="A name of `moesched list policies`, or package.module:Class (the current folder is searched).",
+    ),
+]
+Settings = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--set",
+        metavar="KEY=VALUE",
+        negative="",
+        show_default=False,
+        help="A setting of the policy's own, such as ahead=3; again for more.",
+    ),
+]
+Budgets = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--budget",
+        group=SIZES,
+        metavar="MEM=BYTES",
+        negative="",
+        show_default=False,
+        help="What may be taken of a memory, such as host=600MB; again for more. By default what the machine has.",
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    Parameter(group=SIZES, metavar="N", help="Requests that run together. By default the most that fit."),
+]
+MicroBatchSize = Annotated[
+    int | None,
+    Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
+]
+DType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Parameter(help="What to compute in. By default what the model is stored in."),
+]
+
+
+def paragraphs(*texts: str) -> str:
+    """Help text; lines break where the window ends."""
+    return "\n\n".join(texts)
+
+
+def parse_budgets(texts: Sequence[str]) -> dict[str, int]:
+    """Bytes by memory, from texts such as "host=600MB".
+
+    Raises:
+        BadInput: one is not MEM=BYTES, or a memory comes twice.
+    """
+    budgets: dict[str, int] = {}
+    for text in texts:
+        memory, equals, size = text.partition("=")
+        if not equals or not memory:
+            raise BadInput(f"--budget {text!r}: write MEM=BYTES, such as host=600MB")
+        if memory in budgets:
+            raise BadInput(f"--budget gives {memory} twice, {size!r} the second time: give it once")
+        budgets[memory] = parse_bytes(size)
+    return budgets

@@ -1,0 +1,158 @@
+"""What commands print: JSON, tables, and a progress bar for what takes longer than a second."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from moesched.job_report import JobReport
+
+PATIENCE_SECONDS = 1.0
+WIDE = 250
+
+
+def stdout() -> Console:
+    """Standard output, as rich writes to it."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False)
+
+
+def stderr() -> Console:
+    """Standard error, as rich writes to it."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False)
+
+
+def print_json(content: Any) -> None:
+    """One JSON value on standard output."""
+    import msgspec
+
+    print(msgspec.json.encode(content).decode(), flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0) -> None:
+    """A table on standard output; its last `figures` columns are figures, which stand to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        right = number >= len(columns) - figures
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    print_whole(table)
+
+
+def print_whole(table: Table) -> None:
+    """A table, at its full width where no terminal limits it."""
+    console = stdout()
+    if not console.is_terminal:
+        console.width = WIDE
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_report(report: JobReport) -> None:
+    """A run in figures: rates, lanes, memories."""
+    from moesched.units import format_bytes, format_seconds
+
+    measured = "measured" if report.measured else "predicted"
+    print(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.machine}")
+    plan = report.plan
+    sizes = (
+        f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
+    )
+    if report.batches > 1:
+        sizes += f", {report.batches} batches"
+    placed = f"{plan.kept_pages} pages stay, {plan.streamed_pages} stream; KV cache on the {plan.kv_on}"
+    print(f"{sizes}; {placed}\n")
+    rates = [
+        ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],
+        ["throughput", f"{report.throughput_tokens_per_second:.1f} tokens/s"],
+        ["load", format_seconds(report.load_seconds)],
+        ["prefill", format_seconds(report.prefill_seconds)],
+    ]
+    if report.simulated_seconds is not None:
+        rates.append(["simulated", format_seconds(report.simulated_seconds)])
+    rates.append(["wall", format_seconds(report.wall_seconds)])
+    print_table(["", measured], rates, figures=1)
+    print()
+    lanes = [
+        [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]
+        for name, lane in report.lanes.items()
+    ]
+    print_table(["lane", "busy", "in use"], lanes, figures=2)
+    print()
+    memories = [
+        [name, format_bytes(peak), format_bytes(report.budget_bytes[name])]
+        for name, peak in report.peak_bytes.items()
+        if peak
+    ]
+    print_table(["memory", "peak", "budget"], memories, figures=2)
+
+
+class Bar:
+    """A progress bar on standard error that shows itself after a second, and only on a terminal.
+
+    Use it as a context; it may be closed early.
+    """
+
+    def __init__(self, what: str, unit: str = "") -> None:
+        self._what = what
+        self._unit = unit
+        self._total: float | None = None
+        self._done = 0.0
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Bar:
+        if sys.stderr.isatty():
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
+        """How much is done, of how much."""
+        self._done = done
+        self._total = total if total is not None else self._total
+        self._what = what or self._what
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=self._total, description=self._what)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+
+    def _show(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        with self._lock:
+            if self._closed:
+                return
+            columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")]
+            progress = Progress(*columns, TimeElapsedColumn(), console=stderr(), transient=True)
+            self._task = progress.add_task(self._what, total=self._total, completed=int(self._done))
+            progress.start()
+            self._progress = progress

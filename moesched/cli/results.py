@@ -1,0 +1,36 @@
+"""Hands a job's report out: printed, written, and its trace's failure told last, so that no result is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moesched.cli.failures import tell
+from moesched.cli.output import print_json, print_report
+from moesched.job_report import JobReport, write_report
+from moesched.jobs import NotTraced, require_writable
+
+
+def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None) -> JobReport:
+    """Run a job, print what came out and write it to `file`.
+
+    Raises:
+        BadInput: the job cannot be done, or the report or the trace not be written.
+    """
+    require_writable(file, "report")
+    untraced: NotTraced | None = None
+    try:
+        report = job()
+    except NotTraced as error:
+        untraced, report = error, error.report
+    if json:
+        print_json(report.as_dict())
+    else:
+        print_report(report)
+    if report.interrupted:
+        tell(f"interrupted after {sum(map(len, report.tokens or []))} tokens")
+    if file is not None:
+        write_report(file, report)
+    if untraced is not None:
+        raise untraced
+    return report

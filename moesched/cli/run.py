@@ -1,0 +1,153 @@
+"""`moesched run`: text from a model on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Group, Parameter
+
+from moesched.cli import options
+from moesched.errors import BadInput
+
+if TYPE_CHECKING:
+    from moesched.job_report import JobReport
+    from moesched.prompts import Prompt
+
+PROMPTS = Group("Prompts", sort_key=1)
+SAMPLING = Group("Sampling", sort_key=3)
+
+HELP = options.paragraphs(
+    "Generate text on this machine, with weights that stream from a slower memory if they must.",
+    "More prompts than fit a batch run as successive batches. Ctrl-C ends a run cleanly: the tokens so far are "
+    "printed, the trace so far is written.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched run examples/tiny-mixtral --policy resident --prompt "Return the"
+  moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
+      --prompt-ids "1,2,3;4,5" --trace out/run.json
+  moesched run models/mixtral-0.8b --policy my_policy:Mine --set ahead=3 \\
+      --prompts questions.jsonl --json"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(run, name="run", help=HELP, help_epilogue=EPILOGUE, sort_key=1)
+
+
+def run(
+    model_dir: Annotated[
+        Path,
+        Parameter(help="A Hugging Face folder: config.json, safetensors, tokenizer.json if there is one."),
+    ],
+    /,
+    *,
+    policy: options.Policy,
+    settings: options.Settings = (),
+    prompt: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=PROMPTS,
+            metavar="T",
+            negative="",
+            show_default=False,
+            help="A text to go on from; again for more.",
+        ),
+    ] = (),
+    prompts: Annotated[
+        Path | None,
+        Parameter(
+            group=PROMPTS,
+            metavar="FILE.jsonl",
+            help='A file with one {"prompt": "..."} or {"prompt_ids": [1, 2]} a line.',
+        ),
+    ] = None,
+    prompt_ids: Annotated[
+        str | None,
+        Parameter(group=PROMPTS, metavar="IDS", help='Token ids, such as "1,2,3;4,5" for two prompts.'),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, Parameter(metavar="N", help="Tokens to generate for each prompt, at most.")
+    ] = 64,
+    dtype: options.DType = None,
+    temperature: Annotated[
+        float, Parameter(group=SAMPLING, help="0 takes the likeliest token, more gives others a chance.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, Parameter(group=SAMPLING, metavar="K", help="Draw from the K likeliest tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float,
+        Parameter(
+            group=SAMPLING, metavar="P", help="Draw from the fewest tokens that are together as likely as P."
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, Parameter(group=SAMPLING, help="Of the random numbers that tokens are drawn with.")
+    ] = 0,
+    batch_size: options.BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    budget: options.Budgets = (),
+    device: Annotated[
+        str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
+    ] = "torch",
+    machine: Annotated[
+        str,
+        Parameter(
+            metavar="NAME|FILE",
+            help="What the policy plans on: auto is this machine, as `moesched calibrate` left it.",
+        ),
+    ] = "auto",
+    trace: options.Trace = None,
+    report: options.ReportFile = None,
+    json: options.Json = False,
+) -> int:
+    """See HELP."""
+    from moesched.cli.display import display_of
+    from moesched.cli.failures import INTERRUPTED
+    from moesched.cli.results import hand_out
+    from moesched.jobs import run_model
+    from moesched.prompts import TOKENIZER_NAME
+    from moesched.sampling import Sampling
+    from moesched.settings import parse_settings
+
+    given = _prompts(prompt, prompts, prompt_ids)
+    display = display_of(given, has_text=(model_dir / TOKENIZER_NAME).is_file(), json=json)
+
+    def job() -> JobReport:
+        try:
+            return run_model(
+                model_dir,
+                given,
+                policy=policy,
+                settings=parse_settings(settings),
+                max_new_tokens=max_new_tokens,
+                dtype=dtype,
+                sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                device=device,
+                machine=machine,
+                budgets=options.parse_budgets(budget),
+                trace=trace,
+                listener=display,
+            )
+        finally:
+            display.ran()
+
+    done = hand_out(job, json=json, file=report)
+    return INTERRUPTED if done.interrupted else 0
+
+
+def _prompts(texts: Sequence[str], file: Path | None, ids: str | None) -> list[Prompt]:
+    """The prompts, given in one of three ways."""
+    from moesched.prompts import parse_prompt_ids, read_prompts
+
+    if sum((bool(texts), file is not None, ids is not None)) != 1:
+        raise BadInput("give prompts in one way: --prompt, --prompts or --prompt-ids")
+    if file is not None:
+        return read_prompts(file)
+    return list(texts) if ids is None else list(parse_prompt_ids(ids))

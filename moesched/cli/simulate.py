@@ -1,0 +1,90 @@
+"""`moesched simulate`: the same schedule on a virtual clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.job_report import JobReport
+
+HELP = options.paragraphs(
+    "Predict a run on a virtual clock: the same policy, a machine that you need not have, no weights and no GPU.",
+    "One batch of the workload is simulated, from loading to the last token.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
+      --workload mtbench --gen 64
+  moesched simulate --model models/mixtral-0.8b --machine auto \\
+      --policy layer_streaming --workload uniform --batch-size 16 \\
+      --budget host=640MB --trace out/predicted.json"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(simulate, name="simulate", help=HELP, help_epilogue=EPILOGUE, sort_key=2)
+
+
+def simulate(
+    *,
+    model: Annotated[
+        str,
+        Parameter(
+            metavar="NAME|DIR", help="A name of `moesched list models`, or a folder with a config.json."
+        ),
+    ],
+    machine: Annotated[
+        str,
+        Parameter(
+            metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
+        ),
+    ],
+    policy: options.Policy,
+    workload: Annotated[
+        str, Parameter(metavar="NAME|FILE", help="A name of `moesched list workloads`, or a TOML file.")
+    ],
+    settings: options.Settings = (),
+    gen: Annotated[
+        int | None,
+        Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
+    ] = None,
+    dtype: options.DType = None,
+    seed: Annotated[int, Parameter(help="Of the order of the prompts and of the routing.")] = 0,
+    batch_size: options.BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    budget: options.Budgets = (),
+    trace: options.Trace = None,
+    report: options.ReportFile = None,
+    json: options.Json = False,
+) -> None:
+    """See HELP."""
+    from moesched.cli.display import SimulationBar
+    from moesched.cli.output import Bar
+    from moesched.cli.results import hand_out
+    from moesched.jobs import simulate_model
+    from moesched.settings import parse_settings
+
+    def job() -> JobReport:
+        with Bar("simulating") as bar:
+            return simulate_model(
+                model,
+                machine=machine,
+                policy=policy,
+                workload=workload,
+                settings=parse_settings(settings),
+                gen=gen,
+                dtype=dtype,
+                seed=seed,
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                budgets=options.parse_budgets(budget),
+                trace=trace,
+                listener=SimulationBar(bar),
+            )
+
+    hand_out(job, json=json, file=report)

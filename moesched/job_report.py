@@ -1,0 +1,114 @@
+"""A job's report: what was given, what went where, successive batches as one, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moesched.listeners import kind_use
+from moesched.outcome import LaneUse, Report
+from moesched.trace.summary import KindUse
+from moesched.trace.whole_file import whole_file
+
+
+class JobReport(Report, frozen=True, kw_only=True):
+    """A report with what was given and what went where.
+
+    Attributes:
+        budget_bytes: what each memory had.
+        kinds: tasks by verb and lane.
+        bytes_read: from the checkpoint's files; None where nothing was measured.
+        batches: how many successive batches the prompts made.
+    """
+
+    dtype: str
+    budget_bytes: dict[str, int]
+    kinds: list[KindUse]
+    bytes_read: int | None = None
+    batches: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
+        content: dict[str, Any] = msgspec.to_builtins(self)
+        foreign = ("simulated_seconds",) if self.measured else ("tokens", "text", "interrupted", "bytes_read")
+        for name in foreign:
+            del content[name]
+        return content
+
+
+def write_report(path: Path, report: JobReport) -> None:
+    """Write a report as JSON.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    with whole_file(path, "report") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(report.as_dict()), indent=2) + b"\n")
+
+
+def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:
+    """Successive batches as one run: times and counts add up, peaks do not.
+
+    Args:
+        requests: of all batches; those that never ran have no tokens.
+    """
+    first = reports[0]
+    if batches == 1:
+        return first
+    tokens = [each for report in reports for each in report.tokens or []]
+    text = None if first.text is None else [each for report in reports for each in report.text or []]
+    missing = requests - len(tokens)
+    tokens += [[] for _ in range(missing)]
+    if text is not None:
+        text += [""] * missing
+    decoding = sum(sum(report.step_seconds[1:]) for report in reports)
+    running = sum(sum(report.step_seconds) for report in reports)
+    return msgspec.structs.replace(
+        first,
+        load_seconds=sum(report.load_seconds for report in reports),
+        prefill_seconds=sum(report.prefill_seconds for report in reports),
+        decode_tokens_per_second=_rate(sum(max(0, len(each) - 1) for each in tokens), decoding),
+        throughput_tokens_per_second=_rate(sum(map(len, tokens)), running),
+        step_seconds=[seconds for report in reports for seconds in report.step_seconds],
+        peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
+        lanes={
+            name: _merge_lane([report.lanes[name] for report in reports], running) for name in first.lanes
+        },
+        tasks=sum(report.tasks for report in reports),
+        wall_seconds=sum(report.wall_seconds for report in reports),
+        tokens=tokens,
+        text=text,
+        interrupted=any(report.interrupted for report in reports) or len(reports) < batches,
+        kinds=_merge_kinds([kind for report in reports for kind in report.kinds]),
+        bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
+        batches=batches,
+    )
+
+
+def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
+    busy = sum(use.busy_seconds for use in uses)
+    return LaneUse(busy, _rate(busy, seconds))
+
+
+def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:
+    by_key: dict[tuple[str, str], list[KindUse]] = {}
+    for kind in kinds:
+        by_key.setdefault((kind.kind, kind.lane), []).append(kind)
+    return [
+        kind_use(
+            verb,
+            lane,
+            sum(each.tasks for each in parts),
+            sum(each.seconds for each in parts),
+            sum(each.nbytes for each in parts),
+            sum(each.flops for each in parts),
+        )
+        for (verb, lane), parts in sorted(by_key.items())
+    ]
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,463 @@
+"""Jobs: from names and files to a report, in one call each. The command line's `run` and `simulate` are these two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from moesched import plugins, runs
+from moesched.drivers.replay import NotFixed
+from moesched.errors import BadInput
+from moesched.interrupts import interrupts_held
+from moesched.job_report import JobReport, merge_reports
+from moesched.listeners import KindMeter, Listener
+from moesched.machines import Machine, load_machine
+from moesched.machines.local import local_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig, read_config
+from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.outcome import Report
+from moesched.plan import Batch, Plan, split_batch
+from moesched.prompts import Prompt, TextStream, Tokenizer, encode_prompts, find_tokenizer
+from moesched.routing import SeededRouting
+from moesched.sampling import Sampling
+from moesched.seams import Policy
+from moesched.settings import check_settings
+from moesched.sizing import Sizes, choose_sizes
+from moesched.trace import About, LastSteps, Recorder, write_trace
+from moesched.trace.whole_file import whole_file
+from moesched.units import parse_bytes
+from moesched.workloads import Workload, load_workload
+
+LARGEST_SIMULATED_BATCH = 1024
+MOST_TRACED_TASKS = 500_000
+
+_log = structlog.get_logger(__name__)
+
+
+class NotTraced(BadInput):
+    """The job is done, but its trace could not be written; `report` is what came out."""
+
+    def __init__(self, error: BadInput, report: JobReport) -> None:
+        super().__init__(str(error))
+        self.report = report
+
+
+def run_model(
+    model: Path | str,
+    prompts: Sequence[Prompt],
+    *,
+    policy: str = "resident",
+    settings: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 64,
+    dtype: str | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    device: str = "torch",
+    machine: Machine | str = "auto",
+    budgets: Mapping[str, int | str] | None = None,
+    trace: Path | str | None = None,
+    listener: Listener | None = None,
+) -> JobReport:
+    """Generate text on real hardware. More prompts than fit a batch run as successive batches.
+
+    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far.
+
+    Args:
+        model: a Hugging Face folder.
+        prompts: texts, or token ids.
+        policy, device: names, as `moesched list` prints them, or package.module:Class.
+        settings: the policy's own.
+        dtype: "float32" or "bfloat16"; by default the model's own.
+        batch_size, micro_batch_size: by default the largest batch that fits.
+        machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
+        budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
+        trace: where to write a trace; those of later batches get their number into the name.
+        listener: told how it goes on.
+
+    Raises:
+        BadInput: something that was given cannot be used.
+        NotTraced: only the trace could not be written.
+        PolicyError: the policy submitted something illegal; raised at its own line.
+        TaskFailed: a task raised on its lane.
+    """
+    require_writable(trace, "trace")
+    _require_some(max_new_tokens, "--max-new-tokens")
+    checkpoint = open_checkpoint(Path(model))
+    config = checkpoint.config
+    tokenizer = find_tokenizer(checkpoint.directory)
+    encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
+    if not encoded:
+        raise BadInput("no prompts were given: give at least one")
+    job = _Job(policy, settings, config, dtype, machine, budgets)
+    devices = _Devices(device, checkpoint, job.layout)
+    sizes = job.sizes(
+        list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, devices.slot_bytes
+    )
+    batches = list(_cut(list(map(len, encoded)), max_new_tokens, sizes))
+    if len(batches) > 1:
+        for batch in batches:
+            job.plan(batch, devices.slot_bytes)  # a batch that does not fit is told before the first one runs
+    reports: list[JobReport] = []
+    untraced: BadInput | None = None
+    for number, batch in enumerate(batches):
+        first = batch.first_request
+        mine = encoded[first : first + len(batch.prompts)]
+        teller = _Teller(listener or Listener(), tokenizer, mine, first, config.stop_tokens, max_new_tokens)
+        with suppress(KeyboardInterrupt):
+            try:
+                reports.append(
+                    job.run(batch, devices.take(), mine, sampling, teller, _numbered(trace, number))
+                )
+            except NotTraced as error:
+                reports.append(error.report)
+                untraced = untraced or error
+        teller.finish_all()
+        if len(reports) <= number or reports[-1].interrupted:
+            break
+    if not reports:
+        raise KeyboardInterrupt
+    report = merge_reports(reports, requests=len(encoded), batches=len(batches))
+    if untraced is not None:
+        raise NotTraced(untraced, report)
+    return report
+
+
+def simulate_model(
+    model: Path | str,
+    *,
+    machine: Machine | str,
+    policy: str,
+    workload: Workload | str,
+    settings: Mapping[str, Any] | None = None,
+    gen: int | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    budgets: Mapping[str, int | str] | None = None,
+    trace: Path | str | None = None,
+    listener: Listener | None = None,
+) -> JobReport:
+    """Predict one batch of a workload on the virtual clock; needs no weights and no GPU.
+
+    Args:
+        model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
+        workload: a profile's name, a TOML file, or a Workload.
+        gen: tokens to generate; by default the workload's own.
+        seed: of the order of prompts and of the routing.
+
+    The other arguments and the errors are those of `run_model`.
+    """
+    require_writable(trace, "trace")
+    config = find_shape(model)
+    workload = load_workload(workload) if isinstance(workload, str) else workload
+    new_tokens = workload.new_tokens[0] if gen is None else gen
+    _require_some(new_tokens, "--gen")
+    count = batch_size or len(workload.prompt_tokens) or LARGEST_SIMULATED_BATCH
+    lengths = workload.lengths(count, seed)
+    _require_context(lengths, new_tokens, config)
+    job = _Job(policy, settings, config, dtype, machine, budgets)
+    sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None)
+    batch = next(_cut(lengths, new_tokens, sizes))
+    return job.simulate(batch, seed, listener or Listener(), None if trace is None else Path(trace))
+
+
+def find_shape(name_or_folder: Path | str) -> ModelConfig:
+    """A named shape, or what a folder's config.json says.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if str(name_or_folder) in SHAPES:
+        return SHAPES[str(name_or_folder)]
+    if Path(name_or_folder).is_dir():
+        return read_config(Path(name_or_folder))
+    known = ", ".join(SHAPES)
+    raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")
+
+
+def find_machine(machine: Machine | str) -> Machine:
+    """A machine by its name or file; "auto" is this one."""
+    if isinstance(machine, Machine):
+        return machine
+    return local_machine() if machine == "auto" else load_machine(machine)
+
+
+def require_writable(path: Path | str | None, what: str) -> None:
+    """Whether a file may be written, so that nobody learns it after a long run only.
+
+    Raises:
+        BadInput: it cannot be.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise BadInput(f"cannot write {what} {path}: it is a folder: name a file in it")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device: trying would write to it
+    with suppress(_OnlyTried), whole_file(path, what):
+        raise _OnlyTried
+
+
+class _OnlyTried(Exception):
+    """Leaves a file that is only tried before it appears."""
+
+
+class _Job:
+    """What all batches share: policy, layout, machine, budgets."""
+
+    def __init__(
+        self,
+        policy: str,
+        settings: Mapping[str, Any] | None,
+        config: ModelConfig,
+        dtype: str | None,
+        machine: Machine | str,
+        budgets: Mapping[str, int | str] | None,
+    ) -> None:
+        self.policy = policy
+        self.settings = check_settings(_policy_class(policy), policy, settings or {})
+        self.layout = weight_layout(config, dtype)
+        self.machine = find_machine(machine)
+        self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
+
+    def sizes(
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        batch_size: int | None,
+        micro_batch_size: int | None,
+        slot_bytes: Callable[[Page], int] | None,
+    ) -> Sizes:
+        sizes = choose_sizes(
+            lengths,
+            new_tokens,
+            self.machine,
+            lambda batch: self.plan(batch, slot_bytes),
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+        )
+        _log.info("sizes", batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size)
+        return sizes
+
+    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int] | None) -> tuple[Plan, Policy]:
+        """A policy made anew, and its plan."""
+        policy: Policy = plugins.make_policy(self.policy, self.settings)
+        return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
+
+    def run(
+        self,
+        batch: Batch,
+        device: Any,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None,
+        teller: _Teller,
+        trace: Path | None,
+    ) -> JobReport:
+        plan, policy = self.plan(batch, device.slot_bytes)
+        teller.listener.planned(plan)
+        recorder = _recorder(plan) if trace else None
+        kinds = KindMeter()
+        report = runs.run(
+            plan,
+            policy,
+            device,
+            prompts,
+            sampling=sampling,
+            stop_tokens=self.layout.config.stop_tokens,
+            on_tokens=teller.tell,
+            observers=[teller.listener, kinds],
+            recorder=recorder,
+        )
+        teller.finish_all()
+        teller.listener.ran()
+        bytes_read = getattr(device, "bytes_read", None)
+        finished = self._report(report, plan, kinds, teller.texts, bytes_read)
+        if recorder is not None and trace is not None:
+            self._write_trace(trace, recorder, finished)
+        return finished
+
+    def simulate(self, batch: Batch, seed: int, listener: Listener, trace: Path | None) -> JobReport:
+        try:
+            if self.machine.unified:
+                raise NotFixed  # tasks share the memory, so that how long one takes depends on the others
+            return self._simulate(batch, seed, listener, trace, replay=True)
+        except NotFixed:
+            return self._simulate(batch, seed, listener, trace, replay=False)
+
+    def _simulate(
+        self, batch: Batch, seed: int, listener: Listener, trace: Path | None, *, replay: bool
+    ) -> JobReport:
+        plan, policy = self.plan(batch, None)
+        listener.planned(plan)
+        recorder = _recorder(plan) if trace else None
+        kinds = KindMeter()
+        config = self.layout.config
+        report = runs.simulate(
+            plan,
+            policy,
+            routing=SeededRouting(config.experts, config.top_k, seed),
+            replay=replay,
+            observers=[listener, kinds],
+            recorder=recorder,
+        )
+        listener.ran()
+        finished = self._report(report, plan, kinds, None, None)
+        if recorder is not None and trace is not None:
+            self._write_trace(trace, recorder, finished)
+        return finished
+
+    def _report(
+        self,
+        report: Report,
+        plan: Plan,
+        kinds: KindMeter,
+        text: list[str] | None,
+        bytes_read: int | None,
+    ) -> JobReport:
+        fields = {name: getattr(report, name) for name in report.__struct_fields__}
+        fields |= {"policy": self.policy, "text": text}
+        return JobReport(
+            **fields,
+            dtype=self.layout.dtype,
+            budget_bytes={memory.name: memory.capacity for memory in plan.memories.values()},
+            kinds=kinds.kinds(),
+            bytes_read=bytes_read,
+        )
+
+    def _write_trace(self, path: Path, recorder: Recorder | LastSteps, report: JobReport) -> None:
+        about = About(
+            driver="realtime" if report.measured else "virtual",
+            policy=report.policy,
+            model=report.model,
+            machine=report.machine,
+            plan=msgspec.to_builtins(report.plan),
+        )
+        try:
+            write_trace(path, recorder.recording(), about)
+        except BadInput as error:
+            raise NotTraced(error, report) from error
+        _log.info("trace written", path=str(path))
+
+
+class _Devices:
+    """Devices of one kind; each batch takes one of its own, and plans are made with the next one."""
+
+    def __init__(self, name: str, checkpoint: Checkpoint, layout: WeightLayout) -> None:
+        with interrupts_held():
+            cls = plugins.find("devices", name)
+        self._make: Callable[[], Any] = lambda: cls(checkpoint, layout)
+        self._next: Any = self._make()
+        self.slot_bytes: Callable[[Page], int] = self._next.slot_bytes
+
+    def take(self) -> Any:
+        """A device that no batch has used."""
+        device, self._next = self._next or self._make(), None
+        return device
+
+
+class _Teller:
+    """Turns a batch's tokens into text as they come, and tells the listener, by the requests' numbers in the run."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        stop_tokens: Sequence[int],
+        new_tokens: int,
+    ) -> None:
+        self.listener = listener
+        self.texts = None if tokenizer is None else [""] * len(prompts)
+        self._streams = None if tokenizer is None else [TextStream(tokenizer, prompt) for prompt in prompts]
+        self._counts = [0] * len(prompts)
+        self._open = dict.fromkeys(range(len(prompts)))
+        self._first = first
+        self._stop_tokens = frozenset(stop_tokens)
+        self._new_tokens = new_tokens
+
+    def tell(self, fresh: dict[int, int]) -> None:
+        """New tokens, by their request's place in the batch."""
+        for request, token in fresh.items():
+            self._counts[request] += 1
+            self.listener.generated(self._first + request, token, self._text(request, token))
+            if token in self._stop_tokens or self._counts[request] == self._new_tokens:
+                self._finish(request)
+
+    def finish_all(self) -> None:
+        """The batch is over, or was ended: nothing more will come."""
+        for request in list(self._open):
+            self._finish(request)
+
+    def _finish(self, request: int) -> None:
+        if request in self._open:
+            del self._open[request]
+            self.listener.finished(self._first + request, self._text(request, None))
+
+    def _text(self, request: int, token: int | None) -> str:
+        """What one more token adds to the text, or the end of it."""
+        if self._streams is None or self.texts is None:
+            return ""
+        stream = self._streams[request]
+        piece = stream.finish() if token is None else stream.push(token)
+        self.texts[request] += piece
+        return piece
+
+
+def _policy_class(name: str) -> type:
+    cls = plugins.find("policies", name)
+    for method in ("plan", "prefill", "decode"):
+        if not callable(getattr(cls, method, None)):
+            raise BadInput(f"{name} is no policy: it has no {method}(); see moesched.seams.Policy")
+    found: type = cls
+    return found
+
+
+def _cut(lengths: Sequence[int], new_tokens: int, sizes: Sizes) -> Iterator[Batch]:
+    """Successive batches of the requests, in their order."""
+    for first in range(0, len(lengths), sizes.batch_size):
+        part = lengths[first : first + sizes.batch_size]
+        yield split_batch(part, new_tokens, sizes.micro_batch_size, first)
+
+
+def _recorder(plan: Plan) -> Recorder | LastSteps:
+    """Keeps all of a run of ordinary size, and the last steps of a longer one."""
+    per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
+    if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
+        return Recorder()
+    steps = max(2, MOST_TRACED_TASKS // per_step)
+    _log.warning("the run is too long for a whole trace: its last steps are kept", steps=steps)
+    return LastSteps(steps)
+
+
+def _numbered(path: Path | str | None, number: int) -> Path | None:
+    """The name of the trace of a batch: the first has the name that was given."""
+    if path is None or number == 0:
+        return None if path is None else Path(path)
+    path = Path(path)
+    stem, dot, suffixes = path.name.partition(".")
+    return path.with_name(f"{stem}.batch{number + 1}{dot}{suffixes}")
+
+
+def _require_some(new_tokens: int, option: str) -> None:
+    if new_tokens < 1:
+        raise BadInput(f"{option} is {new_tokens}: ask for at least 1 token")
+
+
+def _require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
+    longest = max(lengths)
+    if longest + new_tokens > config.max_positions:
+        raise BadInput(
+            f"a prompt of {longest} tokens and {new_tokens} new ones are more than the context of {config.name}, "
+            f"{config.max_positions}: lower --gen, or choose another workload"
+        )

@@ -1,0 +1,75 @@
+"""A policy's own settings, as `--set KEY=VALUE` gives them: read as values, checked against what the policy takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
+
+from moesched.errors import BadInput
+
+_MEANT = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings from texts such as "ahead=3": whole numbers, other numbers, true and false, or text.
+
+    Raises:
+        BadInput: one is not KEY=VALUE, or a key comes twice.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise BadInput(f"--set {text!r}: write KEY=VALUE, such as ahead=3")
+        if key in settings:
+            raise BadInput(f"--set gives {key} twice, {settings[key]!r} and {value!r}: give it once")
+        settings[key] = parse_value(value)
+    return settings
+
+
+def parse_value(text: str) -> int | float | bool | str:
+    """The value that a text spells."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def check_settings(policy: type, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the policy takes them; those that it names no plain type of are left to it.
+
+    Raises:
+        BadInput: it has no such setting, or the value is of another type.
+    """
+    parameters = inspect.signature(policy).parameters
+    known = [key for key, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    hints = _hints(policy)
+    for key, value in settings.items():
+        if key not in known and len(known) == len(parameters):
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise BadInput(f"policy {name} has no setting {key!r}: {takes}")
+        if not _is(value, hints.get(key)):
+            raise BadInput(f"policy {name}: {key} is {value!r}: give {_MEANT[hints[key]]}")
+    return {key: str(value) if hints.get(key) is str else value for key, value in settings.items()}
+
+
+def _hints(policy: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(policy.__init__)  # type: ignore[misc]  # the class itself is asked, not an instance
+    except (NameError, TypeError):
+        return {}  # names that exist for type checkers only
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return True
