@@ -7,7 +7,8 @@ writer of what it reads, and for the last readers or writer of what it overwrite
 States, and what moves a task between them:
 
     waiting --(last edge met)--> ready --(lane free)--> running --(finish)--> done
-       |                                                   `------(fail)----> failed
+       |                                                  |`------(fail)----> failed
+       |                                                  `-(issued)-> issued --(finish, fail)--> ...
        `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
 
 A task whose input failed or that was cancelled stays `waiting` until everything before it has settled, and only
@@ -27,6 +28,7 @@ from moesched.tasks import (
     CANCELLED,
     DONE,
     FAILED,
+    ISSUED,
     READY,
     RUNNING,
     Block,
@@ -62,6 +64,7 @@ class Engine:
         self.lanes = tuple(lanes)
         for index, lane in enumerate(self.lanes):
             lane.index = index
+        self.has_streams = any(lane.domain is not None for lane in self.lanes)
         self.halt_on_failure = halt_on_failure
         self.failure: TaskFailed | None = None
         self.started: list[Task] = []
@@ -125,12 +128,14 @@ class Engine:
             other = block.writer
             if other is not None:
                 deps.append(other.id)
-                if other.state < DONE:
+                if other.state < ISSUED:
                     waits += 1
                     if other.consumers is None:
                         other.consumers = [task]
                     else:
                         other.consumers.append(task)
+                elif other.state == ISSUED:
+                    waits += _behind_issued(task, other, data=True)
                 elif other.state != DONE and task.cause is None:
                     task.cause = _cancelled_by(other)
         for block in writes:
@@ -143,12 +148,14 @@ class Engine:
             for other in earlier:
                 if other is not task:
                     deps.append(other.id)
-                    if other.state < DONE:
+                    if other.state < ISSUED:
                         waits += 1
                         if other.followers is None:
                             other.followers = [task]
                         else:
                             other.followers.append(task)
+                    elif other.state == ISSUED:
+                        waits += _behind_issued(task, other, data=False)
         for other in after:
             deps.append(other.id)
             if other.state < DONE:
@@ -214,16 +221,18 @@ class Engine:
     def finish(self, task: Task, value: object = None) -> None:
         """A running task ended well. Tasks that may start now are appended to `started`."""
         task.value = value
-        self._settle(task, DONE)
         lane = task.lane
+        if not lane.simple:
+            self._end_on_device(task)
+            self._leave(lane, task)
+            return
+        self._settle(task, DONE)
         if lane.heap:
             lane.running = task = heappop(lane.heap)[1]
             task.state = RUNNING
             self.started.append(task)
         else:
             lane.running = None
-            if lane.queue:
-                self._next(lane)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
@@ -234,8 +243,25 @@ class Engine:
             self.failure = failure
             self._refusal = failure if self.halt_on_failure else None
         self._settle(task, FAILED)
-        task.lane.running = None
-        self._next(task.lane)
+        self._leave(task.lane, task)
+
+    def issued(self, task: Task) -> None:
+        """A stream has taken a running task in: tasks on streams of the same device need wait for it no longer.
+
+        They find in `after` what to wait for on the device. The lane takes its next task while it may run ahead.
+        """
+        lane = task.lane
+        task.state = ISSUED
+        task.released, task.consumers = _split(task.consumers, lane.domain)
+        followers, task.followers = _split(task.followers, lane.domain)
+        for other in task.released + followers:
+            other.after = [*(other.after or ()), task]
+            other.waits -= 1
+            if not other.waits:
+                self._unblock(other)
+        lane.in_flight += 1
+        lane.running = None
+        self._next(lane)
 
     def admit(self, task: Collective) -> None:
         """All ranks have arrived at this collective: it may take its lane.
@@ -276,14 +302,13 @@ class Engine:
             task.cause = self._halted
         if task.cause is not None:
             self._settle(task, CANCELLED)
-        elif lane is _NOWHERE:
+        elif lane is _NOWHERE or task.state == ISSUED:
             self._settle(task, DONE)
+        elif type(task) is Collective:
+            self.arrived.append(task)
         else:
-            if type(task) is Collective:
-                self.arrived.append(task)
-            else:
-                task.state = READY
-                self._enqueue(task)
+            task.state = READY
+            self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
         """A ready task takes its lane, or waits for it."""
@@ -291,15 +316,37 @@ class Engine:
         if lane.in_order:
             if lane.running is None:
                 self._next(lane)
-        elif lane.running is None and not lane.heap:
+        elif lane.running is None and not lane.heap and lane.domain is None:
             lane.running = task
             task.state = RUNNING
             self.started.append(task)
         else:
             heappush(lane.heap, (task.key, task))
+            if lane.running is None:
+                self._next(lane)
+
+    def _end_on_device(self, task: Task) -> None:
+        """Settle a task once those are that it waited for on the device: its host may hear of their ends later."""
+        unsettled = [other for other in task.after or () if other.state < DONE]
+        if not unsettled:
+            self._settle(task, DONE if task.cause is None else CANCELLED)
+        task.waits = len(unsettled)
+        for other in unsettled:
+            other.followers = [*(other.followers or ()), task]
+
+    def _leave(self, lane: Lane, task: Task) -> None:
+        """A task is off its lane: it ran there alone, or on a stream that others had been issued to meanwhile."""
+        if lane.running is task:
+            lane.running = None
+        else:
+            lane.in_flight -= 1
+        if lane.running is None:
+            self._next(lane)
 
     def _next(self, lane: Lane) -> None:
         """Start the next task of an idle lane, if it has one that may start."""
+        if lane.in_flight >= lane.depth:
+            return
         if not lane.in_order:
             if not lane.heap:
                 return
@@ -362,7 +409,7 @@ class Engine:
 
     def _pass_failure(self, task: Task) -> None:
         """What needs the result of a task that has none will be cancelled; what stood behind it in its lane goes on."""
-        for other in task.consumers or ():
+        for other in (task.consumers or []) + (task.released or []):
             if other.cause is None:
                 other.cause = _cancelled_by(task)
         if type(task) is Collective and task.state == CANCELLED:
@@ -374,6 +421,26 @@ class Engine:
         waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
         place = f", submitted at {task.line}" if task.code is not None else ""
         return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+
+
+def _behind_issued(task: Task, other: Task, *, data: bool) -> int:
+    """An edge from a task that a stream has taken in: on the same device it holds there. Returns how many to wait for."""
+    if task.lane.domain == other.lane.domain:
+        task.after = [*(task.after or ()), other]
+        if data:
+            other.released = [*(other.released or ()), task]
+        return 0
+    if data:
+        other.consumers = [*(other.consumers or ()), task]
+    else:
+        other.followers = [*(other.followers or ()), task]
+    return 1
+
+
+def _split(tasks: list[Task] | None, domain: str | None) -> tuple[list[Task], list[Task]]:
+    """Those on streams of the device, and the others."""
+    here = [task for task in tasks or () if task.lane.domain == domain]
+    return here, [task for task in tasks or () if task.lane.domain != domain]
 
 
 def _cancelled_by(task: Task) -> BaseException:

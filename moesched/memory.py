@@ -188,7 +188,8 @@ class Fixed(Pool):
 class View(Generic[K]):
     """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
 
-    n kernels that read n pages through a view need 2n edges instead of n². A view lasts until one of its slots is
+    n kernels that read n pages through a view need 2n edges instead of n²; on streams, where an edge between two
+    tasks of the device costs the host nothing and a node between them would, they have n². A view lasts until one of its slots is
     given another page; that write waits for every kernel that read through the view. `bound` is the device's own: what
     it made of the slots' bytes.
     """
@@ -206,7 +207,7 @@ class View(Generic[K]):
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None
         self.reads: tuple[Block, ...] = self.moving
-        if len(self.moving) > 1:
+        if len(self.moving) > 1 and not engine.has_streams:
             self.block = Block(f"view {key}")
             engine.join(self.moving, (self.block,))
             self.reads = (self.block,)

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-WAITING, READY, RUNNING, DONE, FAILED, CANCELLED = range(6)
-STATE_NAMES = ("waiting", "ready", "running", "done", "failed", "cancelled")
+WAITING, READY, RUNNING, ISSUED, DONE, FAILED, CANCELLED = range(7)
+STATE_NAMES = ("waiting", "ready", "running", "issued", "done", "failed", "cancelled")
 
 Discipline = Literal["in_order", "ready_first"]
 
@@ -52,18 +52,35 @@ class Lane:
     """One serial resource: a compute stream, a copy direction, a CPU pool, a disk queue, a network card.
 
     `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
-    Lanes of one `domain` order their tasks among themselves on the device (CUDA streams and events): an edge
-    between two of them is satisfied as soon as the earlier task was issued. `busy` adds up the nanoseconds that it ran.
-    `simple` lanes start a ready task at once: they are ready-first and carry no collectives.
+    Lanes of one `domain` are streams of one device: an edge between two of them holds on the device itself, so a task
+    is handed to its stream as soon as those before it were, at most `depth` ahead of the stream's progress.
+    `busy` adds up the nanoseconds that the lane ran. `simple` lanes start a ready task at once: they are ready-first,
+    no streams, and carry no collectives.
     """
 
-    __slots__ = ("busy", "domain", "heap", "in_order", "index", "name", "queue", "running", "simple")
+    __slots__ = (
+        "busy",
+        "depth",
+        "domain",
+        "heap",
+        "in_flight",
+        "in_order",
+        "index",
+        "name",
+        "queue",
+        "running",
+        "simple",
+    )
 
-    def __init__(self, name: str, discipline: Discipline = "ready_first", *, domain: str | None = None) -> None:
+    def __init__(
+        self, name: str, discipline: Discipline = "ready_first", *, domain: str | None = None, depth: int = 2
+    ) -> None:
         self.name = name
         self.in_order = discipline == "in_order"
-        self.simple = not self.in_order
+        self.simple = not self.in_order and domain is None
         self.domain = domain
+        self.depth = depth
+        self.in_flight = 0
         self.index = -1
         self.busy = 0
         self.running: Task | None = None
@@ -135,6 +152,8 @@ class Task(msgspec.Struct, eq=False, gc=False):
     deps: list[int] = []
     consumers: list[Task] | None = None
     followers: list[Task] | None = None
+    after: list[Task] | None = None
+    released: list[Task] | None = None
     waiter: Any = None
     value: Any = None
     cause: BaseException | None = None

@@ -1,0 +1,304 @@
+"""What a lane is on real hardware: a worker thread, the event loop, an awaitable, or a device's stream.
+
+Each kind has a runner. The driver calls `start` with the engine's lock held, when a task has taken its lane; the runner
+runs the task and reports back through `Reports`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any, Literal, Protocol
+
+from moesched.tasks import Lane, Task
+
+LaneKind = Literal["thread", "loop", "awaitable", "stream"]
+Execute = Callable[[Task], Any]
+
+LOOP_SLICE_NANOSECONDS = 1_000_000
+"""How long tasks on the loop may run before the loop gets its turn."""
+
+
+class Reports(Protocol):
+    """What a runner tells the driver. `complete` and `issued` return the lane's next task, for the runner to go on with."""
+
+    origin: int
+    lock: Any
+
+    def complete(self, task: Task, value: Any, error: BaseException | None, mine: Lane | None) -> Task | None:
+        """A task ended. The lock must be held."""
+
+    def issued(self, task: Task, mine: Lane) -> Task | None:
+        """A stream has taken a task in. The lock must be held."""
+
+
+class Issued(Protocol):
+    """A task that a device's stream has taken in and will run in its turn."""
+
+    def wait(self) -> None:
+        """Block until it ended; raises what it raised."""
+
+    @property
+    def value(self) -> Any:
+        """What it came to."""
+
+    def span(self) -> tuple[int, int]:
+        """When it ran, on the clock of `time.perf_counter_ns`; known once `wait` has returned."""
+
+
+class Streams(Protocol):
+    """The part of a device that has streams."""
+
+    def issue(self, task: Task, after: list[Task]) -> Issued:
+        """Hand a task to its lane's stream, behind the tasks `after` on other streams of the device."""
+
+
+class Runner(Protocol):
+    """Runs the tasks of a lane."""
+
+    def start(self, task: Task) -> None:
+        """Begin a task; called with the lock held, never blocks."""
+
+    def open(self) -> None:
+        """Get ready, before the first task."""
+
+    def close(self) -> None:
+        """Stop, once idle."""
+
+
+class ThreadRunner:
+    """A worker thread. It finishes tasks under the lock and takes the next one of its lane itself.
+
+    A raw lock is the cheapest way to wake a thread.
+    """
+
+    def __init__(self, driver: Reports, lane: Lane, execute: Execute) -> None:
+        self._driver = driver
+        self._lane = lane
+        self._execute = execute
+        self._task: Task | None = None
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        self._thread = threading.Thread(target=self._work, name=f"lane {lane.name}", daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def start(self, task: Task) -> None:
+        self._task = task
+        self._wake.release()
+
+    def close(self) -> None:
+        self._task = None
+        self._wake.release()
+        self._thread.join()
+
+    def _work(self) -> None:
+        driver, lane, execute, wake = self._driver, self._lane, self._execute, self._wake
+        origin, lock, complete = driver.origin, driver.lock, driver.complete
+        while True:
+            wake.acquire()
+            task = self._task
+            if task is None:
+                return
+            while task is not None:
+                value = error = None
+                task.start = perf_counter_ns() - origin
+                try:
+                    value = execute(task)
+                except BaseException as raised:
+                    error = raised
+                task.end = perf_counter_ns() - origin
+                with lock:
+                    task = complete(task, value, error, lane)
+
+
+class LoopRunner:
+    """The event loop itself, for tasks of a few microseconds: all lanes of the kind share it."""
+
+    def __init__(self, driver: Reports, execute: Execute) -> None:
+        self._driver = driver
+        self._execute = execute
+        self._tasks: deque[Task] = deque()
+        self._scheduled = False
+        self._loop: asyncio.AbstractEventLoop
+
+    def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, task: Task) -> None:
+        self._tasks.append(task)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._run)
+
+    def close(self) -> None:
+        self._tasks.clear()
+
+    def _run(self) -> None:
+        tasks, execute = self._tasks, self._execute
+        origin, lock, complete = self._driver.origin, self._driver.lock, self._driver.complete
+        now = perf_counter_ns()
+        until = now + LOOP_SLICE_NANOSECONDS
+        while tasks and now < until:
+            task = tasks.popleft()
+            value = error = None
+            task.start = now - origin
+            try:
+                value = execute(task)
+            except BaseException as raised:
+                error = raised
+            now = perf_counter_ns()
+            task.end = now - origin
+            with lock:
+                complete(task, value, error, None)
+        with lock:
+            self._scheduled = bool(tasks)
+        if tasks:
+            self._loop.call_soon(self._run)
+
+
+class AwaitableRunner:
+    """Tasks that are awaited on the loop: network calls. Executing one gives an awaitable."""
+
+    def __init__(self, driver: Reports, execute: Execute) -> None:
+        self._driver = driver
+        self._execute = execute
+        self._running: set[asyncio.Future[None]] = set()
+        self._loop: asyncio.AbstractEventLoop
+
+    def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, task: Task) -> None:
+        self._loop.call_soon_threadsafe(self._spawn, task)
+
+    def close(self) -> None:
+        for running in self._running:
+            running.cancel()
+
+    def _spawn(self, task: Task) -> None:
+        running = asyncio.ensure_future(self._run(task))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _run(self, task: Task) -> None:
+        value = error = None
+        task.start = perf_counter_ns() - self._driver.origin
+        try:
+            value = await self._execute(task)
+        except Exception as raised:
+            error = raised
+        task.end = perf_counter_ns() - self._driver.origin
+        with self._driver.lock:
+            self._driver.complete(task, value, error, None)
+
+
+class StreamRunner:
+    """A stream of a device: one thread hands tasks to it, another one waits where the host must know of an end.
+
+    The host must know of it when a policy awaits the task or a task outside the device waits for it. Other ends are
+    noted together with the next such one, or when the stream has nothing more to do.
+    """
+
+    def __init__(self, driver: Reports, lane: Lane, streams: Streams) -> None:
+        self._driver = driver
+        self._lane = lane
+        self._streams = streams
+        self._issuing = ThreadQueue(f"lane {lane.name}", self._issue)
+        self._ending = ThreadQueue(f"lane {lane.name} ends", self._wait)
+        self._running: deque[tuple[Task, Issued]] = deque()
+
+    def open(self) -> None:
+        self._issuing.open()
+        self._ending.open()
+
+    def start(self, task: Task) -> None:
+        self._issuing.put(task)
+
+    def close(self) -> None:
+        self._issuing.close()
+        self._ending.close()
+
+    def _issue(self, task: Task) -> None:
+        following: Task | None = task
+        while following is not None:
+            task = following
+            try:
+                issued = self._streams.issue(task, task.after or [])
+            except BaseException as raised:
+                task.start = task.end = perf_counter_ns() - self._driver.origin
+                with self._driver.lock:
+                    following = self._driver.complete(task, None, raised, self._lane)
+                continue
+            with self._driver.lock:
+                self._running.append((task, issued))
+                following = self._driver.issued(task, self._lane)
+            self._ending.put(None)
+
+    def _wait(self, _: None) -> None:
+        with self._driver.lock:
+            batch = self._next_batch()
+        if not batch:
+            return
+        errors = [_wait_for(issued) for _, issued in reversed(batch)][::-1]
+        for task, issued in batch:
+            start, end = issued.span()
+            task.start, task.end = start - self._driver.origin, end - self._driver.origin
+        with self._driver.lock:
+            for (task, issued), error in zip(batch, errors, strict=True):
+                following = self._driver.complete(task, issued.value, error, self._lane)
+                if following is not None:
+                    self._issuing.put(following)
+
+    def _next_batch(self) -> list[tuple[Task, Issued]]:
+        """The oldest running tasks, up to the first whose end the host must know of."""
+        batch = []
+        while self._running:
+            batch.append(self._running.popleft())
+            task = batch[-1][0]
+            if task.waiter is not None or task.consumers or task.followers:
+                break
+        return batch
+
+
+def _wait_for(issued: Issued) -> BaseException | None:
+    try:
+        issued.wait()
+    except BaseException as raised:
+        return raised
+    return None
+
+
+class ThreadQueue:
+    """A thread that works through what it is given, in order."""
+
+    def __init__(self, name: str, work: Callable[[Any], None]) -> None:
+        self._work = work
+        self._items: deque[Any] = deque()
+        self._count = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        """Add to the work."""
+        self._items.append(item)
+        self._count.release()
+
+    def close(self) -> None:
+        """End the thread after the work that it has."""
+        self._count.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._count.acquire()
+            if not self._items:
+                return
+            self._work(self._items.popleft())

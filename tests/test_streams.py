@@ -1,0 +1,228 @@
+"""Streams: tasks of one device wait for each other on the device, and for the host only where the host must know."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns
+from typing import Any
+
+import anyio
+import pytest
+
+from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.errors import TaskCancelled, TaskFailed
+from moesched.tasks import DONE, Block, HostKernel, Kernel, Lane, PageTransfer, Task, Work
+
+WORK = Work("test", "gpu")
+
+
+class Operation:
+    """A task in a fake stream: what it does, and an event that is set when it is done."""
+
+    def __init__(self, work: Callable[[], Any], after: list[Operation]) -> None:
+        self._work = work
+        self._after = after
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._span = (0, 0)
+        self.value: Any = None
+
+    def run(self) -> None:
+        for other in self._after:
+            other._done.wait()
+        start = perf_counter_ns()
+        try:
+            self.value = self._work()
+        except BaseException as error:
+            self._error = error
+        self._span = (start, perf_counter_ns())
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def span(self) -> tuple[int, int]:
+        return self._span
+
+
+class FakeStreams:
+    """A device whose streams are threads that work through a queue, as CUDA's do."""
+
+    def __init__(self, execute: Callable[[Task], Any]) -> None:
+        self._execute = execute
+        self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
+        self._operations: dict[int, Operation] = {}
+        self.issued: list[str] = []
+
+    def issue(self, task: Task, after: list[Task]) -> Operation:
+        self.issued.append(task.label)
+        operation = Operation(lambda: self._execute(task), [self._operations[other.id] for other in after])
+        self._operations[task.id] = operation
+        self._stream(task.lane.name).put(operation)
+        return operation
+
+    def close(self) -> None:
+        for stream in self._queues.values():
+            stream.put(None)
+
+    def _stream(self, name: str) -> queue.SimpleQueue[Operation | None]:
+        if name not in self._queues:
+            self._queues[name] = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._queues[name],), daemon=True).start()
+        return self._queues[name]
+
+    @staticmethod
+    def _run(stream: queue.SimpleQueue[Operation | None]) -> None:
+        while (operation := stream.get()) is not None:
+            operation.run()
+
+
+class Rig:
+    """Two streams of one device and a host lane, with a driver over them; records what ran, in order."""
+
+    def __init__(self, execute: Callable[[Task], Any] = lambda task: None, *, depth: int = 2) -> None:
+        self.ran: list[str] = []
+        self.gpu = Lane("gpu", domain="device", depth=depth)
+        self.copies = Lane("copies", domain="device", depth=depth)
+        self.host = Lane("host")
+        self.engine = SharedEngine([self.gpu, self.copies, self.host])
+
+        def note(task: Task) -> Any:
+            self.ran.append(task.verb)
+            return execute(task)
+
+        self.streams = FakeStreams(note)
+        self.driver = RealtimeDriver(
+            [self.engine], note, kinds={"gpu": "stream", "copies": "stream"}, streams=self.streams
+        )
+
+    def kernel(self, name: str, reads: list[Block], writes: list[Block]) -> Task:
+        return self.engine.submit(Kernel(self.gpu, WORK, name), reads, writes)
+
+    def copy(self, name: str, reads: list[Block], writes: list[Block]) -> Task:
+        return self.engine.submit(PageTransfer(self.copies, WORK, name), reads, writes)
+
+    def on_host(self, name: str, reads: list[Block], writes: list[Block]) -> Task:
+        return self.engine.submit(HostKernel(self.host, WORK, name), reads, writes)
+
+    def run(self, main: Any) -> Any:
+        return anyio.run(self.driver.run, main)[0]
+
+
+@pytest.fixture
+def rigs() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*arguments: Any, **named: Any) -> Rig:
+        made.append(Rig(*arguments, **named))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.streams.close()
+
+
+def test_a_task_is_issued_behind_one_that_still_runs_on_another_stream(rigs: Callable[..., Rig]) -> None:
+    gate = threading.Event()
+    rig = rigs(lambda task: gate.wait() if task.verb == "fetch" else None)
+
+    async def main() -> None:
+        page = Block("page")
+        fetch = rig.copy("fetch", [], [page])
+        kernel = rig.kernel("kernel", [page], [])
+        rig.on_host("open the gate", [], [])
+        while len(rig.streams.issued) < 2:
+            await rig.on_host("look", [], [])
+        assert fetch.state < DONE
+        gate.set()
+        await kernel
+
+    rig.run(main())
+    assert rig.streams.issued == ["fetch", "kernel"]
+    assert [verb for verb in rig.ran if verb in ("fetch", "kernel")] == ["fetch", "kernel"]
+
+
+def test_a_task_of_the_host_waits_until_the_stream_is_done(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+
+    async def main() -> None:
+        for step in range(20):
+            data = Block(f"data {step}")
+            rig.kernel("make", [], [data])
+            await rig.on_host("use", [data], [])
+
+    rig.run(main())
+    assert rig.ran == ["make", "use"] * 20
+
+
+def test_the_value_of_a_stream_task_can_be_awaited(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(lambda task: task.verb.upper())
+
+    async def main() -> list[str]:
+        first = rig.kernel("first", [], [])
+        second = rig.kernel("second", [], [])
+        return [await second, await first]
+
+    assert rig.run(main()) == ["SECOND", "FIRST"]
+
+
+def test_a_stream_runs_ahead_by_no_more_than_its_depth(rigs: Callable[..., Rig]) -> None:
+    gate = threading.Event()
+    rig = rigs(lambda task: gate.wait() if task.verb == "k0" else None, depth=3)
+
+    async def main() -> int:
+        last = [rig.kernel(f"k{number}", [], []) for number in range(6)][-1]
+        for _ in range(50):
+            await rig.on_host("look", [], [])
+        issued = len(rig.streams.issued)
+        gate.set()
+        await last
+        return issued
+
+    assert rig.run(main()) <= 3
+    assert rig.streams.issued == [f"k{number}" for number in range(6)]
+
+
+def test_chains_across_streams_and_host_run_in_program_order(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+
+    async def main() -> None:
+        state = Block("state")
+        for step in range(30):
+            rig.copy(f"copy {step}", [state], [state])
+            rig.kernel(f"kernel {step}", [state], [state])
+            rig.on_host(f"host {step}", [state], [state])
+
+    rig.run(main())
+    assert rig.ran == [f"{kind} {step}" for step in range(30) for kind in ("copy", "kernel", "host")]
+
+
+def test_what_was_issued_behind_a_failed_task_counts_as_cancelled(rigs: Callable[..., Rig]) -> None:
+    gate = threading.Event()
+
+    def execute(task: Task) -> None:
+        if task.verb == "bad":
+            gate.wait()
+            raise OSError("device lost")
+
+    rig = rigs(execute)
+    tasks: list[Task] = []
+
+    async def main() -> None:
+        data = Block("data")
+        tasks.append(rig.copy("bad", [], [data]))
+        tasks.append(rig.kernel("needs it", [data], []))
+        tasks.append(rig.kernel("does not", [], []))
+        await rig.on_host("look", [], [])
+        gate.set()
+        await tasks[1]
+
+    with pytest.raises((TaskFailed, TaskCancelled), match=r"device lost|cancelled"):
+        rig.run(main())
+    assert tasks[1].value is None and tasks[1].cause is not None
+    assert tasks[2].cause is None
+    assert rig.engine.unsettled == 0
