@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moesched.drivers.realtime import LaneKind
+from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint

@@ -18,7 +18,8 @@ from moesched.machines import CostPoint, Machine
 from moesched.seams import CostModel
 from moesched.tasks import Part, Work
 
-PRODUCT, PACKED_PRODUCT, DISPATCH = "product", "packed product", "dispatch"
+PRODUCT, PACKED_PRODUCT = "product", "packed product"
+DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
 _ATTENTIONS = ("attention", "attention step", "attention prompt")
 

@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from moesched import plugins, runs
+from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
 from moesched.interrupts import interrupts_held
@@ -305,6 +306,7 @@ class _Job:
         report = runs.simulate(
             plan,
             policy,
+            cost=cost_model(self.machine, self.layout.dtype),
             routing=SeededRouting(config.experts, config.top_k, seed),
             replay=replay,
             observers=[listener, kinds],

@@ -111,7 +111,7 @@ def _simulate(
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
-    decide = {Decision: _decide(plan, routing)}
+    decide: dict[type[Task], Callable[[Task], Any]] = {Decision: _decide(plan, routing)}
     driver = VirtualDriver([engine], cost, sharing=sharing, perform=decide, observers=observers)
     generation = Generation(Schedule(plan, engine, lanes), policy)
     driver.run(generation.run())

@@ -44,6 +44,7 @@ from moesched.tasks import (
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 STAGES = ("input", "qkv", "qkv on the host", "attended on the host", "attended", "routed")
 _STRIDE = 8
+_TO_THE_HOST_AND_BACK = Part("hop", 0, times=2)
 
 Kind = Literal["prefill", "decode"]
 At = Literal["accelerator", "host"]
@@ -572,7 +573,7 @@ def _size_works(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     flops, nbytes, parts = operations.attention(lengths)
     works = batch.works = {
         "attention": Work("attention", accelerator, flops, nbytes, tokens, parts),
-        "cpu_attention": Work("cpu_attention", host, flops, nbytes, tokens, parts),
+        "cpu_attention": Work("cpu_attention", host, flops, nbytes, tokens, (*parts, _TO_THE_HOST_AND_BACK)),
         "sample": schedule.work("sample", accelerator, sequences, operations.sample),
     }
     for kind in ("embed", "pre_attention", "post_attention", "route", "combine"):

@@ -147,8 +147,7 @@ class CheckedEngine(Engine):
 
     def halt(self, cause: BaseException) -> None:
         super().halt(cause)
-        for number in sorted(self._open):
-            self._look(self.tasks[number])
+        self._look(*(self.tasks[number] for number in sorted(self._open)))
         self._look_at_ledger()
 
     # -- what a test asks ---------------------------------------------------------------------------
@@ -195,11 +194,11 @@ class CheckedEngine(Engine):
         if not isinstance(task, Join):
             self._lanes[task.lane].order.append(task)
 
-    def _look(self, task: Task) -> None:
-        """Compare a task, and all that its end may have moved, with the account; then the lanes."""
-        ended_lane = task.lane if task.state in (DONE, FAILED) else None
+    def _look(self, *tasks: Task) -> None:
+        """Compare tasks, and all that their ends may have moved, with the account; then the lanes."""
+        ended_lanes = {task.lane for task in tasks if task.state in (DONE, FAILED)}
         self._calls += 1
-        changed = [task]
+        changed = list(tasks)
         for task in changed:
             if task.id not in self._open:
                 continue
@@ -216,7 +215,7 @@ class CheckedEngine(Engine):
         for lane, account in self._lanes.items():
             if lane.running is not None:
                 self._compare(lane.running)
-            self.broken += account.problems(self._calls, just_ended=lane is ended_lane)
+            self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
         self._expect(self.settled == self.submitted - len(self._open), "the count of settled tasks is off")
 
     def _compare(self, task: Task) -> None:

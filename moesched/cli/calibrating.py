@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.machines import Machine
 
 HELP = options.paragraphs(
     "Measure this machine: memory bandwidth, matrix multiplication by size, the disk.",
@@ -34,3 +37,32 @@ def calibrate(
     json: options.Json = False,
 ) -> None:
     """See HELP."""
+    import msgspec
+
+    from moesched.calibrate import calibrate as measure
+    from moesched.cli.output import Bar, print_json
+    from moesched.machines.local import calibrated_file
+
+    with Bar("measuring") as bar:
+        machine = measure(out, bar.update)
+    file = out or calibrated_file()
+    if json:
+        print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
+        return
+    print_machine(machine)
+    used = "" if out else "; `--machine auto` uses it from now on"
+    print(f"\n{len(machine.cost_table)} operations measured, in {file}{used}")
+
+
+def print_machine(machine: Machine) -> None:
+    """The rates of a machine as a table."""
+    from moesched.cli.output import print_table
+
+    rows = [
+        ["processor", name, f"{rate / 1e9:,.0f} GFLOP/s {dtype}"]
+        for name, processor in machine.processors.items()
+        for dtype, rate in processor.flops.items()
+    ]
+    rows += [["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s"] for name, tier in machine.memories.items()]
+    rows += [["link", link.lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for link in machine.links]
+    print_table(["", machine.name, ""], rows)

@@ -99,26 +99,36 @@ class Template:
             and [_what(task) for task in self.tasks] == [_what(task) for task in other.tasks]
         )
 
-    def nanoseconds(self, price: Price, sizes: Sizes) -> list[int]:
-        """The tasks' durations in a step whose works are given by micro-batch and verb."""
+    def nanoseconds(self, price: Price, works: dict[tuple[int, str], Work]) -> list[int]:
+        """The tasks' durations in a step with these works of micro-batches and verbs."""
         if not self._durations:
             self._durations = [
                 price(task.work) if lane >= 0 else 0
                 for task, lane in zip(self.tasks, self.lanes, strict=True)
             ]
         durations = self._durations.copy()
-        for (micro_batch, verb), positions in self.sized.items():
-            duration = price(sizes(micro_batch, verb))
+        for key, positions in self.sized.items():
+            duration = price(works[key])
             for position in positions:
                 durations[position] = duration
         return durations
 
 
 class Timeline:
-    """When every task of a replayed run started and ended; tasks are numbered as they would have been submitted."""
+    """When every task of a replayed run started and ended; tasks are numbered as they would have been submitted.
 
-    def __init__(self, steps: list[Template], starts: list[int], ends: list[int]) -> None:
+    `works` are those of each step that differ between steps, by micro-batch and verb.
+    """
+
+    def __init__(
+        self,
+        steps: list[Template],
+        works: list[dict[tuple[int, str], Work]],
+        starts: list[int],
+        ends: list[int],
+    ) -> None:
         self.steps = steps
+        self.works = works
         self.starts = starts
         self.ends = ends
 
@@ -159,6 +169,7 @@ class Timeline:
             for captured in template.tasks:
                 yield msgspec.structs.replace(
                     captured,
+                    work=self.works[index].get((captured.micro_batch, captured.verb), captured.work),
                     id=number,
                     step=index - 1,
                     state=DONE,
@@ -242,6 +253,7 @@ class Player:
         self._submitted = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._works: list[dict[tuple[int, str], Work]] = []
         self._durations: list[int] = []
         self._waits: list[int] = []
         self._later: list[tuple[int, ...]] = []
@@ -296,7 +308,7 @@ class Player:
             if ended in ends_step:
                 self._unsampled[ends_step.pop(ended)] -= 1
                 self._submit_ready(now)
-        return Timeline(list(self._steps), starts, ends)
+        return Timeline(list(self._steps), self._works, starts, ends)
 
     def _cross(self, number: int, now: int) -> list[int]:
         """Pass on to later steps that a task ended; returns the joins that ended with it."""
@@ -334,7 +346,9 @@ class Player:
         waits, ends, later = self._waits, self._ends, self._later
         self._starts += [-1] * size
         ends += [-1] * size
-        self._durations += template.nanoseconds(self._price, self._sizes_of(index - 1))
+        sizes = self._sizes_of(index - 1)
+        self._works.append({key: sizes(*key) for key in template.sized})
+        self._durations += template.nanoseconds(self._price, self._works[-1])
         waits += template.waits
         later += template.later
         self._lane_of += template.lanes
@@ -368,12 +382,12 @@ def _needed_edges(tasks: Sequence[Task], last_on: dict[Lane, int]) -> list[tuple
     first = tasks[0].id
     numbers = []
     for task in tasks:
-        deps = set(task.deps)
+        before = set(task.deps)
         if task.lane.in_order:
             if task.lane in last_on:
-                deps.add(last_on[task.lane])
+                before.add(last_on[task.lane])
             last_on[task.lane] = task.id
-        numbers.append(sorted(deps, reverse=True))
+        numbers.append(sorted(before, reverse=True))
     lowest = min((deps[-1] for deps in numbers if deps), default=first)
     reach: list[int] = []
     edges = []

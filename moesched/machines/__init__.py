@@ -6,6 +6,7 @@ weights come from). Every figure of a shipped profile states its source in the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -173,7 +174,10 @@ def parse_machine(text: bytes, where: str) -> Machine:
         machine = msgspec.toml.decode(text, type=Machine)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{where}: not a machine: {error}") from None
-    named = [(machine.roles.accelerator, machine.processors), (machine.roles.host, machine.processors)]
+    named: list[tuple[str, Mapping[str, object]]] = [
+        (machine.roles.accelerator, machine.processors),
+        (machine.roles.host, machine.processors),
+    ]
     named += [(processor.memory, machine.memories) for processor in machine.processors.values()]
     named += [(end, machine.memories) for link in machine.links for end in (link.source, link.destination)]
     named += [(role, machine.memories) for role in (machine.roles.weights, machine.roles.pinned) if role is not None]
