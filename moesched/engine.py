@@ -180,8 +180,9 @@ class Engine:
         """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
         task.lane.simple = False
         task.ticket = self.tickets
+        self.submit(task, reads, writes)
         self.tickets += 1
-        return self.submit(task, reads, writes)
+        return task
 
     def cancel(self, task: Task) -> bool:
         """Withdraw a task that has not started; says whether it could be. What reads its result is cancelled too.
