@@ -24,7 +24,7 @@ class CudaStreams:
     """
 
     def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
-        self._streams = {name: torch.cuda.Stream(device) for name in lanes}
+        self._streams = {name: _stream(device) for name in lanes}
         self._execute = execute
         self._ends: dict[int, torch.cuda.Event] = {}
         self._zero = _timed_event()
@@ -76,3 +76,7 @@ class CudaTask:
 
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
