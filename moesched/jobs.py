@@ -239,7 +239,7 @@ class _Job:
         micro_batch_size: int | None,
         slot_bytes: Callable[[Page], int] | None,
     ) -> Sizes:
-        sizes = choose_sizes(
+        return choose_sizes(
             lengths,
             new_tokens,
             self.machine,
@@ -247,8 +247,6 @@ class _Job:
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
         )
-        _log.info("sizes", batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size)
-        return sizes
 
     def plan(self, batch: Batch, slot_bytes: Callable[[Page], int] | None) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""
@@ -348,7 +346,6 @@ class _Job:
             write_trace(path, recorder.recording(), about)
         except BadInput as error:
             raise NotTraced(error, report) from error
-        _log.info("trace written", path=str(path))
 
 
 class _Devices:

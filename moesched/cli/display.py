@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from moesched.cli.output import Bar, stdout
 from moesched.listeners import Listener
 from moesched.plan import Plan
@@ -14,6 +16,8 @@ from moesched.tasks import Task
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+_log = structlog.get_logger(__name__)
 
 SHOWN_PROMPT = 60
 REFRESHES_PER_SECOND = 8
@@ -39,6 +43,7 @@ class LoadingBar(Listener):
     def planned(self, plan: Plan) -> None:
         """Begin the bar."""
         self.close()
+        _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.kept)
         self._bar = Bar("loading weights").__enter__()
         self._bar.update(0, self._pages or None)

@@ -11,8 +11,10 @@ from moesched.job_report import JobReport, write_report
 from moesched.jobs import NotTraced, require_writable
 
 
-def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None) -> JobReport:
-    """Run a job, print what came out and write it to `file`.
+def hand_out(
+    job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None
+) -> JobReport:
+    """Run a job, print what came out and write it to `file`; `trace` is where the job writes its trace.
 
     Raises:
         BadInput: the job cannot be done, or the report or the trace not be written.
@@ -27,6 +29,8 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None) -> 
         print_json(report.as_dict())
     else:
         print_report(report)
+        if trace is not None and untraced is None:
+            print(f"\ntrace: {trace}, to be opened in https://ui.perfetto.dev")
     if report.interrupted:
         tell(f"interrupted after {sum(map(len, report.tokens or []))} tokens")
     if file is not None:

@@ -138,7 +138,7 @@ def run(
         finally:
             display.ran()
 
-    done = hand_out(job, json=json, file=report)
+    done = hand_out(job, json=json, file=report, trace=trace)
     return INTERRUPTED if done.interrupted else 0
 
 

@@ -87,4 +87,4 @@ def simulate(
                 listener=SimulationBar(bar),
             )
 
-    hand_out(job, json=json, file=report)
+    hand_out(job, json=json, file=report, trace=trace)

@@ -123,10 +123,10 @@ def load_workload(name_or_file: str) -> Workload:
 def _parse(text: bytes, where: str) -> Workload:
     try:
         return msgspec.toml.decode(text, type=Workload)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        cause = error.__cause__
-        what = str(cause) if isinstance(cause, BadInput) else f"not a workload: {error}"
-        raise BadInput(f"{where}: {what}") from None
+        raise BadInput(f"{where}: not a workload: {error}") from None
 
 
 def _check(name: str, prompts: PromptLengths) -> None:

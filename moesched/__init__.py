@@ -1,0 +1,102 @@
+"""Write, run and compare schedules of Mixture-of-Experts inference when the weights do not fit fast memory.
+
+Everything that the command line does is a few lines:
+
+    import moesched
+    measured = moesched.run_model("models/mine", ["Once upon"], policy="cgopipe", budgets={"host": "600MB"})
+    predicted = moesched.simulate_model("mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench")
+
+The names are loaded when they are first used, so that `import moesched` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesched.calibrate import calibrate as calibrate_machine
+    from moesched.compare import compare as compare_runs
+    from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed
+    from moesched.job_report import JobReport, write_report
+    from moesched.jobs import run_model, simulate_model
+    from moesched.listeners import Listener
+    from moesched.machines import Machine, load_machine
+    from moesched.machines.local import local_machine
+    from moesched.models.layout import Page
+    from moesched.models.random_model import write_random_model
+    from moesched.plan import Plan
+    from moesched.sampling import Sampling
+    from moesched.step import Step
+    from moesched.trace import check_trace, read_trace
+    from moesched.workloads import Workload, given_lengths, load_workload
+
+_HOMES = {
+    # what the commands do
+    "run_model": "moesched.jobs",
+    "simulate_model": "moesched.jobs",
+    "write_random_model": "moesched.models.random_model",
+    "compare_runs": "moesched.compare:compare",
+    "calibrate_machine": "moesched.calibrate:calibrate",
+    # what they take and give
+    "JobReport": "moesched.job_report",
+    "Listener": "moesched.listeners",
+    "Machine": "moesched.machines",
+    "Sampling": "moesched.sampling",
+    "Workload": "moesched.workloads",
+    "check_trace": "moesched.trace",
+    "given_lengths": "moesched.workloads",
+    "load_machine": "moesched.machines",
+    "load_workload": "moesched.workloads",
+    "local_machine": "moesched.machines.local",
+    "read_trace": "moesched.trace",
+    "write_report": "moesched.job_report",
+    # what a policy sees
+    "Page": "moesched.models.layout",
+    "Plan": "moesched.plan",
+    "Step": "moesched.step",
+    # what goes wrong
+    "BadInput": "moesched.errors",
+    "MoeschedError": "moesched.errors",
+    "PolicyError": "moesched.errors",
+    "TaskFailed": "moesched.errors",
+}
+
+__all__ = [
+    "BadInput",
+    "JobReport",
+    "Listener",
+    "Machine",
+    "MoeschedError",
+    "Page",
+    "Plan",
+    "PolicyError",
+    "Sampling",
+    "Step",
+    "TaskFailed",
+    "Workload",
+    "calibrate_machine",
+    "check_trace",
+    "compare_runs",
+    "given_lengths",
+    "load_machine",
+    "load_workload",
+    "local_machine",
+    "read_trace",
+    "run_model",
+    "simulate_model",
+    "write_random_model",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moesched' has no attribute {name!r}")
+    module, _, original = _HOMES[name].partition(":")
+    value = globals()[name] = getattr(import_module(module), original or name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

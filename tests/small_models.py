@@ -1,0 +1,47 @@
+"""Small models for tests: random weights, and a tokenizer whose tokens are bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moesched.models.config import ModelConfig
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+
+SMALL = msgspec.structs.replace(
+    SHAPES["mixtral-0.8b"],
+    name="small",
+    layers=2,
+    hidden=32,
+    intermediate=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    experts=4,
+    vocabulary=256,
+    max_positions=200_000,
+    stop_tokens=(),
+)
+
+
+def small_model(directory: Path, *, text: bool = False, config: ModelConfig = SMALL, **changes: Any) -> Path:
+    """A random checkpoint; with `text`, it has a tokenizer."""
+    write_random_model(msgspec.structs.replace(config, **changes), directory, dtype="float32")
+    if text:
+        byte_tokenizer(directory)
+    return directory
+
+
+def byte_tokenizer(directory: Path) -> Path:
+    """A tokenizer.json with one token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    path = directory / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

@@ -1,0 +1,129 @@
+"""Prompts: their sources, their checks, and text that comes token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesched.errors import BadInput
+from moesched.models.shapes import SHAPES
+from moesched.prompts import (
+    TextStream,
+    Tokenizer,
+    encode_prompts,
+    find_tokenizer,
+    parse_prompt_ids,
+    read_prompts,
+)
+from small_models import byte_tokenizer
+
+CONFIG = msgspec.structs.replace(SHAPES["mixtral-0.8b"], vocabulary=260, max_positions=50)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_ids_are_written_with_commas_and_prompts_with_semicolons() -> None:
+    assert parse_prompt_ids("1,2,3;4,5") == [[1, 2, 3], [4, 5]]
+    assert parse_prompt_ids(" 7 ; 8 , 9 ") == [[7], [8, 9]]
+    assert parse_prompt_ids("1;;2") == [[1], [], [2]]  # the empty one is refused with its number, later
+
+
+@pytest.mark.parametrize(
+    ("text", "item"), [("1,x", "'x'"), ("1,-2", "'-2'"), ("1,,2", "''"), ("1.5", "'1.5'")]
+)
+def test_what_is_no_id_is_named(text: str, item: str) -> None:
+    with pytest.raises(BadInput, match=f"prompt 0: {item} is no token id: write ids with commas"):
+        parse_prompt_ids(text)
+
+
+def test_a_file_holds_one_prompt_a_line_as_text_or_ids(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a b", "id": 9}\n\n{"prompt_ids": [1, 2]}\n')
+    assert read_prompts(file) == ["a b", [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "line", ["no JSON", "[1]", '{"text": "a"}', '{"prompt": 3}', '{"prompt": "a", "prompt_ids": [1]}', '"a"']
+)
+def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(BadInput, match=r"prompts\.jsonl:2: .*(write|give)"):
+        read_prompts(file)
+
+
+def test_a_file_without_prompts_or_without_a_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"cannot read prompts .*missing.*: No such file"):
+        read_prompts(tmp_path / "missing")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(BadInput, match="empty holds no prompts"):
+        read_prompts(tmp_path / "empty")
+
+
+def test_text_and_ids_may_be_mixed(tokenizer: Tokenizer) -> None:
+    encoded = encode_prompts(["ab", [1, 2]], tokenizer, CONFIG, 1)
+    assert encoded == [tokenizer.encode("ab"), [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "prompt 1 is empty: give at least one token"),
+        ([], "prompt 1 is empty: give at least one token"),
+        ([260], "prompt 1: token id 260 is outside the vocabulary of 260: use ids from 0 to 259"),
+        ([-1], "prompt 1: token id -1 is outside the vocabulary"),
+        ([1] * 48, "prompt 1 has 48 tokens; with 3 new ones that is more than the model's context of 50"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_told_with_its_number(
+    tokenizer: Tokenizer, prompt: str | list[int], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        encode_prompts([[1], prompt], tokenizer, CONFIG, 3)
+    assert encode_prompts([[1] * 47], tokenizer, CONFIG, 3) == [[1] * 47]
+
+
+def test_text_needs_a_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
+    assert find_tokenizer(tmp_path) is None
+    with pytest.raises(BadInput, match=r"prompt 0 is text, but the model's folder has no tokenizer\.json"):
+        encode_prompts(["a"], None, CONFIG, 1)
+
+
+def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer: .*copy it again"):
+        find_tokenizer(tmp_path)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], context: list[int]) -> list[str]:
+    text = TextStream(tokenizer, context)
+    return [*(text.push(token) for token in ids), text.finish()]
+
+
+def test_a_character_of_several_tokens_is_held_back_until_it_is_whole(tokenizer: Tokenizer) -> None:
+    pieces = stream(tokenizer, tokenizer.encode("aä€b"), [])
+    assert pieces == ["a", "", "ä", "", "", "€", "b", ""]
+
+
+def test_what_never_becomes_whole_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    pieces = stream(tokenizer, tokenizer.encode("a€")[:-1], [])
+    assert pieces == ["a", "", "", "\ufffd"]
+
+
+@given(text=st.text(max_size=60), cut=st.integers(0, 30))
+def test_the_pieces_are_the_whole_text(tokenizer: Tokenizer, text: str, cut: int) -> None:
+    cut = min(cut, len(text))
+    context, ids = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    assert "".join(stream(tokenizer, ids, context)) == text[cut:]
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=60))
+def test_tokens_that_are_no_text_come_out_as_they_do_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(tokenizer, ids, [])) == tokenizer.decode(ids)

@@ -1,0 +1,65 @@
+"""The public names: few, locked here, and free until they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import moesched
+
+PUBLIC = [
+    "BadInput",
+    "JobReport",
+    "Listener",
+    "Machine",
+    "MoeschedError",
+    "Page",
+    "Plan",
+    "PolicyError",
+    "Sampling",
+    "Step",
+    "TaskFailed",
+    "Workload",
+    "calibrate_machine",
+    "check_trace",
+    "compare_runs",
+    "given_lengths",
+    "load_machine",
+    "load_workload",
+    "local_machine",
+    "read_trace",
+    "run_model",
+    "simulate_model",
+    "write_random_model",
+    "write_report",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert moesched.__all__ == PUBLIC
+
+
+def test_every_public_name_is_there_and_has_a_docstring() -> None:
+    for name in PUBLIC:
+        assert getattr(moesched, name).__doc__, name
+
+
+def test_other_names_are_refused() -> None:
+    assert not hasattr(moesched, "no_such_name")
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_else_of_weight() -> None:
+    heavy = {"torch", "numpy", "msgspec", "anyio", "tokenizers", "moesched.runs"}
+    assert not loaded_by("import moesched") & heavy
+
+
+def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None:
+    statement = "import io, contextlib\nfrom moesched.cli.main import main\n"
+    statement += "with contextlib.redirect_stdout(io.StringIO()): main(['run', '--help'])"
+    assert not loaded_by(statement) & {"torch", "numpy", "anyio", "tokenizers", "moesched.jobs"}
