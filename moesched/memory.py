@@ -95,6 +95,12 @@ class Slot(Block):
         self.page: Page | None = None
         self.views: list[View[Any]] = []
 
+    def forget(self) -> None:
+        """Let go of the tasks and views that used the slot."""
+        self.writer = None
+        self.readers.clear()
+        self.views.clear()
+
 
 class Pool:
     """Page slots of one size in one memory, allocated once and outliving steps.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from moesched.cost import Roofline
+from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.replay import CapturingEngine, replay_run
 from moesched.drivers.virtual import VirtualDriver
@@ -56,10 +58,17 @@ def plan_run(
     return plan
 
 
-def make_lanes(plan: Plan) -> dict[str, Lane]:
-    """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories."""
+def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
+    """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
+
+    Those that are streams, of one device, share a domain.
+    """
     names = ["accelerator", "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
-    return {name: Lane(name, plan.discipline) for name in names}
+    kinds = kinds or {}
+    return {
+        name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
+        for name in names
+    }
 
 
 def simulate(
@@ -113,8 +122,9 @@ def _simulate(
     observers = _with_recorder(observers, recorder, engine, plan)
     decide: dict[type[Task], Callable[[Task], Any]] = {Decision: _decide(plan, routing)}
     driver = VirtualDriver([engine], cost, sharing=sharing, perform=decide, observers=observers)
-    generation = Generation(Schedule(plan, engine, lanes), policy)
-    driver.run(generation.run())
+    with closing(Schedule(plan, engine, lanes)) as schedule:
+        generation = Generation(schedule, policy)
+        driver.run(generation.run())
     return _outcome(generation, engine)
 
 
@@ -128,7 +138,8 @@ def _replay(
     lanes = make_lanes(plan)
     engine = CapturingEngine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
-    timeline = replay_run(Schedule(plan, engine, lanes), policy, cost)
+    with closing(Schedule(plan, engine, lanes)) as schedule:
+        timeline = replay_run(schedule, policy, cost)
     if observers:
         for task in timeline.tasks():
             for observer in observers:
@@ -168,17 +179,20 @@ def run(
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far."""
     started = time.perf_counter()
     device.begin(plan, prompts, sampling or Sampling())
-    lanes = make_lanes(plan)
+    lanes = make_lanes(plan, device.kinds)
     engine = SharedEngine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
     schedule = Schedule(plan, engine, lanes)
     generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
-    driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
+    driver = RealtimeDriver(
+        [engine], device.execute, kinds=device.kinds, streams=device.streams, observers=observers
+    )
 
     async def main() -> None:
         try:
             await driver.run(generation.run())
         finally:
+            schedule.close()
             await device.aclose()
 
     interrupted = False

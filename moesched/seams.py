@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from moesched.cost import Demand
+    from moesched.drivers.lanes import LaneKind, Streams
     from moesched.plan import Plan
     from moesched.step import Step
     from moesched.tasks import Task, Work
@@ -48,6 +51,14 @@ class Device(Protocol):
     `execute` is called on the thread of the task's lane, one task at a time for each lane, and returns when the result
     is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
     """
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        """What each lane is, by its name; a worker thread where nothing is said."""
+
+    @property
+    def streams(self) -> Streams | None:
+        """What issues tasks to lanes that are streams; None where there are none."""
 
     def execute(self, task: Task) -> Any:
         """Run one task and return its value."""

@@ -163,6 +163,18 @@ class Schedule:
         for batch in self.micro_batches:
             batch.tag += steps * self.stride
 
+    def close(self) -> None:
+        """Let go of the run's tasks and of what the device made of the slots' bytes.
+
+        Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
+        """
+        plan = self.plan
+        for pool in (*plan.pools, *plan.kept):
+            for slot in pool.slots:
+                slot.forget()
+        for views in (self.dense, self.whole, *self.expert.values()):
+            views.open.clear()
+
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
         source = self.plan.machine.roles.weights
