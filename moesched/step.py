@@ -172,8 +172,10 @@ class Schedule:
         for pool in (*plan.pools, *plan.kept):
             for slot in pool.slots:
                 slot.forget()
-        for views in (self.dense, self.whole, *self.expert.values()):
-            views.open.clear()
+        self.dense.open.clear()
+        self.whole.open.clear()
+        for experts in self.expert.values():
+            experts.open.clear()
 
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
