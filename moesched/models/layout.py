@@ -83,8 +83,8 @@ def weight_layout(
 ) -> WeightLayout:
     """Cut the model's weights into pages of at most page_bytes.
 
-    dtype: of the weights in memory, by default the model's own. page_bytes: by default one expert, but at
-    most 64 MiB. Tensors follow each other in a fixed order; one that does not fit in what is left of a page
+    dtype: of the weights in memory, by default the model's own. page_bytes: by default one expert, in equal
+    parts where it is more than 64 MiB. Tensors follow each other in a fixed order; one that does not fit in what is left of a page
     is cut between two rows. So the cut, and with it the row blocks that kernels compute with, depends on the
     arguments alone. Raises BadInput for an unknown dtype and for pages too small for a row.
     """
@@ -129,9 +129,15 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = Non
 
 def _default_page_bytes(config: ModelConfig, item_bytes: int) -> int:
     expert = 0
+    longest_row = 0
     for shape in expert_shapes(config, 0, 0).values():
         expert = _round_up(expert, EXTENT_ALIGNMENT) + math.prod(shape) * item_bytes
-    return min(expert, LARGEST_DEFAULT_PAGE)
+        longest_row = max(longest_row, math.prod(shape[1:]) * item_bytes)
+    pages = -(-expert // LARGEST_DEFAULT_PAGE)
+    if pages == 1:
+        return expert
+    # Pages end between rows, each with less than a row to spare.
+    return -(-expert // pages) + longest_row + EXTENT_ALIGNMENT
 
 
 def _cut(shapes: dict[str, Shape], item_bytes: int, page_bytes: int) -> list[tuple[Extent, ...]]:
