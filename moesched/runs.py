@@ -178,7 +178,6 @@ def run(
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far."""
     started = time.perf_counter()
-    device.begin(plan, prompts, sampling or Sampling())
     lanes = make_lanes(plan, device.kinds)
     engine = SharedEngine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
@@ -190,6 +189,7 @@ def run(
 
     async def main() -> None:
         try:
+            device.begin(plan, prompts, sampling or Sampling())  # here, so that Ctrl-C waits for it
             await driver.run(generation.run())
         finally:
             schedule.close()
