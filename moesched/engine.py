@@ -31,6 +31,7 @@ from moesched.tasks import (
     ISSUED,
     READY,
     RUNNING,
+    WAITING,
     Block,
     Collective,
     Join,
@@ -197,13 +198,9 @@ class Engine:
             if not task.waits:
                 self.arrived.append(task)
         elif task.state == READY:
-            lane = task.lane
-            if not lane.in_order:
-                lane.heap.remove((task.key, task))
-                heapify(lane.heap)
-            self._settle(task, CANCELLED)
-            if lane.running is None:
-                self._next(lane)
+            self._withdraw(task)
+            if task.lane.running is None:
+                self._next(task.lane)
         return True
 
     def lift(self, task: Task, transfer_class: int) -> None:
@@ -290,19 +287,21 @@ class Engine:
             heapify(lane.heap)
         for task in ready:
             task.cause = cause
-            task.state = CANCELLED
+            task.state = WAITING if self._wait_on_host(task) else CANCELLED
         for task in ready:
-            self._settle(task, CANCELLED)
+            if task.state == CANCELLED:
+                self._settle(task, CANCELLED)
 
     # -- the state machine -------------------------------------------------------------------------
 
     def _unblock(self, task: Task) -> None:
         """All edges of a task are met: it is ready, or settles at once."""
         lane = task.lane
-        if self._halted is not None and task.cause is None and lane is not _NOWHERE:
+        if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
         if task.cause is not None:
-            self._settle(task, CANCELLED)
+            if not self._wait_on_host(task):
+                self._settle(task, CANCELLED)
         elif lane is _NOWHERE or task.state == ISSUED:
             self._settle(task, DONE)
         elif type(task) is Collective:
@@ -328,12 +327,27 @@ class Engine:
 
     def _end_on_device(self, task: Task) -> None:
         """Settle a task once those are that it waited for on the device: its host may hear of their ends later."""
-        unsettled = [other for other in task.after or () if other.state < DONE]
-        if not unsettled:
+        if not self._wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
-        task.waits = len(unsettled)
+
+    def _wait_on_host(self, task: Task) -> bool:
+        """Have a task settle after those that it waited for on its device; says whether there are any."""
+        unsettled = [other for other in task.after or () if other.state < DONE]
         for other in unsettled:
             other.followers = [*(other.followers or ()), task]
+        task.waits = len(unsettled)
+        return bool(unsettled)
+
+    def _withdraw(self, task: Task) -> None:
+        """Cancel a ready task."""
+        lane = task.lane
+        if not lane.in_order:
+            lane.heap.remove((task.key, task))
+            heapify(lane.heap)
+        if self._wait_on_host(task):
+            task.state = WAITING
+        else:
+            self._settle(task, CANCELLED)
 
     def _leave(self, lane: Lane, task: Task) -> None:
         """A task is off its lane: it ran there alone, or on a stream that others had been issued to meanwhile."""
@@ -387,18 +401,20 @@ class Engine:
                     continue
                 lane = other.lane
                 if other.cause is not None:
-                    other.state = CANCELLED
-                    settled.append(other)
+                    if other.after is None or not self._wait_on_host(other):
+                        other.state = CANCELLED
+                        settled.append(other)
                 elif lane is _NOWHERE:
                     other.state = DONE
                     settled.append(other)
                 elif not lane.simple:
-                    if self._halted is None:
+                    if self._halted is None or other.state == ISSUED:
                         self._unblock(other)
                     else:
                         other.cause = self._halted
-                        other.state = CANCELLED
-                        settled.append(other)
+                        if other.after is None or not self._wait_on_host(other):
+                            other.state = CANCELLED
+                            settled.append(other)
                 elif lane.running is None and not lane.heap:
                     lane.running = other
                     other.state = RUNNING
@@ -413,6 +429,8 @@ class Engine:
         for other in (task.consumers or []) + (task.released or []):
             if other.cause is None:
                 other.cause = _cancelled_by(task)
+                if other.state == READY:
+                    self._withdraw(other)
         if type(task) is Collective and task.state == CANCELLED:
             self.arrived.append(task)
         if task.lane.in_order and task.lane.running is None:
@@ -425,7 +443,7 @@ class Engine:
 
 
 def _behind_issued(task: Task, other: Task, *, data: bool) -> int:
-    """An edge from a task that a stream has taken in: on the same device it holds there. Returns how many to wait for."""
+    """An edge from a task that a stream took in: on the same device it holds there. Returns how many to wait for."""
     if task.lane.domain == other.lane.domain:
         task.after = [*(task.after or ()), other]
         if data:

@@ -18,6 +18,7 @@ from moesched.tasks import (
     CANCELLED,
     DONE,
     FAILED,
+    ISSUED,
     READY,
     RUNNING,
     STATE_NAMES,
@@ -40,14 +41,21 @@ LEGAL = {
     (READY, CANCELLED),
     (RUNNING, DONE),
     (RUNNING, FAILED),
+    (RUNNING, ISSUED),
+    (ISSUED, DONE),
+    (ISSUED, FAILED),
+    (ISSUED, CANCELLED),
 }
-"""The moves that one call may make: a task that becomes ready takes its lane at once where that is free."""
+"""The moves that one call may make: a task that becomes ready takes its lane at once where that is free.
+
+Only a task that a stream had taken in can have run and yet be cancelled: what came before it on the device failed.
+"""
 
 LEGAL_FOR_JOINS = {(WAITING, DONE), (WAITING, CANCELLED)}
 """A join takes no lane."""
 
 LEDGER_EVERY = 64
-"""The ledger is compared with itself once in so many submissions, after every failure, and at the end."""
+"""The ledger is compared with itself once in so many submissions, at the first after a failure, and at the end."""
 
 
 class BrokenRule(AssertionError):
@@ -75,6 +83,8 @@ class CheckedEngine(Engine):
         self._later: list[list[int]] = []
         self._inputs: list[list[Task]] = []
         self._open: set[int] = set()
+        self._released: dict[int, list[int]] = {}
+        self._something_failed = False
         self._calls = 0
         self._lanes = {lane: _LaneAccount(lane) for lane in self.lanes}
         self._memories: list[Memory] = []
@@ -106,9 +116,9 @@ class CheckedEngine(Engine):
         inputs = [block.writer for block in reads if block.writer is not None]
         expected = _edges(reads, writes, after)
         super().submit(task, reads, writes, after, transfer_class)
-        self._enter(task, inputs, expected)
+        self._enter(task, inputs, expected, by_hand=len(after))
         self._look(task)
-        if task.id % LEDGER_EVERY == 0:
+        if task.id % LEDGER_EVERY == 0 or self._something_failed:
             self._look_at_ledger()
         return task
 
@@ -129,13 +139,26 @@ class CheckedEngine(Engine):
     def finish(self, task: Task, value: object = None) -> None:
         self._expect_running(task)
         super().finish(task, value)
+        if task.state == ISSUED:
+            self._await_device(task)
         self._look(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         self._expect_running(task)
         super().fail(task, error)
         self._look(task)
-        self._look_at_ledger()
+        self._something_failed = True
+
+    def issued(self, task: Task) -> None:
+        self._expect_running(task)
+        super().issued(task)
+        self._released[task.id] = []
+        released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
+        self._released[task.id] = released
+        self._later[task.id] = [number for number in self._later[task.id] if number not in released]
+        for number in released:
+            self._left[number] -= 1
+        self._look(task, *(self.tasks[number] for number in released))
 
     def admit(self, task: Collective) -> None:
         account = self._lanes[task.lane]
@@ -148,7 +171,6 @@ class CheckedEngine(Engine):
     def halt(self, cause: BaseException) -> None:
         super().halt(cause)
         self._look(*(self.tasks[number] for number in sorted(self._open)))
-        self._look_at_ledger()
 
     # -- what a test asks ---------------------------------------------------------------------------
 
@@ -175,7 +197,7 @@ class CheckedEngine(Engine):
 
     # -- the account --------------------------------------------------------------------------------
 
-    def _enter(self, task: Task, inputs: list[Task], expected: set[int]) -> None:
+    def _enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
         """A task was submitted: note whom it waits for, as the blocks said before."""
         self._expect(task.id == len(self.tasks), f"{task!r} does not follow #{len(self.tasks) - 1}")
         self._expect(
@@ -186,13 +208,27 @@ class CheckedEngine(Engine):
         self._known.append(WAITING)
         self._later.append([])
         self._inputs.append(inputs)
-        waits = [earlier for earlier in task.deps if earlier in self._open]
+        data = len(task.deps) - by_hand
+        waits = [
+            earlier
+            for position, earlier in enumerate(task.deps)
+            if earlier in self._open and (position >= data or not self._on_device(earlier, task))
+        ]
         self._left.append(len(waits))
         for earlier in waits:
             self._later[earlier].append(task.id)
+        for earlier in {*task.deps} - {*waits} & self._open:
+            self._released[earlier].append(task.id)
         self._open.add(task.id)
         if not isinstance(task, Join):
             self._lanes[task.lane].order.append(task)
+
+    def _await_device(self, task: Task) -> None:
+        """A task that has run, or is cancelled, settles after those that it waited for on its device."""
+        waits = [other.id for other in task.after or () if other.id in self._open]
+        self._left[task.id] = len(waits)
+        for earlier in waits:
+            self._later[earlier].append(task.id)
 
     def _look(self, *tasks: Task) -> None:
         """Compare tasks, and all that their ends may have moved, with the account; then the lanes."""
@@ -207,7 +243,8 @@ class CheckedEngine(Engine):
                 self._open.discard(task.id)
                 for later in self._later[task.id]:
                     self._left[later] -= 1
-                changed += [self.tasks[later] for later in self._later[task.id]]
+                moved = self._later[task.id] + self._released.get(task.id, [])
+                changed += [self.tasks[number] for number in moved]
                 self._later[task.id] = []
         for task in changed:
             if task.id in self._open:
@@ -225,18 +262,30 @@ class CheckedEngine(Engine):
             return
         self._known[task.id] = after
         legal = LEGAL_FOR_JOINS if isinstance(task, Join) else LEGAL
-        self._expect((before, after) in legal, f"{task!r} was {STATE_NAMES[before]}")
+        withdrawn = (before, after) == (READY, WAITING) and task.cause is not None and task.after is not None
+        self._expect((before, after) in legal or withdrawn, f"{task!r} was {STATE_NAMES[before]}")
         if after in (READY, RUNNING, DONE):
-            lost = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
+            missing = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
+            ahead = ISSUED if after != DONE else DONE
+            lost = [each for each in missing if each.state != ahead or not self._on_device(each.id, task)]
             self._expect(not lost, f"{task!r} goes on although its input {lost} is not there")
         if after in (FAILED, CANCELLED):
             self._expect(task.cause is not None, f"{task!r} ended without a cause")
         if after == CANCELLED:
-            self._expect(task.start < 0, f"{task!r} ran before it was cancelled")
+            self._expect(task.start < 0 or before == ISSUED, f"{task!r} ran before it was cancelled")
         if not isinstance(task, Join):
             self._lanes[task.lane].move(task, self._calls)
 
+    def _on_device(self, earlier: int, task: Task) -> bool:
+        """Whether the edge between two tasks holds on their device, since a stream took the earlier one in."""
+        domain = task.lane.domain
+        return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
+
     def _expect_waiting(self, task: Task) -> None:
+        if task.state == ISSUED:
+            return
+        if task.cause is not None and task.after is not None and not self._left[task.id]:
+            self._await_device(task)
         left = self._left[task.id]
         self._expect(task.waits == left, f"{task!r} counts {task.waits} earlier tasks, {left} are unsettled")
         if left:
@@ -246,13 +295,15 @@ class CheckedEngine(Engine):
 
     def _expect_running(self, task: Task) -> None:
         running = task.state == RUNNING and task.lane.running is task
-        self._expect(running, f"{task!r} ended without having its lane")
+        self._expect(running or task.state == ISSUED, f"{task!r} ended without having its lane")
 
     def _expect(self, holds: bool, rule: str) -> None:
         if not holds:
             self.broken.append(rule)
 
     def _look_at_ledger(self) -> None:
+        """Called from where the policy runs: the ledger is kept in program order, whatever the lanes do meanwhile."""
+        self._something_failed = False
         for memory in self._memories:
             self.broken += ledger_problems(memory, [pool for pool in self._pools if pool.memory is memory])
         for views in self._views:
@@ -295,7 +346,9 @@ class _LaneAccount:
         self.fresh.clear()
         if self.lane.running is not self.running:
             wrong.append(f"lane {self.lane.name} runs {self.lane.running!r}, but {self.running!r} has it")
-        elif self.running is None and self._startable() is not None:
+        elif not 0 <= self.lane.in_flight <= self.lane.depth:
+            wrong.append(f"lane {self.lane.name} has {self.lane.in_flight} tasks in flight")
+        elif self.running is None and self.lane.in_flight < self.lane.depth and self._startable() is not None:
             wrong.append(f"lane {self.lane.name} is idle, but {self._startable()!r} could run")
         return wrong
 
@@ -324,7 +377,7 @@ class _LaneAccount:
 
     def _first(self) -> Task | None:
         """The earliest task of the lane that has not ended, nor runs already."""
-        while self.order and (self.order[0].state >= DONE or self.order[0] is self.running):
+        while self.order and (self.order[0].state >= ISSUED or self.order[0] is self.running):
             self.order.popleft()
         return self.order[0] if self.order else None
 
