@@ -190,7 +190,7 @@ class AwaitableRunner:
         task.start = perf_counter_ns() - self._driver.origin
         try:
             value = await self._execute(task)
-        except Exception as raised:
+        except BaseException as raised:
             error = raised
         task.end = perf_counter_ns() - self._driver.origin
         with self._driver.lock:

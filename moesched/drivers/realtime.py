@@ -181,8 +181,9 @@ class RealtimeDriver:
             for rank, engine in enumerate(self._engines):
                 engine.halt(interrupted)
                 self._rendezvous.leave(rank, interrupted)
-            for run in self._runs:
-                run.close()
+        for run in self._runs:  # without the lock: a policy's `finally` may submit
+            run.close()
+        with self.lock:
             self._draining = True
             self._dispatch()
         await self._over
