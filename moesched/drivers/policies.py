@@ -28,7 +28,10 @@ class PolicyRun:
     def close(self) -> None:
         """Give the coroutine up, running its `finally` blocks."""
         self.done, self.awaited = True, None
-        self._main.close()
+        try:
+            self._main.close()
+        except BaseException as error:
+            self.error = error
 
     def resume(self) -> None:
         """Go on until the coroutine awaits a handle that has not settled, or ends."""
