@@ -15,7 +15,7 @@ from moesched.models.shapes import SHAPES
 SMALL = msgspec.structs.replace(
     SHAPES["mixtral-0.8b"],
     name="small",
-    layers=2,
+    layers=4,
     hidden=32,
     intermediate=48,
     heads=4,

@@ -56,7 +56,9 @@ class LoadingBar(Listener):
 
     def generated(self, request: int, token: int, text: str) -> None:
         """The first token: loading and prefill are over."""
-        self.close()
+        if self._bar is not None:
+            _log.info("first token", request=request)
+            self.close()
 
     def ran(self) -> None:
         """The batch is through."""

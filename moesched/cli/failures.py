@@ -15,7 +15,12 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 UNEXPECTED = 1
 
-_CALLERS_OF_POLICIES = ("moesched.generation", "moesched.runs", "moesched.jobs")
+_CALLERS_OF_POLICIES = (
+    "moesched.drivers.policies",
+    "moesched.drivers.replay",
+    "moesched.generation",
+    "moesched.runs",
+)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -80,10 +85,13 @@ def _is_pythons(file: str) -> bool:
 def _method_line(trace: TracebackType | None) -> str:
     """Where the policy's method begins that had returned when its step was found incomplete."""
     for frame, _ in traceback.walk_tb(trace):
-        step, policy = frame.f_locals.get("step"), getattr(frame.f_locals.get("self"), "_policy", None)
-        if step is not None and policy is not None:
-            code = getattr(type(policy), step.kind).__code__
-            return f"{code.co_filename}:{code.co_firstlineno} ({type(policy).__name__}.{step.kind})"
+        known = frame.f_locals
+        policy = known.get("policy") or getattr(known.get("self"), "_policy", None)
+        kind = getattr(known.get("step"), "kind", "")
+        method = getattr(type(policy), kind, None)
+        if method is not None:
+            code = method.__code__
+            return f"{code.co_filename}:{code.co_firstlineno} ({type(policy).__name__}.{kind})"
     return ""
 
 

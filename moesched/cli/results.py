@@ -11,9 +11,7 @@ from moesched.job_report import JobReport, write_report
 from moesched.jobs import NotTraced, require_writable
 
 
-def hand_out(
-    job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None
-) -> JobReport:
+def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None) -> JobReport:
     """Run a job, print what came out and write it to `file`; `trace` is where the job writes its trace.
 
     Raises:
