@@ -37,6 +37,8 @@ def format_bytes(nbytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration with a unit that fits it, such as "12.3 ms"."""
+    if abs(seconds) >= 1000:
+        return f"{seconds:,.0f} s"
     for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {name}"
