@@ -282,7 +282,7 @@ class _Job:
         bytes_read = getattr(device, "bytes_read", None)
         finished = self._report(report, plan, kinds, teller.texts, bytes_read)
         if recorder is not None and trace is not None:
-            self._write_trace(trace, recorder, finished)
+            self._write_trace(trace, recorder, finished, teller.listener)
         return finished
 
     def simulate(self, batch: Batch, seed: int, listener: Listener, trace: Path | None) -> JobReport:
@@ -313,7 +313,7 @@ class _Job:
         listener.ran()
         finished = self._report(report, plan, kinds, None, None)
         if recorder is not None and trace is not None:
-            self._write_trace(trace, recorder, finished)
+            self._write_trace(trace, recorder, finished, listener)
         return finished
 
     def _report(
@@ -334,7 +334,9 @@ class _Job:
             bytes_read=bytes_read,
         )
 
-    def _write_trace(self, path: Path, recorder: Recorder | LastSteps, report: JobReport) -> None:
+    def _write_trace(
+        self, path: Path, recorder: Recorder | LastSteps, report: JobReport, listener: Listener
+    ) -> None:
         about = About(
             driver="realtime" if report.measured else "virtual",
             policy=report.policy,
@@ -342,10 +344,13 @@ class _Job:
             machine=report.machine,
             plan=msgspec.to_builtins(report.plan),
         )
+        listener.writing(path)
         try:
             write_trace(path, recorder.recording(), about)
         except BadInput as error:
             raise NotTraced(error, report) from error
+        finally:
+            listener.ran()
 
 
 class _Devices:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moesched.plan import Plan
 from moesched.tasks import Task
 from moesched.trace.summary import KindUse
@@ -24,6 +26,9 @@ class Listener:
 
     def ran(self) -> None:
         """The batch is through, or was interrupted."""
+
+    def writing(self, trace: Path) -> None:
+        """The batch's trace is about to be written, which may take a while; `ran` is told again afterwards."""
 
 
 class KindMeter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -57,12 +58,17 @@ class LoadingBar(Listener):
     def generated(self, request: int, token: int, text: str) -> None:
         """The first token: loading and prefill are over."""
         if self._bar is not None:
-            _log.info("first token", request=request)
             self.close()
+            _log.info("first token", request=request)
 
     def ran(self) -> None:
         """The batch is through."""
         self.close()
+
+    def writing(self, trace: Path) -> None:
+        """Begin another bar."""
+        self.close()
+        self._bar = Bar(f"writing {trace}").__enter__()
 
     def close(self) -> None:
         """Take the bar away, if there is one."""
@@ -187,3 +193,7 @@ class SimulationBar(Listener):
         if task.verb == "sample":
             self._samples += 1
             self._bar.update(self._samples)
+
+    def writing(self, trace: Path) -> None:
+        """Say so."""
+        self._bar.update(0, what=f"writing {trace}")

@@ -108,9 +108,8 @@ class Bar:
     Use it as a context; it may be closed early.
     """
 
-    def __init__(self, what: str, unit: str = "") -> None:
+    def __init__(self, what: str) -> None:
         self._what = what
-        self._unit = unit
         self._total: float | None = None
         self._done = 0.0
         self._progress: Progress | None = None
@@ -129,12 +128,14 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """How much is done, of how much."""
+        """How much is done, of how much; `what` begins something else, which takes as long as it takes."""
         self._done = done
-        self._total = total if total is not None else self._total
+        self._total = None if what else total or self._total
         self._what = what or self._what
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=self._total, description=self._what)
+            self._progress.update(self._task, completed=done, description=self._what)
+            if self._progress.tasks[0].total != self._total:
+                self._progress.reset(self._task, total=self._total, description=self._what)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -146,12 +147,12 @@ class Bar:
                 self._progress = None
 
     def _show(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         with self._lock:
             if self._closed:
                 return
-            columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")]
+            columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
             progress = Progress(*columns, TimeElapsedColumn(), console=stderr(), transient=True)
             self._task = progress.add_task(self._what, total=self._total, completed=int(self._done))
             progress.start()
