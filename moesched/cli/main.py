@@ -45,14 +45,20 @@ def make_app() -> App:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    send_logs_to_stderr()
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        given = sys.argv[1:] if arguments is None else list(arguments)
+        if not explains_only(given):
+            send_logs_to_stderr()
         code = make_app()(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BaseException as error:
         code = exit_code_of(error)
     return code or 0
+
+
+def explains_only(arguments: Sequence[str]) -> bool:
+    """Whether nothing is run, so that nothing will be logged: loading the logs takes as long as all the rest."""
+    return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)
 
 
 if __name__ == "__main__":
