@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -33,6 +34,42 @@ def _same_bits(outputs: int, inputs: int) -> bool:
         plain = torch.cat([torch.nn.functional.linear(x_TD, block) for block in blocks], dim=-1)
         if not torch.equal(packed_linear(x_TD, packed), plain):
             return False
+    return True
+
+
+@cache
+def cores_keep_bits(dtype: torch.dtype, cores: int) -> bool:
+    """Whether a product of this dtype has the same bits on one core as on so many, packed or not; tried, not assumed.
+
+    Where it has not, a product must run on the same number of cores under every policy.
+    """
+    if dtype != torch.bfloat16:
+        return False  # float32 products of five rows were seen to differ
+    before = torch.get_num_threads()
+    try:
+        return all(
+            _same_on_cores(outputs, inputs, cores) for outputs, inputs in ((1024, 512), (33, 40))
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def _same_on_cores(outputs: int, inputs: int, cores: int) -> bool:
+    generator = torch.Generator().manual_seed(outputs)
+    weight_ND = torch.randn(outputs, inputs, generator=generator).to(torch.bfloat16)
+    products: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        partial(torch.nn.functional.linear, weight=weight_ND)
+    ]
+    if packing_pays():
+        products.append(partial(packed_linear, packed=pack(weight_ND)))
+    for tokens in (1, 5, 16, 128):
+        x_TD = torch.randn(tokens, inputs, generator=generator).to(torch.bfloat16)
+        for product in products:
+            torch.set_num_threads(1)
+            alone = product(x_TD)
+            torch.set_num_threads(cores)
+            if not torch.equal(alone, product(x_TD)):
+                return False
     return True
 
 

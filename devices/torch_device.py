@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +19,19 @@ from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes
+from .kept_pages import KeptPages, Weights
 from .kv_cache import BlockedKV, KVStep
-from .packed_weights import pack, packed_bytes, packing_pays
+from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
+from .team import Team, usable_cores, use_cores
 from .torch_kernels import Grouping, Tensor
 
-Blocks = list[Tensor]
-Weights = dict[str, Blocks]
+MOST_ARRANGING = 3
+"""How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
+
+ONE_CORE_BYTES = 8 << 20
+ONE_CORE_PRODUCTS = 1 << 26
+"""Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
 
 
 class MicroBatchState:
@@ -54,18 +60,25 @@ class TorchDevice:
 
     Args:
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
+        direct: read past the page cache where the system allows it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
+    ) -> None:
         self.config = checkpoint.config
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self._keep_logits = keep_logits
-        self._reader = PageReader(checkpoint, layout)
+        self._reader = PageReader(checkpoint, layout, direct)
         self._dtype = DTYPES[layout.dtype]
         self._packing = layout.dtype == "bfloat16" and packing_pays()
+        self._cores = usable_cores()
+        self._sharing = self._cores > 1 and cores_keep_bits(self._dtype, self._cores)
+        self._threads_before = torch.get_num_threads()
+        self._team = Team(1)
         self._arenas: dict[Pool, Arena] = {}
-        self._kept: dict[int, Weights] = {}
+        self._kept = KeptPages(self._reader, 0, [], self._arranged)
         self._verbs: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
@@ -86,6 +99,10 @@ class TorchDevice:
         return {}
 
     @property
+    def streams(self) -> None:
+        """What issues tasks to streams: nothing, there are none."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
         return self._reader.bytes_read
@@ -101,20 +118,12 @@ class TorchDevice:
             BadInput: a token id is outside the vocabulary.
         """
         self._check(prompts)
-        torch.set_num_threads(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-        names = (
-            ("embedding", "final_norm")
-            if self.config.tied_embeddings
-            else ("embedding", "final_norm", "lm_head")
-        )
-        self._globals = {name: self._reader.read_tensor(name) for name in names}
-        head = self._globals.get("lm_head")
-        self._head = [self._globals["embedding"] if head is None else self._packed(head)]
-        self._globals.pop("lm_head", None)
+        self._team = Team(self._cores if self._sharing else 1)
+        self._globals = {name: self._reader.read_tensor(name) for name in ("embedding", "final_norm")}
+        self._head = self._split_head()
         self._arenas = {pool: Arena(len(pool.slots), pool.slot_bytes) for pool in plan.pools}
-        self._staging = aligned_bytes(self._reader.slot_bytes)
+        count = sum(len(kept.slots) for kept in plan.kept)
+        self._kept = KeptPages(self._reader, count, self._staging(count), self._arranged)
         self._sampling = sampling
         self._first_request = plan.batch.first_request
         blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
@@ -129,8 +138,11 @@ class TorchDevice:
             return self._verbs[task.verb](task)
 
     async def aclose(self) -> None:
-        """Close the checkpoint's files."""
+        """Close the checkpoint's files and end the threads."""
+        self._kept.close()
+        self._team.close()
         self._reader.close()
+        torch.set_num_threads(self._threads_before)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         for number, prompt in enumerate(prompts):
@@ -145,14 +157,28 @@ class TorchDevice:
 
     def _load(self, task: PageTransfer) -> None:
         for page in task.pages:
-            self._reader.read(page, self._staging)
-            views = self._reader.views(self._staging, page)
-            self._kept[page.id] = {
-                name: [self._packed(block) if block.dim() == 2 else block.clone() for block in blocks]
-                for name, blocks in views.items()
-            }
+            self._kept.load(page)
 
-    def _packed(self, matrix_ND: Tensor) -> Tensor:
+    def _staging(self, pages: int) -> list[Tensor]:
+        """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
+        count = min(pages, self._cores, MOST_ARRANGING) + 1 if pages else 0
+        size = self._reader.slot_bytes
+        unused = [
+            arena.slot(index)
+            for arena in self._arenas.values()
+            if arena.slot_bytes >= size
+            for index in range(len(arena))
+        ]
+        return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
+
+    def _split_head(self) -> list[Tensor]:
+        """The LM head as row blocks, one for each core of the team."""
+        tied = self.config.tied_embeddings
+        head = self._globals["embedding"] if tied else self._reader.read_tensor("lm_head")
+        blocks = head.chunk(self._team.cores)
+        return list(blocks) if tied else [self._arranged(block) for block in blocks]
+
+    def _arranged(self, matrix_ND: Tensor) -> Tensor:
         if self._packing:
             packed = pack(matrix_ND)
             if packed_bytes(packed) <= matrix_ND.nbytes:
@@ -171,7 +197,7 @@ class TorchDevice:
         if view.bound is None:
             merged: Weights = {}
             for page, slot in zip(view.pages, view.slots, strict=True):
-                tensors = self._kept[page.id] if slot.fixed else self._reader.views(self._bytes(slot), page)
+                tensors = self._kept[page] if slot.fixed else self._reader.views(self._bytes(slot), page)
                 for name, blocks in tensors.items():
                     merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
             view.bound = merged
@@ -180,7 +206,16 @@ class TorchDevice:
 
     # -- a micro-batch through a layer -------------------------------------------------------------
 
+    def _use_cores_for(self, tokens: int, weights: int) -> None:
+        """Let torch use all cores for a product with so many weights if that is worth it.
+
+        What decides is the shape alone, never the lane or what else runs: that may show in the bits of float32.
+        """
+        small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._dtype.itemsize <= ONE_CORE_BYTES
+        use_cores(1 if small else self._cores)
+
     def _embed(self, task: Task) -> None:
+        use_cores(1)
         state = self._states[task.micro_batch]
         state.step = self._cache.extend(state.requests, [len(tokens) for tokens in state.new])
         state.angles = kernels.rotary(state.step.positions_T, self.config.head_dim, self.config.rope_theta)
@@ -189,6 +224,8 @@ class TorchDevice:
 
     def _pre_attention(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._use_cores_for(len(state.hidden_TD), config.hidden * width)
         state.qkv = kernels.project_qkv(
             state.hidden_TD,
             weights["attention_norm"][0],
@@ -202,6 +239,8 @@ class TorchDevice:
     def _attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
+        seen = sum(state.step.past) + len(q_THd)
+        self._use_cores_for(max(state.step.new), 2 * seen * self.config.kv_heads * self.config.head_dim)
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
         views = self._cache.views(task.layer, state.step)
         state.attended_TX = kernels.attention(q_THd, views, self.config.sliding_window)
@@ -210,13 +249,19 @@ class TorchDevice:
         counts = self._route(task)
         weights = self._weights(task.operands)
         state = self._states[task.micro_batch]
-        for expert in counts:
-            self._apply_expert(state, expert, weights)
+        if self._sharing:
+            largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
+            self._team.run([partial(self._apply_expert, state, expert, weights) for expert in largest_first])
+        else:
+            for expert in counts:
+                self._use_cores_for_expert(counts[expert])
+                self._apply_expert(state, expert, weights)
         self._combine(task)
 
     def _route(self, task: Task) -> dict[int, int]:
         """Output projection, norm, router; the tokens of each expert that has any."""
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
         state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
         x_TD = kernels.rms_norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps)
         if config.experts == 1:
@@ -232,7 +277,12 @@ class TorchDevice:
         return {expert: count for expert, count in enumerate(counts) if count}
 
     def _run_expert(self, task: Task) -> None:
-        self._apply_expert(self._states[task.micro_batch], task.expert, self._weights(task.operands))
+        state = self._states[task.micro_batch]
+        self._use_cores_for_expert(state.grouping.counts[task.expert])
+        self._apply_expert(state, task.expert, self._weights(task.operands))
+
+    def _use_cores_for_expert(self, tokens: int) -> None:
+        self._use_cores_for(tokens, self.config.hidden * self.config.intermediate)
 
     def _apply_expert(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
         start = state.starts[expert]
@@ -241,6 +291,7 @@ class TorchDevice:
         state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
 
     def _combine(self, task: Task) -> None:
+        use_cores(1)
         state = self._states[task.micro_batch]
         state.hidden_TD = kernels.combine(
             state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD
@@ -249,7 +300,7 @@ class TorchDevice:
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]
         last_SD = state.hidden_TD.index_select(0, state.step.last_S)
-        logits_SV = kernels.lm_head(last_SD, self._globals["final_norm"], self._head, self.config.norm_eps)
+        logits_SV = self._logits(last_SD)
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
@@ -257,3 +308,17 @@ class TorchDevice:
         tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
         state.new = [[token] for token in tokens]
         return tokens
+
+    def _logits(self, last_SD: Tensor) -> Tensor:
+        """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
+        x_SD = kernels.rms_norm(last_SD, self._globals["final_norm"], self.config.norm_eps)
+        if not self._sharing:
+            self._use_cores_for(len(x_SD), self.config.vocabulary * self.config.hidden)
+            return kernels.linear(x_SD, self._head).float()
+        parts: dict[int, Tensor] = {}
+        self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])
+        return torch.cat([parts[n] for n in range(len(self._head))], dim=-1).float()
+
+
+def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
+    into[number] = kernels.linear(x_TD, [block])

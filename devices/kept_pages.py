@@ -1,0 +1,76 @@
+"""The pages that stay for the whole run, rearranged for oneDNN where that pays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from moesched.models.layout import Page
+
+from .page_reader import PageReader
+from .team import use_cores
+
+Weights = dict[str, list[torch.Tensor]]
+
+
+class KeptPages:
+    """Reads pages one after the other, on the calling thread, while threads of its own rearrange those before.
+
+    count: how many pages will be loaded; the last `load` returns when all of them are rearranged.
+    staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
+    arrange: makes of a matrix what is kept of it.
+    """
+
+    def __init__(
+        self,
+        reader: PageReader,
+        count: int,
+        staging: list[torch.Tensor],
+        arrange: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._reader = reader
+        self._arrange = arrange
+        self._awaited = count
+        self._pages: dict[int, Weights] = {}
+        self._free = deque(staging)
+        self._busy: deque[tuple[int, torch.Tensor, Future[Weights]]] = deque()
+        self._threads = ThreadPoolExecutor(max(1, len(staging) - 1), "arranging")
+
+    def load(self, page: Page) -> None:
+        """Read a page; on return it may still be rearranged, unless it is the last one."""
+        if not self._free:
+            self._settle_oldest()
+        staging = self._free.popleft()
+        self._reader.read(page, staging)
+        self._busy.append((page.id, staging, self._threads.submit(self._rearranged, page, staging)))
+        self._awaited -= 1
+        if not self._awaited:
+            while self._busy:
+                self._settle_oldest()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the staging memory and the threads; pages under way are lost."""
+        self._threads.shutdown(cancel_futures=True)
+        self._free.clear()
+        self._busy.clear()
+
+    def __getitem__(self, page: Page) -> Weights:
+        """The tensors of a page by their canonical names, as row blocks from top to bottom."""
+        return self._pages[page.id]
+
+    def _settle_oldest(self) -> None:
+        number, staging, arranged = self._busy.popleft()
+        self._pages[number] = arranged.result()
+        self._free.append(staging)
+
+    def _rearranged(self, page: Page, staging: torch.Tensor) -> Weights:
+        use_cores(1)
+        with torch.inference_mode():
+            return {
+                name: [self._arrange(block) if block.dim() == 2 else block.clone() for block in blocks]
+                for name, blocks in self._reader.views(staging, page).items()
+            }
