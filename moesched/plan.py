@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from moesched.errors import BadInput, OverBudget
+from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.memory import Fixed, Memory, Pool, Replacement
 from moesched.models.layout import Page, WeightLayout
@@ -91,6 +91,8 @@ class Plan:
         self.kept: list[Fixed] = []
         self.kv_role: Role | None = None
         self.discipline: Discipline = "ready_first"
+        if machine.roles.weights == machine.host.memory:
+            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         fast = self.memory("accelerator")
         fast.reserve("embedding, final norm and LM head", layout.globals_bytes)
         fast.reserve("activations of the largest micro-batch", activation_bytes(self.operations, batch))

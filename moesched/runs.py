@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from moesched.cost import Roofline
+from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.replay import CapturingEngine, replay_run
@@ -22,8 +22,8 @@ from moesched.errors import BadInput, OverBudget
 from moesched.generation import Generation, OnTokens
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import Batch, Plan
 from moesched.outcome import Outcome, Report, make_report
+from moesched.plan import Batch, Plan
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import CostModel, Observer, Policy, Routing
@@ -85,7 +85,7 @@ def simulate(
     """Run a plan on the virtual clock.
 
     Args:
-        cost: by default the roofline of the plan's machine.
+        cost: by default what the plan's machine was calibrated to, or its roofline.
         routing: by default uniform, with seed 0.
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
@@ -95,7 +95,7 @@ def simulate(
         NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
     """
     started = time.perf_counter()
-    cost = cost or Roofline(plan.machine, plan.layout.dtype)
+    cost = cost or cost_model(plan.machine, plan.layout.dtype)
     sharing = plan.machine.unified if sharing is None else sharing
     if replay:
         if sharing:
