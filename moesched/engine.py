@@ -169,6 +169,11 @@ class Engine:
             self._unblock(task)
         return task
 
+    def raise_failure(self) -> None:
+        """Raise the failure that the engine halts on, if there is one; `submit` does so too."""
+        if self._refusal is not None:
+            raise self._refusal
+
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
         """One node that stands for the present values of `reads`: who reads `writes` waits for all of them."""
         join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)

@@ -8,7 +8,7 @@ the bytes waits for those. So a budget that holds in program order holds on the 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from moesched.engine import Engine
@@ -138,7 +138,7 @@ class Pool:
         table = self.memory.table
         if page.id in table:
             held = table[page.id]
-            if not _lost(held):
+            if _lost(held) is None:
                 raise PolicyError(
                     f"page {describe(page)} is already in {self.memory.name} ({held.name}): "
                     "fetch it once, or evict it first"
@@ -151,6 +151,18 @@ class Pool:
         slot.tag = page.id
         table[page.id] = self._held[page.id] = slot
         return slot
+
+    def place_all(self, pages: Sequence[Page], engine: Engine) -> tuple[Slot, ...]:
+        """The slots of all these pages, or of none of them."""
+        slots: list[Slot] = []
+        try:
+            for page in pages:
+                slots.append(self.place(page, engine))
+        except PolicyError:
+            for slot in slots:
+                self.vacate(slot, engine)
+            raise
+        return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
         """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
@@ -227,12 +239,10 @@ class View(Generic[K]):
 
     def close(self, engine: Engine) -> None:
         """End the view; the next writers of its slots wait for its readers."""
+        readers_done = [] if self.block is None else [engine.join((), (self.block,))]
         del self.owner.open[self.key]
-        if self.block is not None:
-            readers_done = engine.join((), (self.block,))
-            for slot in self.moving:
-                slot.readers.append(readers_done)
         for slot in self.moving:
+            slot.readers += readers_done
             slot.views.remove(self)
 
 
@@ -254,7 +264,14 @@ class Views(Generic[K]):
         pages = self.pages_of(key)
         for page in pages:
             slot = self.memory.table.get(page.id)
-            if slot is None or _lost(slot):
+            lost = None if slot is None else _lost(slot)
+            if lost is not None:
+                engine.raise_failure()
+                raise NotResident(
+                    f"page {describe(page)} never came to {self.memory.name}: its transfer failed or was cancelled; "
+                    "fetch it again before the kernel that reads it"
+                ) from lost
+            if slot is None:
                 raise NotResident(
                     f"page {describe(page)} is not in {self.memory.name}: fetch it before the kernel that reads it, "
                     "and keep its slot until then"
@@ -270,6 +287,6 @@ def describe(page: Page) -> str:
     return f"L{page.layer} {part} #{page.index}"
 
 
-def _lost(slot: Slot) -> bool:
-    """Whether the transfer that was to fill the slot failed or was cancelled."""
-    return slot.writer is not None and slot.writer.state > DONE
+def _lost(slot: Slot) -> BaseException | None:
+    """Why the transfer that was to fill the slot failed or was cancelled; None where it was not."""
+    return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, TypeVar
 
 from moesched.engine import Engine
-from moesched.errors import NotResident, OutOfOrder, PolicyError
+from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.memory import Fixed, Pool, View, Views, describe
 from moesched.models.layout import Page
 from moesched.models.operations import Amount, Kept, Operations
@@ -297,6 +297,10 @@ class Step:
             slot = pool.memory.table.get(page.id)
             if slot is None or slot.pool is not pool:
                 raise NotResident(f"evict: page {describe(page)} is not in pool {pool.name}")
+            if slot.fixed:
+                raise PolicyError(
+                    f"evict: page {describe(page)} is kept for the whole run: keep fewer in the plan"
+                )
             pool.vacate(slot, self._engine)
 
     # -- a micro-batch through a layer -------------------------------------------------------------
@@ -520,8 +524,10 @@ class Step:
         samples = []
         for batch in self._batches:
             if batch.tag != self._base + self._schedule.stride - 1 or batch.last is None:
+                last = f", where {batch.last.line} left it" if batch.last is not None else ""
                 raise OutOfOrder(
-                    f"{self.kind} step {self.index} ended before mb{batch.index} was sampled: it is at {self._where(batch)}"
+                    f"{self.kind} step {self.index} ended before mb{batch.index} was sampled: "
+                    f"it is at {self._where(batch)}{last}"
                 )
             samples.append(batch.last)
         return samples
@@ -533,8 +539,11 @@ class Step:
     ) -> tuple[Lane, Work, tuple[Block, ...]]:
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
-        engine = self._engine
-        slots = tuple([pool.place(page, engine) for page in pages])
+        if len(pages) > len(pool.slots):
+            raise OverBudget(
+                f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
+            )
+        slots = pool.place_all(pages, self._engine)
         nbytes = 0
         for page in pages:
             nbytes += page.nbytes

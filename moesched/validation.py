@@ -232,7 +232,9 @@ class CheckedEngine(Engine):
 
     def _look(self, *tasks: Task) -> None:
         """Compare tasks, and all that their ends may have moved, with the account; then the lanes."""
-        ended_lanes = {task.lane for task in tasks if task.state in (DONE, FAILED)}
+        ended_lanes = {
+            task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
+        }
         self._calls += 1
         changed = list(tasks)
         for task in changed:
