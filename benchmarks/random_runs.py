@@ -1,0 +1,88 @@
+"""Random graphs and random policies, on the virtual clock and on real threads, on 1 to 3 ranks, a third with failures.
+
+    python benchmarks/random_runs.py [--runs 10000] [--first 0]
+
+Half of the runs are random graphs on the virtual clock, three tenths are random graphs on worker threads, streams and
+the event loop, and two tenths are policies (mostly the adversary) on random models and machines, on either. Tasks
+compute on symbols that show what they were made from. Every run is checked: no wrong value, nothing stuck, no budget
+passed physically, the ledger in order after every failure, nothing run after its input failed. The result is written
+to benchmarks/results/random_runs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from random import Random
+from typing import Any
+
+from _random_graph import KINDS, Problem, Shape, Verdict, run_graph
+from _random_policy import run_policy
+from _results import Stuck, within, write_result
+from rich.progress import track
+
+STUCK_AFTER_SECONDS = 60.0
+
+
+def main() -> int:
+    """Run, print what came out, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    counts: dict[str, Counter[str]] = {}
+    problems: Counter[str] = Counter()
+    told: list[str] = []
+    for seed in track(range(options.first, options.first + options.runs), "random runs"):
+        name, shape = kind_of_run(seed)
+        verdict = guarded(seed)
+        counted = counts.setdefault(name, Counter())
+        counted += Counter(runs=1, done=verdict.done, failed=verdict.failed, cancelled=verdict.cancelled)
+        counted[f"{shape.ranks} ranks"] += 1
+        counted["troubled"] += shape.troubled
+        problems.update({problem.kind for problem in verdict.problems})
+        told += [f"seed {seed}, {name}: {problem.kind}: {problem.what}" for problem in verdict.problems[:1]]
+    figures: dict[str, Any] = {
+        "runs": options.runs,
+        "first_seed": options.first,
+        "seconds": round(time.perf_counter() - started, 1),
+        "runs_with": {kind: {"runs": problems[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
+        "by_kind": {name: dict(counted) for name, counted in sorted(counts.items())},
+        "problems": told[:20],
+    }
+    path = write_result("random_runs", figures)
+    print(f"{options.runs} runs, {sum(problems.values())} with a problem: {dict(problems)}; {path}")
+    print("\n".join(told[:20]))
+    return 1 if problems else 0
+
+
+def kind_of_run(seed: int) -> tuple[str, Shape]:
+    """What a seed stands for."""
+    kind = seed % 10
+    shape = Shape(real=kind in (5, 6, 7, 9), ranks=1 + seed // 10 % 3, troubled=seed // 30 % 3 == 0)
+    what = "policy" if kind >= 8 else "graph"
+    return f"{what} {'on threads' if shape.real else 'on the virtual clock'}", shape
+
+
+def random_run(seed: int) -> Verdict:
+    """One run."""
+    name, shape = kind_of_run(seed)
+    run = run_policy if name.startswith("policy") else run_graph
+    return run(Random(seed), shape)
+
+
+def guarded(seed: int) -> Verdict:
+    """One run, whatever comes of it."""
+    try:
+        return within(STUCK_AFTER_SECONDS, lambda: random_run(seed))
+    except Stuck as error:
+        return Verdict(problems=[Problem("stuck", str(error))])
+    except BaseException as error:
+        return Verdict(problems=[Problem("error", repr(error))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

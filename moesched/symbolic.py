@@ -1,0 +1,311 @@
+"""A device that computes on symbols: every value is a number made of the values that it came from, and nothing else.
+
+Two runs end with the same symbols only if every task read what it was meant to read. The device also notes when
+each piece of data was read and written, and refuses a task that touched one while another task was changing it.
+It runs under both drivers, needs no weights, and takes microseconds a task: a schedule can be tested without a model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count
+from random import Random
+from typing import Any
+
+from moesched.drivers.lanes import LaneKind
+from moesched.memory import Slot, View
+from moesched.models.config import ModelConfig
+from moesched.models.layout import Page
+from moesched.plan import Batch, Plan
+from moesched.tasks import PageTransfer, Task
+
+Key = Hashable
+"""What names a piece of data: a slot, or words and numbers such as ("hidden", 2)."""
+
+VOCABULARY = 50_000
+
+
+class Clash(AssertionError):
+    """A task read or wrote data while another task was changing it."""
+
+
+class SymbolicDevice:
+    """Runs a batch of one model on symbols.
+
+    Args:
+        fails: says of a task whether it is to fail; by default none does.
+    """
+
+    def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
+        self._fails = fails or (lambda task: False)
+        self._lock = threading.Lock()
+        self._ticks = count()
+        self._data: dict[Key, int] = {}
+        self._written: dict[Key, int] = {}
+        self._read: dict[Key, int] = {}
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        """What the lanes are: worker threads, all of them."""
+        return {}
+
+    def slot_bytes(self, page: Page) -> int:
+        """What a page takes in a slot."""
+        return page.nbytes
+
+    def begin(self, plan: Plan) -> None:
+        """Take in the prompts."""
+        self._config = plan.layout.config
+        self._batch = plan.batch
+        self._unified = plan.machine.unified
+        self._offloads_kv = not plan.machine.unified and plan.kv_role == "host"
+        for index, requests in enumerate(plan.batch.micro_batches):
+            self._data["tokens", index] = first_tokens(requests)
+
+    def execute(self, task: Task) -> Any:
+        """Run one task; its value is known and its writes are seen at its end."""
+        access = _Access(self, task)
+        if self._fails(task):
+            raise RuntimeError(f"{task.label} was told to fail")
+        value = getattr(self, f"_{task.verb}")(task, access)
+        access.close()
+        return value
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def _load(self, task: PageTransfer, data: _Access) -> None:
+        for page, slot in zip(task.pages, task.slots, strict=True):
+            data.write(slot, page.id)
+
+    def _fetch(self, task: PageTransfer, data: _Access) -> None:
+        sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
+        for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
+            data.write(slot, page.id if source is None else data.read(source))
+
+    _pin = _load
+
+    # -- a micro-batch through a layer -------------------------------------------------------------
+
+    def _embed(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        data.write(("hidden", j), embed(data.read(("tokens", j))))
+
+    def _pre_attention(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        hidden = data.read(("hidden", j))
+        data.write(("qkv", j), project(task.layer, hidden, data.weights(task.operands)))
+
+    def _offload_qkv(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        data.write(("qkv on the host", j), data.read(("qkv", j)))
+
+    def _attention(self, task: Task, data: _Access) -> None:
+        i, j = task.layer, task.micro_batch
+        qkv = data.read(("qkv", j))
+        cache = append(data.read(("kv", i, j)), qkv)
+        if not self._offloads_kv:
+            data.write(("kv", i, j), cache)
+        data.write(("attention", j), attend(i, qkv, cache))
+
+    def _offload_kv(self, task: Task, data: _Access) -> None:
+        i, j = task.layer, task.micro_batch
+        data.write(("kv", i, j), append(data.read(("kv", i, j)), data.read(("qkv", j))))
+
+    def _cpu_attention(self, task: Task, data: _Access) -> None:
+        i, j = task.layer, task.micro_batch
+        qkv = data.read(("qkv" if self._unified else "qkv on the host", j))
+        cache = append(data.read(("kv", i, j)), qkv)
+        data.write(("kv", i, j), cache)
+        data.write(("attention" if self._unified else "attention on the host", j), attend(i, qkv, cache))
+
+    def _load_hidden(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        data.write(("attention", j), data.read(("attention on the host", j)))
+
+    def _post_attention(self, task: Task, data: _Access) -> None:
+        weights = data.weights(task.operands)
+        hidden, routed = self._routed(task, data, weights)
+        outputs = [expert(task.layer, e, hidden, weights[e]) for e in routed]
+        data.write(("hidden", task.micro_batch), combine(hidden, outputs))
+
+    def _route(self, task: Task, data: _Access) -> dict[int, int]:
+        hidden, routed = self._routed(task, data, data.weights(task.operands))
+        data.write(("hidden", task.micro_batch), hidden)
+        data.write(("normed", task.micro_batch), hidden)
+        return routed
+
+    def _run_expert(self, task: Task, data: _Access) -> None:
+        hidden = data.read(("normed", task.micro_batch))
+        weights = data.weights(task.operands)[task.expert]
+        data.write(
+            ("output", task.expert, task.micro_batch), expert(task.layer, task.expert, hidden, weights)
+        )
+
+    def _combine(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        hidden = data.read(("hidden", j))
+        routed = choose_experts(self._config, hidden, self._tokens(task))
+        data.write(("hidden", j), combine(hidden, [data.read(("output", e, j)) for e in routed]))
+
+    def _sample(self, task: Task, data: _Access) -> list[int]:
+        j = task.micro_batch
+        tokens = sample(data.read(("hidden", j)), self._batch.micro_batches[j])
+        data.write(("tokens", j), symbol("tokens", *tokens))
+        return tokens
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _tokens(self, task: Task) -> int:
+        requests = self._batch.micro_batches[task.micro_batch]
+        return len(requests) if task.step else sum(self._batch.prompts[request] for request in requests)
+
+    def _routed(self, task: Task, data: _Access, weights: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+        j = task.micro_batch
+        hidden = project_output(
+            task.layer, data.read(("attention", j)), data.read(("hidden", j)), weights[-1]
+        )
+        return hidden, choose_experts(self._config, hidden, self._tokens(task))
+
+
+class _Access:
+    """What one task reads and writes, and when. Its writes are seen when it closes."""
+
+    def __init__(self, device: SymbolicDevice, task: Task) -> None:
+        self._device = device
+        self._task = task
+        self._start = task.start if task.end >= 0 else next(device._ticks)
+        self._reads: set[Key] = set()
+        self._writes: dict[Key, int] = {}
+
+    def read(self, key: Key) -> int:
+        """The present value; 0 where nothing was written yet."""
+        self._reads.add(key)
+        return self._device._data.get(key, 0)
+
+    def write(self, key: Key, value: int) -> None:
+        """Leave a value."""
+        self._writes[key] = value
+
+    def weights(self, view: View[Any]) -> dict[int, int]:
+        """A symbol of the pages that a view shows, by expert; -1 is the dense part."""
+        held: dict[int, list[int]] = {}
+        for page, slot in zip(view.pages, view.slots, strict=True):
+            held.setdefault(page.expert, []).append(self.read(slot))
+        return {part: symbol("weights", *pages) for part, pages in held.items()}
+
+    def close(self) -> None:
+        """Check that nobody changed what the task read, nor used what it wrote, while it ran; then write."""
+        device = self._device
+        with device._lock:
+            end = self._task.end if self._task.end >= 0 else next(device._ticks)
+            for key in self._reads | self._writes.keys():
+                if device._written.get(key, -1) > self._start:
+                    raise Clash(f"{self._task.label} uses {key} while another task changes it")
+            for key in self._writes:
+                if device._read.get(key, -1) > self._start:
+                    raise Clash(f"{self._task.label} changes {key} while another task reads it")
+            for key in self._reads:
+                device._read[key] = max(end, device._read.get(key, -1))
+            for key, value in self._writes.items():
+                device._written[key] = end
+                device._data[key] = value
+
+
+# -- the model, on symbols -------------------------------------------------------------------------
+
+
+def symbol(*parts: int | str) -> int:
+    """A number made of its parts, in their order."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
+
+
+def first_tokens(requests: Iterable[int]) -> int:
+    """The prompts of a micro-batch."""
+    return symbol("prompts", *requests)
+
+
+def embed(tokens: int) -> int:
+    """Tokens to hidden state."""
+    return symbol("embed", tokens)
+
+
+def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
+    """Hidden state to queries, keys and values."""
+    return symbol("qkv", layer, hidden, weights[-1])
+
+
+def append(cache: int, qkv: int) -> int:
+    """A cache with more keys and values in it."""
+    return symbol("cache", cache, qkv)
+
+
+def attend(layer: int, qkv: int, cache: int) -> int:
+    """Attention over a cache."""
+    return symbol("attention", layer, qkv, cache)
+
+
+def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
+    """Attention's output projection and the residual."""
+    return symbol("output", layer, attention, hidden, weights)
+
+
+def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
+    """How many of the tokens go to each expert that gets any, in ascending order of expert."""
+    random = Random(hidden)
+    counts = [0] * config.experts
+    for _ in range(tokens):
+        for chosen in random.sample(range(config.experts), config.top_k):
+            counts[chosen] += 1
+    return {number: tokens for number, tokens in enumerate(counts) if tokens}
+
+
+def expert(layer: int, number: int, hidden: int, weights: int) -> int:
+    """One expert's output."""
+    return symbol("expert", layer, number, hidden, weights)
+
+
+def combine(hidden: int, outputs: Sequence[int]) -> int:
+    """The experts' outputs, in their order, and the residual."""
+    return symbol("combine", hidden, *outputs)
+
+
+def sample(hidden: int, requests: Iterable[int]) -> list[int]:
+    """A token for each request."""
+    return [symbol("token", hidden, request) % VOCABULARY for request in requests]
+
+
+def expected_tokens(plan: Plan) -> list[list[int]]:
+    """What every schedule of a plan must come to, request by request: the model, run without a schedule."""
+    tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
+    for requests in plan.batch.micro_batches:
+        for step_tokens in _generate(plan, plan.batch, requests):
+            for request, token in zip(requests, step_tokens, strict=True):
+                tokens[request].append(token)
+    return tokens
+
+
+def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[list[int]]:
+    layout = plan.layout
+    cache = dict.fromkeys(plan.layers, 0)
+    held = first_tokens(requests)
+    for index in range(batch.new_tokens):
+        count_ = len(requests) if index else sum(batch.prompts[request] for request in requests)
+        hidden = embed(held)
+        for i in plan.layers:
+            dense = symbol("weights", *(page.id for page in layout.dense(i)))
+            qkv = project(i, hidden, {-1: dense})
+            cache[i] = append(cache[i], qkv)
+            hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
+            outputs = [
+                expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
+                for e in choose_experts(layout.config, hidden, count_)
+            ]
+            hidden = combine(hidden, outputs)
+        sampled = sample(hidden, requests)
+        held = symbol("tokens", *sampled)
+        yield sampled

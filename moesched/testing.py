@@ -1,0 +1,270 @@
+"""Conformance suites for plug-ins: what every policy and every transport must do, for its author to run.
+
+    from moesched.testing import check_policy
+    def test_my_policy():
+        check_policy(MyPolicy)
+
+A policy is run on several machines, models and batches, on the virtual clock and on real threads, on symbols instead
+of tensors (`moesched.symbolic`), with every transition of the engine checked. It must either refuse a plan that does
+not fit, or end with exactly the tokens of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import msgspec
+
+from moesched.cost import Roofline
+from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.errors import BadInput, MoeschedError, TransportError
+from moesched.generation import Generation
+from moesched.machines import Machine, load_machine
+from moesched.machines.local import unified_machine
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.plan import Plan, split_batch
+from moesched.runs import make_lanes, plan_run
+from moesched.seams import Observer, Policy, Transport
+from moesched.step import Schedule
+from moesched.symbolic import SymbolicDevice, expected_tokens
+from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.validation import CheckedEngine, CheckedSharedEngine
+
+Clock = Literal["virtual", "shared", "real"]
+CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
+"""The virtual clock, the same with tasks slowing each other down, and real threads."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One situation that a policy must cope with.
+
+    Attributes:
+        weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
+        pages_per_expert: into how many pages each expert is cut, at least.
+    """
+
+    name: str
+    machine: Machine
+    layers: int = 3
+    experts: int = 4
+    top_k: int = 2
+    prompts: tuple[int, ...] = (3, 5, 2, 4)
+    new_tokens: int = 3
+    micro_batch_size: int = 2
+    weights: float = 1.2
+    pages_per_expert: int = 1
+
+    def layout(self) -> WeightLayout:
+        """The weights of a small model, cut into pages."""
+        whole = weight_layout(self._config())
+        expert = sum(page.nbytes for page in whole.expert(0, 0))
+        return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
+
+    def plan(self, policy: Policy) -> Plan:
+        """What the policy plans.
+
+        Raises:
+            BadInput: the policy's plan does not fit.
+        """
+        layout = self.layout()
+        batch = split_batch(self.prompts, self.new_tokens, self.micro_batch_size)
+        empty = Plan(self.machine, layout, batch)
+        fast = empty.memory("accelerator")
+        cache = batch.cache_tokens * layout.config.layers * empty.operations.kv_bytes
+        weights = int(self.weights * sum(page.nbytes for page in layout.pages))
+        return plan_run(self.machine, layout, batch, policy, {fast.name: fast.used + cache + weights})
+
+    def _config(self) -> ModelConfig:
+        return ModelConfig(
+            name=self.name,
+            layers=self.layers,
+            hidden=32,
+            intermediate=64,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            experts=self.experts,
+            top_k=self.top_k,
+            vocabulary=64,
+            norm_eps=1e-5,
+            rope_theta=1e4,
+            sliding_window=None,
+            max_positions=128,
+            tied_embeddings=False,
+            stop_tokens=(),
+            dtype="bfloat16",
+        )
+
+
+def policy_cases() -> list[Case]:
+    """Situations that differ in whatever a schedule may trip over."""
+    gpu = load_machine("t4")
+    unified = unified_machine(
+        "unified",
+        memory=10**9,
+        disk=10**10,
+        flops={"bfloat16": 1e11},
+        memory_bandwidth=2e10,
+        disk_bandwidth=1e9,
+    )
+    return [
+        Case(name="roomy GPU", machine=gpu),
+        Case(name="roomy unified memory", machine=unified),
+        Case(name="tight GPU", machine=gpu, weights=0.7),
+        Case(name="tight unified memory", machine=unified, weights=0.7),
+        Case(name="one micro-batch", machine=gpu, weights=0.7, micro_batch_size=8),
+        Case(
+            name="two layers, many micro-batches", machine=gpu, layers=2, micro_batch_size=1, prompts=(1,) * 5
+        ),
+        Case(name="uneven micro-batches", machine=unified, weights=0.8, micro_batch_size=3),
+        Case(name="experts of several pages", machine=gpu, weights=0.7, pages_per_expert=3),
+        Case(name="odd layers, deep", machine=unified, layers=7, weights=0.5),
+        Case(name="one layer", machine=gpu, layers=1, weights=2.2),
+        Case(name="one new token", machine=gpu, new_tokens=1),
+        Case(name="dense model", machine=unified, experts=1, top_k=1),
+    ]
+
+
+class Ended(msgspec.Struct):
+    """A run of a policy on symbols that came to its end: what came out, and what should have."""
+
+    plan: Plan
+    tokens: list[list[int]]
+    expected: list[list[int]]
+    tasks: list[Task]
+    nanoseconds: int
+
+
+def run_on_symbols(
+    policy: Policy,
+    plan: Plan,
+    clock: Clock = "virtual",
+    *,
+    device: SymbolicDevice | None = None,
+    observers: Sequence[Observer] = (),
+) -> Ended:
+    """Run a plan on symbols, with the engine checked.
+
+    Raises:
+        PolicyError: the policy submitted something illegal.
+        BrokenRule: the engine broke one of its own rules.
+    """
+    device = device or SymbolicDevice()
+    device.begin(plan)
+    lanes = make_lanes(plan)
+    engine: CheckedEngine = (CheckedSharedEngine if clock == "real" else CheckedEngine)(lanes.values())
+    schedule = Schedule(plan, engine, lanes)
+    engine.watch(
+        plan.memories.values(),
+        [*plan.pools, *plan.kept],
+        [schedule.dense, schedule.whole, *schedule.expert.values()],
+    )
+    main = Generation(schedule, policy).run()
+    try:
+        if isinstance(engine, CheckedSharedEngine):
+            driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
+            tokens = asyncio.run(_first(driver.run(main)))
+            now = driver.now
+        else:
+            tokens, now = _run_virtual(engine, device, plan, main, observers, sharing=clock == "shared")
+    except MoeschedError:
+        engine.check_over()
+        raise
+    engine.check_over()
+    return Ended(plan, tokens, expected_tokens(plan), engine.tasks, now)
+
+
+def check_policy(
+    make: Callable[[], Policy], cases: Iterable[Case] = (), clocks: Iterable[Clock] = CLOCKS
+) -> int:
+    """Run a policy in every case; returns how many cases it took on.
+
+    Args:
+        make: makes the policy, anew for each run.
+        cases: by default `policy_cases()`.
+        clocks: by default the virtual clock, without and with sharing, and real threads.
+
+    Raises:
+        AssertionError: the policy ended with wrong tokens, passed a budget, or took on no case.
+        PolicyError: it submitted something illegal.
+    """
+    taken = 0
+    for case in cases or policy_cases():
+        for clock in clocks:
+            policy = make()
+            try:
+                plan = case.plan(policy)
+            except BadInput:
+                break
+            ended = run_on_symbols(policy, plan, clock)
+            assert ended.tokens == ended.expected, f"{case.name}, {clock}: wrong tokens"
+            over = [memory.name for memory in plan.memories.values() if memory.peak > memory.capacity]
+            assert not over, f"{case.name}, {clock}: more than the budget of {over}"
+        else:
+            taken += 1
+    assert taken, "the policy took on none of the cases: its plans never fit"
+    return taken
+
+
+def check_transport(make: Callable[[int], Transport]) -> None:
+    """Check what every transport promises.
+
+    Args:
+        make: makes a transport between that many ranks, all of them in this process.
+    """
+    for ranks in (1, 2, 3):
+        transport = make(ranks)
+        with ThreadPoolExecutor(ranks) as threads:
+            for ticket in range(20):
+                parts = [_Part((f"{ticket}.{rank}",)) for rank in range(ranks)]
+                totals = list(threads.map(transport.all_reduce, range(ranks), [ticket] * ranks, parts))
+                in_order = tuple(word for part in parts for word in part.words)
+                assert [total.words for total in totals] == [in_order] * ranks, (
+                    "not the sum in the order of ranks"
+                )
+        asyncio.run(transport.aclose())
+    _check_close_wakes_the_waiting(make(2))
+
+
+def _check_close_wakes_the_waiting(transport: Transport) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(transport.all_reduce, 0, 0, _Part(("0",)))
+        asyncio.run(transport.aclose())
+        assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
+
+
+class _Part:
+    """Something to add up that remembers the order of the additions."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.words = words
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.words + other.words)
+
+
+def _run_virtual(
+    engine: Engine,
+    device: SymbolicDevice,
+    plan: Plan,
+    main: Coroutine[Task, Any, list[list[int]]],
+    observers: Sequence[Observer],
+    *,
+    sharing: bool,
+) -> tuple[list[list[int]], int]:
+    perform: Mapping[type[Task], Callable[[Task], Any]] = dict.fromkeys(
+        (Kernel, HostKernel, PageTransfer, Decision), device.execute
+    )
+    cost = Roofline(plan.machine, plan.layout.dtype)
+    driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
+    return driver.run(main)[0], driver.now
+
+
+async def _first(running: Coroutine[Any, Any, list[list[list[int]]]]) -> list[list[int]]:
+    return (await running)[0]
