@@ -6,10 +6,9 @@ were measured. Nothing is free: work that the machine does not describe is refus
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
@@ -18,10 +17,9 @@ from moesched.machines import CostPoint, Machine
 from moesched.seams import CostModel
 from moesched.tasks import Part, Work
 
-PRODUCT, PACKED_PRODUCT = "product", "packed product"
 DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
-_ATTENTIONS = ("attention", "attention step", "attention prompt")
+ATTENTIONS = ("attention", "attention step", "attention prompt")
 
 
 class Demand(NamedTuple):
@@ -90,9 +88,8 @@ class Roofline:
 class Calibrated:
     """Costs from a machine's table of measured operations: a work takes the sum of its parts.
 
-    Between two measured sizes time is interpolated on logarithmic scales. Below the smallest, which is all overhead,
-    it stays; above the largest it grows as it did up to there. What runs at once is slowed as it was measured, pair by
-    pair. Work that nothing is known of but its FLOPs and bytes is left to the roofline.
+    Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured, pair by pair.
+    Work that nothing is known of but its FLOPs and bytes is left to the roofline.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -106,13 +103,12 @@ class Calibrated:
         for point in machine.cost_table:
             if point.dtype in ("", dtype):
                 points.setdefault(point.operation, []).append(point)
-        if PRODUCT not in points:
+        if not any(point.dtype == dtype for point in machine.cost_table):
             raise BadInput(
                 f"machine {machine.name} was not measured in {dtype}: run `moesched calibrate`, "
                 "or choose another --dtype"
             )
-        points.setdefault(PACKED_PRODUCT, points[PRODUCT])
-        self._operations = {operation: _by_rows(measured) for operation, measured in points.items()}
+        self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
         self._slowed: dict[str, list[tuple[str, float]]] = {}
         for pair in machine.contention:
             self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
@@ -121,13 +117,13 @@ class Calibrated:
         """The sum of the parts' times, and what slows the work.
 
         Raises:
-            BadInput: an operation was not measured, and the machine's peak rates say nothing of it either.
+            BadInput: an operation was not measured, or the machine's peak rates say nothing of the work either.
         """
         if not work.parts:
             return self._roofline.work(work)
         seconds = [part.times * self.seconds(part) for part in work.parts]
         sort = self._sort(work, seconds)
-        if DISPATCH in self._operations:
+        if DISPATCH in self._surfaces:
             seconds.append(self.seconds(Part(DISPATCH, 0)))
         return Demand(sum(seconds), (), sort, tuple(self._slowed.get(sort, ())))
 
@@ -137,74 +133,60 @@ class Calibrated:
         Raises:
             BadInput: the operation was not measured.
         """
-        by_rows = self._operations.get(part.operation)
-        if by_rows is None:
+        surface = self._surfaces.get(part.operation)
+        if surface is None:
             raise BadInput(
                 f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
                 "run `moesched calibrate`"
             )
-        rows = [rows for rows, _ in by_rows]
-        return Curve([(each, curve(part.size)) for each, curve in _around(by_rows, rows, part.rows)])(
-            part.rows
-        )
+        return surface(part.size, part.rows)
 
     def _sort(self, work: Work, seconds: Sequence[float]) -> str:
         """What most of the work is, as far as others that run beside it are concerned."""
         part = max(zip(seconds, work.parts, strict=True))[1]
-        if part.operation in _ATTENTIONS:
+        if part.operation in ATTENTIONS:
             return ATTENTION
         return part.operation if part.operation == work.resource else COMPUTE
 
 
 class Curve:
-    """Time by size, through measured points: straight between them on logarithmic scales.
+    """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Args:
-        points: (size, seconds) in any order; times at one size count by their median. Time never falls with size:
-            where a larger size was measured to be faster, that is noise.
+    Times at one x count by their median. Time never falls: where more was measured to be faster, that is noise.
+    Below the first point the first line goes on, down to half of the first time; above the last, time grows as it
+    did on the whole.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        by_size: dict[float, list[float]] = {}
-        for size, seconds in points:
-            by_size.setdefault(size, []).append(seconds)
-        self.sizes = sorted(by_size)
-        self.seconds = list(accumulate((median(by_size[size]) for size in self.sizes), max))
+        by_x: dict[float, list[float]] = {}
+        for x, seconds in points:
+            by_x.setdefault(x, []).append(seconds)
+        self._xs = sorted(by_x)
+        self._seconds = list(accumulate((median(by_x[x]) for x in self._xs), max))
 
-    def __call__(self, size: float) -> float:
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0]:
+    def __call__(self, x: float) -> float:
+        xs, seconds = self._xs, self._seconds
+        if len(xs) == 1:
             return seconds[0]
-        if size >= sizes[-1]:
-            return seconds[-1] + (size - sizes[-1]) * self._growth()
-        right = bisect_left(sizes, size)
-        low, high = sizes[right - 1], sizes[right]
-        if low <= 0:
-            return seconds[right - 1] + (seconds[right] - seconds[right - 1]) * size / high
-        way = log(size / low) / log(high / low)
-        return exp((1 - way) * log(seconds[right - 1]) + way * log(seconds[right]))
-
-    def _growth(self) -> float:
-        """Seconds per unit of size over all that was measured; by one point, all its time is for its size."""
-        sizes, seconds = self.sizes, self.seconds
-        if len(sizes) == 1:
-            return seconds[0] / sizes[0] if sizes[0] > 0 else 0.0
-        return (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        if x >= xs[-1]:
+            return seconds[-1] + (x - xs[-1]) * (seconds[-1] - seconds[0]) / (xs[-1] - xs[0])
+        right = max(1, bisect_right(xs, x))
+        left = right - 1
+        at = seconds[left] + (x - xs[left]) * (seconds[right] - seconds[left]) / (xs[right] - xs[left])
+        return max(at, seconds[0] / 2)
 
 
-def _by_rows(points: Sequence[CostPoint]) -> list[tuple[float, Curve]]:
-    rows = sorted({point.rows for point in points})
-    return [(each, Curve((p.size, p.seconds) for p in points if p.rows == each)) for each in rows]
+class Surface:
+    """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them."""
 
+    def __init__(self, points: Iterable[CostPoint]) -> None:
+        by_size: dict[float, list[tuple[float, float]]] = {}
+        for point in points:
+            by_size.setdefault(point.size, []).append((point.rows, point.seconds))
+        self._curves = {size: Curve(measured) for size, measured in by_size.items()}
 
-def _around(
-    by_rows: list[tuple[float, Curve]], rows: list[float], wanted: float
-) -> list[tuple[float, Curve]]:
-    """The curves of the measured rows on both sides; beyond the most, the first and the last."""
-    right = bisect_left(rows, wanted)
-    if right == len(rows):
-        return [by_rows[0], by_rows[-1]]
-    return by_rows[max(0, right - 1) : right + 1]
+    def __call__(self, size: float, rows: float) -> float:
+        return Curve((each, curve(rows)) for each, curve in self._curves.items())(size)
 
 
 def _demand(seconds: float, busy: tuple[tuple[str, float], ...]) -> Demand:

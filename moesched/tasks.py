@@ -95,9 +95,9 @@ class Part(NamedTuple):
     """Operations of one sort within a work, as measured cost tables know them.
 
     Attributes:
-        operation: the sort, such as "product" (by weights as they were read) or "packed product" (by ones that stay).
-        size: of one of them: bytes of a product's weights, bytes that others move, FLOPs of a prompt's attention.
-        rows: rows of a product.
+        operation: the sort, such as "expert" (by weights as they were read) or "kept expert" (by weights that stay).
+        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
+        rows: what the weights are multiplied with: tokens, by expert a mean over experts.
         times: how many; not whole where it is an expectation.
     """
 

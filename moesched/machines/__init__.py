@@ -77,17 +77,17 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         operation: what was measured, by the names that the parts of a work have.
-        size: of the operation: bytes of a product's weights, bytes that others move, FLOPs of a prompt's attention.
+        size: of the operation: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
         seconds: what it took.
         dtype: of the weights and activations; empty where that does not matter.
-        rows: rows of a product.
+        rows: what weights are multiplied with.
     """
 
     operation: str
     size: float
     seconds: float
     dtype: str = ""
-    rows: int = 1
+    rows: float = 1
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

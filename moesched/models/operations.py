@@ -8,18 +8,13 @@ An amount also says which operations it consists of, so that a measured cost tab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import comb
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moesched.models.config import ModelConfig
 from moesched.tasks import Part
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-MOST_TOKENS_SPREAD = 64
-RAREST = 1e-3
 
 
 class Amount(NamedTuple):
@@ -77,12 +72,8 @@ class Operations:
         """Norm, QKV projection, rotary embedding."""
         hidden, query, key = self.config.hidden, self.query_width, self.key_width
         flops, nbytes, _ = self._projection(tokens, hidden, query + 2 * key)
-        parts = (
-            Part("pre_attention", tokens * (2 * self.hidden_bytes + 3 * self.qkv_bytes)),
-            *self._products(tokens, hidden * query, 1, self.kept.dense),
-            *self._products(tokens, hidden * key, 2, self.kept.dense),
-        )
-        return Amount(flops, nbytes, parts)
+        weights = hidden * (query + 2 * key) * self.element
+        return Amount(flops, nbytes, _by_place("pre_attention", weights, tokens, 1, self.kept.dense))
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
         """Softmax attention of sequences given as (new tokens, tokens in the cache after them)."""
@@ -104,7 +95,7 @@ class Operations:
             else:
                 prompts += 1
                 prompt_pairs += pairs - pairs_before
-        parts = [Part("attention", sum(new for new, _ in lengths) * (self.qkv_bytes + self.attention_bytes))]
+        parts = [Part("attention", 0)]
         if calls:
             parts.append(Part("attention step", stepped * self.kv_bytes / calls, times=calls))
         if prompts:
@@ -116,15 +107,13 @@ class Operations:
     def output_projection(self, tokens: int) -> Amount:
         """Attention output back to the hidden size, and the residual."""
         flops, nbytes, _ = self._projection(tokens, self.query_width, self.config.hidden)
-        return Amount(
-            flops, nbytes, self._products(tokens, self.query_width * self.config.hidden, 1, self.kept.dense)
-        )
+        weights = self.query_width * self.config.hidden * self.element
+        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.kept.dense))
 
     def route(self, tokens: int) -> Amount:
         """Output projection, norm and router: all that comes before the experts are known."""
-        flops, nbytes, _ = self._projection(tokens, self.config.hidden, self.config.experts)
-        others = Part("route", tokens * (5 + 2 * self.config.top_k) * self.hidden_bytes)
-        return _sum(self.output_projection(tokens), Amount(flops, nbytes, (others,)))
+        router = self._projection(tokens, self.config.hidden, self.config.experts)
+        return _sum(self.output_projection(tokens), router)
 
     def expert(self, tokens: int) -> Amount:
         """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
@@ -143,11 +132,8 @@ class Operations:
         config = self.config
         touched = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
         each = self.expert(tokens * config.top_k) if touched else Amount(0, 0)
-        parts = tuple(
-            part._replace(times=part.times * config.experts * chance)
-            for rows, chance in _rows_of_one_expert(tokens, config.top_k / config.experts)
-            for part in self.expert(rows).parts
-        )
+        rows = tokens * config.top_k / touched if touched else 0
+        parts = _by_place("experts", self.expert_bytes, rows, touched, self.kept.experts)
         return Amount(each.flops, each.nbytes + (touched - 1) * self.expert_bytes, parts)
 
     def combine(self, tokens: int) -> Amount:
@@ -163,39 +149,29 @@ class Operations:
         """Final norm, LM head, and the choice of a token."""
         config = self.config
         flops, nbytes, _ = self._projection(sequences, config.hidden, config.vocabulary)
-        head = self._products(sequences, config.hidden * config.vocabulary, 1, not config.tied_embeddings)
-        return Amount(flops, nbytes, (Part("sample", sequences * config.vocabulary * self.element), *head))
+        weights = config.hidden * config.vocabulary * self.element
+        return Amount(flops, nbytes, _by_place("sample", weights, sequences, 1, not config.tied_embeddings))
 
     def _expert(self, tokens: int, kept: float) -> Amount:
         config = self.config
         activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
-        parts = (
-            Part("expert", activations),
-            *self._products(tokens, config.hidden * config.intermediate, 3, kept),
-        )
+        parts = _by_place("expert", self.expert_bytes, tokens, 1, kept)
         return Amount(
             6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
         )
-
-    def _products(self, rows: int, weights: int, count: int, kept: float) -> tuple[Part, ...]:
-        """Products of `rows` rows by `count` matrices of `weights` elements, as parts."""
-        sorts = (("product", count * (1.0 - kept)), ("packed product", count * kept))
-        return tuple(Part(sort, weights * self.element, rows, each) for sort, each in sorts if each)
 
     def _projection(self, tokens: int, inputs: int, outputs: int) -> Amount:
         moved = (inputs * outputs + tokens * (inputs + outputs)) * self.element
         return Amount(2.0 * tokens * inputs * outputs, moved)
 
 
-def _rows_of_one_expert(tokens: int, chance: float) -> Iterator[tuple[int, float]]:
-    """How many of the tokens one expert gets under uniform routing, and how likely; only the mean of many tokens."""
-    if tokens > MOST_TOKENS_SPREAD:
-        yield round(tokens * chance), 1.0
-        return
-    for rows in range(1, tokens + 1):
-        likely = comb(tokens, rows) * chance**rows * (1 - chance) ** (tokens - rows)
-        if likely > RAREST:
-            yield rows, likely
+def _by_place(operation: str, weights: int, rows: float, times: float, kept: float) -> tuple[Part, ...]:
+    """An operation on `weights` bytes of weights, of which the share `kept` stays, and may lie otherwise."""
+    parts = (
+        Part(f"kept {operation}", weights, rows, times * kept),
+        Part(operation, weights, rows, times * (1.0 - kept)),
+    )
+    return tuple(part for part in parts if part.times)
 
 
 def _sum(*amounts: Amount) -> Amount:

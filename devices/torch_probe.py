@@ -1,0 +1,81 @@
+"""What `moesched calibrate` measures with: the torch device's own kernels and reads, on data of the probe's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from . import torch_kernels as kernels
+from .arena import aligned_bytes, round_down
+from .direct_file import DirectFile
+from .packed_weights import pack, packing_pays
+from .page_reader import DTYPES
+
+Call = Callable[[], object]
+
+COLD_BYTES = 96 << 20  # what lies between two uses of the same bytes, so that no cache still holds them
+MOST_COPIES = 128
+
+
+class TorchProbe:
+    """Operations to be timed by somebody else. Each call of what a method gives back is one operation.
+
+    Weights and caches are cold, as they are in a model: every call takes another copy of them.
+
+    Attributes:
+        dtypes: what can be computed in.
+    """
+
+    dtypes = ("bfloat16", "float32")
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+    def ready(self) -> AbstractContextManager[object]:
+        """What each thread that calls operations must be within, as the device's lanes are."""
+        return torch.inference_mode()
+
+    def packs(self, dtype: str) -> bool:
+        """Whether the device rearranges weights that stay."""
+        return dtype == "bfloat16" and packing_pays()
+
+    def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
+        """Products of any number of rows by cold matrices of (outputs, inputs)."""
+        kind = DTYPES[dtype]
+        copies = _copies(outputs * inputs * kind.itemsize)
+        matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
+        if packed:
+            matrices = [pack(matrix) for matrix in matrices]
+        blocks = cycle([[matrix] for matrix in matrices])
+
+        def of_rows(rows: int) -> Call:
+            x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
+            return lambda: kernels.linear(x_TD, next(blocks))
+
+        return of_rows
+
+    def read(self, path: Path, nbytes: int) -> Call:
+        """Reads of the file, one piece after the other, into memory like that of a page slot."""
+        file = DirectFile(path)
+        slot = aligned_bytes(nbytes).numpy().data
+        offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
+        return lambda: file.read(slot, next(offsets), nbytes)
+
+    def stream(self, nbytes: int) -> Call:
+        """One pass over `nbytes` bytes of memory."""
+        numbers = torch.ones(nbytes // 8, dtype=torch.float64)
+        return lambda: numbers.sum()
+
+    def copy(self, nbytes: int) -> Call:
+        """A copy of `nbytes` bytes from cold memory to cold memory."""
+        sources = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
+        targets = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
+        return lambda: next(targets).copy_(next(sources))
+
+
+def _copies(nbytes: int) -> int:
+    return max(2, min(MOST_COPIES, -(-COLD_BYTES // nbytes)))

@@ -1,0 +1,175 @@
+"""Exercises: small random models run on the device, in set manners, to see what their tasks take.
+
+The first layer's weights stay in memory, the second layer's are fetched anew in every step, so that both are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from moesched import plugins
+from moesched.machines import Machine
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import DType, ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.plan import Batch, Plan
+from moesched.runs import plan_run, run
+from moesched.step import Step
+from moesched.tasks import Task
+
+KEPT_LAYER, FETCHED_LAYER = 0, 1
+
+
+class Manner(Enum):
+    """What runs at once."""
+
+    SERIAL = "one task after the other"
+    READING = "pages are fetched while the accelerator computes"
+    ATTENDING = "the host attends for some micro-batches while the accelerator computes for the others"
+    SHARING = "accelerator and host each compute some of the experts"
+
+
+def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabulary: int) -> ModelConfig:
+    """A shape to exercise with: two layers of four experts."""
+    return ModelConfig(
+        name=name,
+        layers=2,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=hidden // heads,
+        experts=4,
+        top_k=1,
+        vocabulary=vocabulary,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        sliding_window=None,
+        max_positions=4096,
+        tied_embeddings=False,
+        stop_tokens=(),
+        dtype="bfloat16",
+    )
+
+
+class Exercise:
+    """Policy of one run.
+
+    Args:
+        manner: what runs at once.
+        turn: with an even one, the even steps take a layer's second half as one task and the odd ones task by
+            task; with an odd one it is the other way about.
+        long: micro-batches that the host attends for.
+    """
+
+    def __init__(self, manner: Manner, turn: int, long: Sequence[int]) -> None:
+        self.manner = manner
+        self.turn = turn
+        self.long = tuple(long)
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep(plan.layout.layer(KEPT_LAYER))
+        pages = plan.layout.layer(FETCHED_LAYER)
+        self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
+
+    async def prefill(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
+        if self.manner is not Manner.READING:
+            await fetched
+        for j in step.micro_batches:
+            await self._alone(step.embed(j))
+        for i in step.layers:
+            await self._layer(step, i)
+        for j in step.micro_batches:
+            last = step.sample(j)
+            await self._alone(last)
+        step.evict(step.pages(FETCHED_LAYER), self.buffer)
+        await last
+
+    async def _layer(self, step: Step, i: int) -> None:
+        attending = [j for j in self.long if self.manner is Manner.ATTENDING]
+        for j in attending:
+            step.pre_attention(i, j)
+            step.offload_qkv(i, j)
+            step.cpu_attention(i, j)
+            step.load_hidden(i, j)
+        for j in step.micro_batches:
+            if j not in attending:
+                await self._alone(step.pre_attention(i, j))
+                await self._alone(step.attention(i, j))
+                await self._second_half(step, i, j)
+        for j in attending:
+            step.post_attention(i, j)
+
+    async def _second_half(self, step: Step, i: int, j: int) -> None:
+        by_task = (step.index + self.turn) % 2 == 1 and self.manner is Manner.SERIAL
+        if not by_task and self.manner is not Manner.SHARING:
+            await self._alone(step.post_attention(i, j))
+            return
+        for number, expert in enumerate(await step.route(i, j)):
+            at_host = self.manner is Manner.SHARING and number % 2 == 1
+            await self._alone(step.run_expert(i, expert, j, at="host" if at_host else "accelerator"))
+        await self._alone(step.combine(i, j))
+
+    async def _alone(self, task: Task) -> None:
+        if self.manner is Manner.SERIAL:
+            await task
+
+
+class Watch:
+    """Remembers the tasks of the steps."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        """Remember a task, unless it loads what stays."""
+        if task.step >= 0:
+            self.tasks.append(task)
+
+
+class Gym:
+    """A small model on disk, and the prompts that it is exercised with.
+
+    Args:
+        groups: the prompt lengths of each micro-batch.
+        long: micro-batches that the host attends for.
+    """
+
+    def __init__(
+        self, checkpoint: Path, dtype: DType, groups: Sequence[Sequence[int]], long: Sequence[int]
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.long = long
+        self.lengths = tuple(length for group in groups for length in group)
+        numbers = iter(range(len(self.lengths)))
+        self.micro_batches = tuple(tuple(next(numbers) for _ in group) for group in groups)
+
+    def run(self, machine: Machine, manner: Manner, turn: int, steps: int) -> list[Task]:
+        """Run the model for that many steps, prefill included; returns the tasks in the order of their ends.
+
+        The same tokens come out every time, so that tasks can be compared between runs.
+        """
+        checkpoint = open_checkpoint(self.checkpoint)
+        layout = weight_layout(checkpoint.config, self.dtype)
+        device = plugins.find("devices", "torch")(checkpoint, layout)
+        vocabulary = checkpoint.config.vocabulary
+        prompts = [
+            [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
+            for request, length in enumerate(self.lengths)
+        ]
+        policy, watch = Exercise(manner, turn, self.long), Watch()
+        batch = Batch(self.lengths, steps, self.micro_batches)
+        plan = plan_run(machine, layout, batch, policy, slot_bytes=device.slot_bytes)
+        run(plan, policy, device, prompts, observers=[watch])
+        return watch.tasks

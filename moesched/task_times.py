@@ -1,0 +1,216 @@
+"""From the tasks of small models to the points of a cost table, and to how much tasks slow each other down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import log2
+from statistics import median
+from typing import NamedTuple
+
+from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
+from moesched.exercise import KEPT_LAYER
+from moesched.machines import CostPoint
+from moesched.models.config import ModelConfig
+from moesched.tasks import Part, Task, Work
+
+LEAST_SECONDS = 1e-6
+LEAST_OVERLAP = 0.3
+
+
+class Group(NamedTuple):
+    """Tasks that take the same: one verb on one micro-batch or, for experts, on nearly as many tokens."""
+
+    model: str
+    dtype: str
+    verb: str
+    kept: bool
+    which: int
+    prefill: bool
+
+
+class Same(NamedTuple):
+    """The same task in every run of one model."""
+
+    model: str
+    dtype: str
+    step: int
+    verb: str
+    layer: int
+    micro_batch: int
+    expert: int
+
+
+class TaskTimes:
+    """What tasks took, alone and beside others."""
+
+    def __init__(self) -> None:
+        self._times: dict[Group, list[float]] = {}
+        self._works: dict[Group, Work] = {}
+        self._alone: dict[Same, float] = {}
+        self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
+
+    def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
+        """Take in a run that did one task after the other."""
+        times: dict[Group, list[float]] = {}
+        for task in tasks:
+            same = _same(model, dtype, task)
+            self._alone[same] = min(_seconds(task), self._alone.get(same, _seconds(task)))
+            if task.verb != "fetch":
+                group = _group(model, dtype, task)
+                times.setdefault(group, []).append(_seconds(task))
+                self._works.setdefault(group, task.work)
+        for group, seconds in times.items():
+            self._times.setdefault(group, []).append(median(seconds))
+
+    def add_gaps(self, tasks: Sequence[Task]) -> None:
+        """Take in what lies between tasks where nothing else was waited for: on one lane, and from lane to lane."""
+        on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
+        self._gaps[DISPATCH] += [
+            (after.start - before.end) / 1e9
+            for before, after in pairwise(on_lane)
+            if (before.step, before.layer) == (after.step, after.layer) == (after.step, KEPT_LAYER)
+        ]
+        ends = {
+            (task.step, task.layer, task.micro_batch): task.end
+            for task in tasks
+            if task.verb == "pre_attention"
+        }
+        hops: dict[tuple[int, int], float] = {}
+        for task in tasks:
+            if task.verb == "cpu_attention":
+                gap = (task.start - ends[task.step, task.layer, task.micro_batch]) / 1e9
+                hops[task.step, task.layer] = min(gap, hops.get((task.step, task.layer), gap))
+        self._gaps[HOP] += hops.values()
+
+    def points(self) -> list[CostPoint]:
+        """The table's points; of the runs of a group, the fastest counts."""
+        found = [each for group in self._times for each in self._points_of(group)]
+        gaps = [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
+        return sorted({(p.operation, p.dtype, p.size, p.rows): p for p in found}.values(), key=str) + gaps
+
+    def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
+        """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
+
+        Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a.
+        """
+        sums: dict[tuple[str, str], tuple[float, float]] = {}
+        for task in tasks:
+            alone = self._alone.get(_same(model, dtype, task))
+            overlaps = _overlaps(task, tasks)
+            if alone is None or not overlaps:
+                continue
+            sort, overlap = _sort(task), sum(overlaps.values())
+            if overlap < LEAST_OVERLAP * _seconds(task):
+                continue
+            for other in overlaps:
+                gone, beside = sums.get((sort, other), (0.0, 0.0))
+                sums[sort, other] = gone + alone - _seconds(task) + overlap, beside + overlap
+        return {pair: min(1.0, max(0.05, gone / beside)) for pair, (gone, beside) in sums.items()}
+
+    def _points_of(self, group: Group) -> Iterator[CostPoint]:
+        work, seconds = self._works[group], min(self._times[group])
+        place = "kept " if group.kept else ""
+        part = work.parts[0]
+        if group.verb in ("pre_attention", "route"):
+            yield point(f"{place}{group.verb}", group.dtype, part.rows, part.size, seconds)
+        elif group.verb == "run_expert":
+            yield point(f"{place}expert", group.dtype, group.which, part.size, seconds)
+        elif group.verb == "post_attention":
+            yield from self._experts(group, place, seconds)
+        elif group.verb == "attention":
+            yield from self._attention(group, seconds)
+        else:
+            yield point(part.operation, group.dtype, part.rows, part.size, seconds)
+
+    def _experts(self, group: Group, place: str, seconds: float) -> Iterator[CostPoint]:
+        """What a layer's experts take together, over and above what comes before and after them."""
+        before = self._times.get(group._replace(verb="route"))
+        after = self._times.get(group._replace(verb="combine", kept=False))
+        experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
+        if before and after:
+            rest = (seconds - min(before) - min(after)) / sum(part.times for part in experts)
+            yield point(f"{place}experts", group.dtype, experts[0].rows, experts[0].size, rest)
+
+    def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
+        """What one call takes, and what all calls of a task have in common."""
+        base = self._attention_base(group)
+        if base is not None:
+            yield point("attention", group.dtype, 1, 0, base)
+            call = _call(self._works[group])
+            yield point(call.operation, group.dtype, 1, call.size, (seconds - base) / call.times)
+
+    def _attention_base(self, group: Group) -> float | None:
+        """From two decode tasks of about the same context, of one call and of many."""
+        alike = [
+            (_call(self._works[each]), min(times))
+            for each, times in self._times.items()
+            if each._replace(which=0) == group._replace(which=0, prefill=False)
+        ]
+        if not alike:
+            return None
+        one, one_seconds = min(alike)
+        many, many_seconds = max(alike, key=lambda each: each[0].times)
+        if many.times == one.times:
+            return None
+        return max(LEAST_SECONDS, one_seconds - (many_seconds - one_seconds) / (many.times - one.times))
+
+
+def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
+    """A measured point, to four digits."""
+    return CostPoint(
+        operation=operation,
+        dtype=dtype,
+        rows=rounded(rows),
+        size=rounded(size),
+        seconds=rounded(max(LEAST_SECONDS, seconds)),
+    )
+
+
+def rounded(number: float) -> float:
+    """To four digits: more were not measured."""
+    return float(f"{number:.4g}")
+
+
+def _call(work: Work) -> Part:
+    """The attention proper of an attention task."""
+    return next(part for part in work.parts if part.operation in ("attention step", "attention prompt"))
+
+
+def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
+    kept = task.layer == KEPT_LAYER
+    if task.verb == "run_expert":
+        rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
+        return Group(model.name, dtype, task.verb, kept, rows, False)
+    if task.verb in ("embed", "attention", "combine", "sample"):
+        kept = False
+    return Group(model.name, dtype, task.verb, kept, task.micro_batch, task.step == 0)
+
+
+def _same(model: ModelConfig, dtype: str, task: Task) -> Same:
+    verb = "attention" if task.verb == "cpu_attention" else task.verb
+    return Same(model.name, dtype, task.step, verb, task.layer, task.micro_batch, task.expert)
+
+
+def _sort(task: Task) -> str:
+    if task.verb == "fetch":
+        return task.work.resource
+    return ATTENTION if task.verb in ("attention", "cpu_attention") else COMPUTE
+
+
+def _overlaps(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
+    """Seconds of the task during which tasks of each sort ran on other lanes."""
+    overlaps: dict[str, float] = {}
+    for other in tasks:
+        if other.lane is not task.lane and other.start < task.end and other.end > task.start:
+            together = (min(other.end, task.end) - max(other.start, task.start)) / 1e9
+            overlaps[_sort(other)] = overlaps.get(_sort(other), 0.0) + together
+    return overlaps
+
+
+def _seconds(task: Task) -> float:
+    return (task.end - task.start) / 1e9
+
+
+def _start(task: Task) -> int:
+    return task.start
