@@ -56,7 +56,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         groups: prompt lengths of the micro-batches that they are run with.
         longest: more of them, for the smaller model only.
         long: the micro-batches, by their places in `groups`, that the host attends for.
-        steps, turns: of a run, and how many runs, by dtype.
+        steps, turns: of a run, and how many runs; fewer in float32, which takes longer.
         turns_together: runs of the larger model in each manner in which tasks overlap.
     """
 
@@ -83,8 +83,10 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     )
     longest: tuple[tuple[int, ...], ...] = ((1500,),)
     long: tuple[int, ...] = (5, 6)
-    steps: dict[str, int] = {"bfloat16": 9, "float32": 5}
-    turns: dict[str, int] = {"bfloat16": 4, "float32": 2}
+    steps: int = 9
+    steps_float32: int = 5
+    turns: int = 4
+    turns_float32: int = 2
     turns_together: int = 2
 
 
@@ -170,9 +172,10 @@ class _Calibration:
                     yield partial(self._products, dtype, matrix, packed=False)
                     if self.probe.packs(dtype):
                         yield partial(self._products, dtype, matrix, packed=True)
+        extent = self.extent
         for dtype in DTYPES:
-            for turn in range(self.extent.turns[dtype]):
-                for size in range(len(self.extent.models)):
+            for turn in range(extent.turns if dtype == "bfloat16" else extent.turns_float32):
+                for size in range(len(extent.models)):
                     yield partial(self._serial, size, dtype, turn)
         for _ in range(self.extent.turns_together):
             for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
@@ -232,13 +235,14 @@ class _Calibration:
         )
 
     def _serial(self, size: int, dtype: DType, turn: int) -> None:
-        tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, self.extent.steps[dtype])
+        steps = self.extent.steps if dtype == "bfloat16" else self.extent.steps_float32
+        tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, steps)
         self.tasks.add(self.extent.models[size], dtype, tasks)
 
     def _together(self, manner: Manner) -> None:
         """How much tasks of the larger model slow each other down."""
         dtype = DTYPES[0]
-        tasks = self._gym(-1, dtype).run(self._machine(), manner, 0, self.extent.steps[dtype])
+        tasks = self._gym(-1, dtype).run(self._machine(), manner, 0, self.extent.steps)
         for pair, rate in self.tasks.rates(self.extent.models[-1], dtype, tasks).items():
             self.rates.setdefault(pair, []).append(rate)
         if manner is not Manner.SHARING:
