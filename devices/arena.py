@@ -24,14 +24,23 @@ def round_down(nbytes: int) -> int:
 class Arena:
     """`slots` slots of `slot_bytes` bytes each, rounded up to 4096, in one allocation that is taken at once.
 
-    pinned: page-locked memory that a CUDA device copies from without a detour; needs CUDA.
+    device: whose memory it is. pinned: page-locked memory of the host that a CUDA device copies from without a
+    detour; needs CUDA.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, slots: int, slot_bytes: int, *, device: torch.device | None = None, pinned: bool = False
+    ) -> None:
+        self.on_cpu = device is None or device.type == "cpu"
         self.slots = slots
         self.slot_bytes = round_up(slot_bytes)
         self.nbytes = self.nbytes_for(slots, slot_bytes)
-        self._memory = _pinned_bytes(self.nbytes) if pinned else aligned_bytes(self.nbytes)
+        if pinned:
+            self._memory = _pinned_bytes(self.nbytes)
+        elif self.on_cpu:
+            self._memory = aligned_bytes(self.nbytes)
+        else:
+            self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
     @staticmethod
     def nbytes_for(slots: int, slot_bytes: int) -> int:

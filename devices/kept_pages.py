@@ -21,7 +21,7 @@ class KeptPages:
 
     count: how many pages will be loaded; the last `load` returns when all of them are rearranged.
     staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
-    arrange: makes of a matrix what is kept of it.
+    arrange: makes of a tensor what is kept of it, in memory of its own.
     """
 
     def __init__(
@@ -71,6 +71,6 @@ class KeptPages:
         use_cores(1)
         with torch.inference_mode():
             return {
-                name: [self._arrange(block) if block.dim() == 2 else block.clone() for block in blocks]
+                name: [self._arrange(block) for block in blocks]
                 for name, blocks in self._reader.views(staging, page).items()
             }

@@ -47,9 +47,7 @@ def cores_keep_bits(dtype: torch.dtype, cores: int) -> bool:
         return False  # float32 products of five rows were seen to differ
     before = torch.get_num_threads()
     try:
-        return all(
-            _same_on_cores(outputs, inputs, cores) for outputs, inputs in ((1024, 512), (33, 40))
-        )
+        return all(_same_on_cores(outputs, inputs, cores) for outputs, inputs in ((1024, 512), (33, 40)))
     finally:
         torch.set_num_threads(before)
 

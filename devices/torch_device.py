@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moesched.drivers.lanes import LaneKind
+from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
@@ -19,12 +19,18 @@ from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes
+from .cuda_streams import CudaStreams
+from .host_side import HostSide
 from .kept_pages import KeptPages, Weights
-from .kv_cache import BlockedKV, KVStep
+from .kv_cache import BlockedKV
+from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .team import Team, usable_cores, use_cores
-from .torch_kernels import Grouping, Tensor
+from .torch_kernels import Tensor
+
+CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
+"""The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
 
 MOST_ARRANGING = 3
 """How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
@@ -34,24 +40,6 @@ ONE_CORE_PRODUCTS = 1 << 26
 """Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
 
 
-class MicroBatchState:
-    """The tensors of one micro-batch between its kernels."""
-
-    def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        self.requests = tuple(requests)
-        self.new = [list(prompts[request]) for request in requests]
-        self.step: KVStep
-        self.angles: tuple[Tensor, Tensor]
-        self.hidden_TD: Tensor
-        self.qkv: tuple[Tensor, Tensor, Tensor]
-        self.attended_TX: Tensor
-        self.x_nD: Tensor
-        self.y_nD: Tensor
-        self.weights_Tk: Tensor
-        self.grouping: Grouping
-        self.starts: list[int]
-
-
 class TorchDevice:
     """Runs a batch of one model on torch.
 
@@ -59,22 +47,32 @@ class TorchDevice:
     for oneDNN where that pays.
 
     Args:
+        accelerator: where the accelerator's tensors are, such as "cuda". With "cpu", a machine with two memories has
+            both in the host's.
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        *,
+        accelerator: str = "cpu",
+        keep_logits: bool = False,
+        direct: bool = True,
     ) -> None:
+        self._accelerator = torch.device(accelerator)
+        self._on_cpu = self._accelerator.type == "cpu"
         self.config = checkpoint.config
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._dtype = DTYPES[layout.dtype]
-        self._packing = layout.dtype == "bfloat16" and packing_pays()
+        self._packing = self._on_cpu and layout.dtype == "bfloat16" and packing_pays()
         self._cores = usable_cores()
-        self._sharing = self._cores > 1 and cores_keep_bits(self._dtype, self._cores)
+        self._sharing = self._on_cpu and self._cores > 1 and cores_keep_bits(self._dtype, self._cores)
         self._threads_before = torch.get_num_threads()
         self._team = Team(1)
         self._arenas: dict[Pool, Arena] = {}
@@ -95,17 +93,22 @@ class TorchDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """What the lanes are: worker threads, all of them."""
-        return {}
+        """What the lanes are: worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
+        return {} if self._on_cpu else dict.fromkeys(CUDA_LANES, "stream")
 
     @property
-    def streams(self) -> None:
-        """What issues tasks to streams: nothing, there are none."""
+    def streams(self) -> Streams | None:
+        """What issues tasks to the lanes that are streams."""
+        return None if self._on_cpu else CudaStreams(self._accelerator, CUDA_LANES, self.execute)
 
     @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
         return self._reader.bytes_read
+
+    def bytes_to_read(self, page: Page) -> int:
+        """Bytes, in whole blocks, that bringing in a page asks of the files."""
+        return self._reader.bytes_to_read(page)
 
     def slot_bytes(self, page: Page) -> int:
         """What a page takes in a slot."""
@@ -119,18 +122,26 @@ class TorchDevice:
         """
         self._check(prompts)
         self._team = Team(self._cores if self._sharing else 1)
-        self._globals = {name: self._reader.read_tensor(name) for name in ("embedding", "final_norm")}
+        self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
         self._head = self._split_head()
-        self._arenas = {pool: Arena(len(pool.slots), pool.slot_bytes) for pool in plan.pools}
+        self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
         count = sum(len(kept.slots) for kept in plan.kept)
         self._kept = KeptPages(self._reader, count, self._staging(count), self._arranged)
         self._sampling = sampling
         self._first_request = plan.batch.first_request
         blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
-        self._cache = BlockedKV(self.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=self._dtype)
+        self._cache = BlockedKV(
+            self.config,
+            blocks,
+            block_size=KV_BLOCK_TOKENS,
+            dtype=self._dtype,
+            device=self._accelerator if plan.kv_role == "accelerator" else "cpu",
+        )
         for request, prompt in enumerate(prompts):
             self._cache.open(request, len(prompt) + plan.batch.new_tokens)
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
+        if not plan.machine.unified:
+            self._verbs |= self._host_side(plan).verbs
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread."""
@@ -166,7 +177,7 @@ class TorchDevice:
         unused = [
             arena.slot(index)
             for arena in self._arenas.values()
-            if arena.slot_bytes >= size
+            if arena.slot_bytes >= size and arena.on_cpu
             for index in range(len(arena))
         ]
         return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
@@ -174,20 +185,43 @@ class TorchDevice:
     def _split_head(self) -> list[Tensor]:
         """The LM head as row blocks, one for each core of the team."""
         tied = self.config.tied_embeddings
-        head = self._globals["embedding"] if tied else self._reader.read_tensor("lm_head")
+        head = self._globals["embedding"] if tied else self._read_global("lm_head")
         blocks = head.chunk(self._team.cores)
         return list(blocks) if tied else [self._arranged(block) for block in blocks]
 
     def _arranged(self, matrix_ND: Tensor) -> Tensor:
-        if self._packing:
+        if self._packing and matrix_ND.dim() == 2:
             packed = pack(matrix_ND)
             if packed_bytes(packed) <= matrix_ND.nbytes:
                 return packed
-        return matrix_ND.clone()
+        return matrix_ND.to(self._accelerator, copy=True)
 
     def _fetch(self, task: PageTransfer) -> None:
         for page, slot in zip(task.pages, task.slots, strict=True):
             self._reader.read(page, self._bytes(slot))
+
+    def _read_global(self, name: str) -> Tensor:
+        return self._reader.read_tensor(name).to(self._accelerator)
+
+    def _arena(self, pool: Pool, plan: Plan) -> Arena:
+        fast = pool.memory is plan.memory("accelerator")
+        if fast:
+            return Arena(len(pool.slots), pool.slot_bytes, device=self._accelerator)
+        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._on_cpu)
+
+    def _host_side(self, plan: Plan) -> HostSide:
+        kept = {page.id for pool in plan.kept for page in pool.pages()}
+        streamed = [page for page in self.layout.pages if page.id not in kept]
+        return HostSide(
+            self._accelerator,
+            self.config,
+            self._reader,
+            streamed,
+            self._bytes,
+            self._cache,
+            plan.kv_role == "host",
+            self._states,
+        )
 
     def _bytes(self, slot: Slot) -> Tensor:
         return self._arenas[slot.pool].slot(slot.index)
@@ -218,8 +252,9 @@ class TorchDevice:
         use_cores(1)
         state = self._states[task.micro_batch]
         state.step = self._cache.extend(state.requests, [len(tokens) for tokens in state.new])
-        state.angles = kernels.rotary(state.step.positions_T, self.config.head_dim, self.config.rope_theta)
-        ids_T = torch.tensor([token for tokens in state.new for token in tokens])
+        positions_T = state.step.positions_T.to(self._accelerator)
+        state.angles = kernels.rotary(positions_T, self.config.head_dim, self.config.rope_theta)
+        ids_T = torch.tensor([token for tokens in state.new for token in tokens], device=self._accelerator)
         state.hidden_TD = kernels.embed(ids_T, self._globals["embedding"])
 
     def _pre_attention(self, task: Task) -> None:
@@ -245,7 +280,7 @@ class TorchDevice:
         views = self._cache.views(task.layer, state.step)
         state.attended_TX = kernels.attention(q_THd, views, self.config.sliding_window)
 
-    def _post_attention(self, task: Task) -> None:
+    def _post_attention(self, task: Task) -> dict[int, int]:
         counts = self._route(task)
         weights = self._weights(task.operands)
         state = self._states[task.micro_batch]
@@ -257,6 +292,7 @@ class TorchDevice:
                 self._use_cores_for_expert(counts[expert])
                 self._apply_expert(state, expert, weights)
         self._combine(task)
+        return counts
 
     def _route(self, task: Task) -> dict[int, int]:
         """Output projection, norm, router; the tokens of each expert that has any."""
@@ -265,8 +301,8 @@ class TorchDevice:
         state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
         x_TD = kernels.rms_norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps)
         if config.experts == 1:
-            experts_Tk = torch.zeros((len(x_TD), 1), dtype=torch.int64)
-            state.weights_Tk = torch.ones((len(x_TD), 1))
+            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
+            state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
         else:
             experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
         state.grouping = kernels.group_by_expert(experts_Tk, config.experts)
@@ -299,8 +335,8 @@ class TorchDevice:
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]
-        last_SD = state.hidden_TD.index_select(0, state.step.last_S)
-        logits_SV = self._logits(last_SD)
+        last_SD = state.hidden_TD.index_select(0, state.step.last_S.to(self._accelerator))
+        logits_SV = self._logits(last_SD).cpu()
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]

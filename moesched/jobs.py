@@ -97,7 +97,7 @@ def run_model(
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
-    job = _Job(policy, settings, config, dtype, machine, budgets)
+    job = _Job(policy, settings, config, dtype, machine, budgets, device)
     devices = _Devices(device, checkpoint, job.layout)
     sizes = job.sizes(
         list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, devices.slot_bytes
@@ -185,11 +185,15 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
     raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")
 
 
-def find_machine(machine: Machine | str) -> Machine:
-    """A machine by its name or file; "auto" is this one."""
+def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
+    """A machine by its name or file; "auto" is this one, with what the device adds to it."""
     if isinstance(machine, Machine):
         return machine
-    return local_machine() if machine == "auto" else load_machine(machine)
+    if machine != "auto":
+        return load_machine(machine)
+    add = getattr(plugins.find("devices", device), "machine", None) if device else None
+    here = local_machine()
+    return here if add is None else add(here)
 
 
 def require_writable(path: Path | str | None, what: str) -> None:
@@ -224,11 +228,12 @@ class _Job:
         dtype: str | None,
         machine: Machine | str,
         budgets: Mapping[str, int | str] | None,
+        device: str | None = None,
     ) -> None:
         self.policy = policy
         self.settings = check_settings(_policy_class(policy), policy, settings or {})
         self.layout = weight_layout(config, dtype)
-        self.machine = find_machine(machine)
+        self.machine = find_machine(machine, device)
         self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
 
     def sizes(

@@ -1,0 +1,34 @@
+"""The tensors of one micro-batch between its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .kv_cache import KVStep
+from .torch_kernels import Grouping, Tensor
+
+
+class MicroBatchState:
+    """What a micro-batch's kernels leave for each other. Those on the host exist where the accelerator has a memory of its own.
+
+    Attributes:
+        requests: the requests, as the KV cache knows them.
+        new: each request's tokens for the next step: its prompt, then the token sampled last.
+        starts: each expert's first row of x_nD and y_nD.
+    """
+
+    def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        self.requests = tuple(requests)
+        self.new = [list(prompts[request]) for request in requests]
+        self.step: KVStep
+        self.angles: tuple[Tensor, Tensor]
+        self.hidden_TD: Tensor
+        self.qkv: tuple[Tensor, Tensor, Tensor]
+        self.qkv_on_host: tuple[Tensor, Tensor, Tensor]
+        self.attended_TX: Tensor
+        self.attended_on_host: Tensor
+        self.x_nD: Tensor
+        self.y_nD: Tensor
+        self.weights_Tk: Tensor
+        self.grouping: Grouping
+        self.starts: list[int]

@@ -1,0 +1,42 @@
+"""The examples run, and print what they are said to print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import moesched
+from moesched.machines.local import unified_machine
+from moesched.machines.toml_text import machine_toml
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_policy_of_ones_own_prints_what_its_output_file_says() -> None:
+    assert run("custom_policy.py") == (EXAMPLES / "custom_policy.out").read_text()
+
+
+def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.toml"
+    rates = {"bfloat16": 1e11, "float32": 1e11}
+    machine.write_text(
+        machine_toml(
+            unified_machine(
+                "test", memory=10**10, disk=10**12, flops=rates, memory_bandwidth=2e10, disk_bandwidth=1e9
+            )
+        )
+    )
+    output = run("first_run.py", "--out", tmp_path / "out", "--layers", 1, "--machine", machine)
+    assert "Return a new" in output
+    for policy in ("resident", "layer_streaming", "cgopipe"):
+        assert policy in output
+        for clock in ("measured", "predicted"):
+            assert moesched.check_trace(tmp_path / "out" / "traces" / f"{policy}-{clock}.json") == []
