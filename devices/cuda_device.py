@@ -21,13 +21,13 @@ class CudaDevice(TorchDevice):
     """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own."""
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False) -> None:
-        if not torch.cuda.is_available():
-            raise BadInput("device cuda: torch sees no CUDA device here: use --device torch")
+        _require_cuda()
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits)
 
     @staticmethod
     def machine(host: Machine) -> Machine:
         """This machine with its GPU: sizes as torch reports them, rates assumed."""
+        _require_cuda()
         gpu = torch.cuda.get_device_properties(0)
         memory = host.memories[host.host.memory]
         return Machine(
@@ -50,3 +50,8 @@ class CudaDevice(TorchDevice):
             ],
             roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
         )
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise BadInput("device cuda: torch sees no CUDA device here: use --device torch")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from test_two_memories import CONFIG, PROMPTS
 
 import moesched
 from moesched.models.random_model import write_random_model
+from test_two_memories import CONFIG, PROMPTS
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from test_streams import FakeStreams
 
 from moesched.devices.torch_device import TorchDevice
 from moesched.drivers.lanes import LaneKind
@@ -21,6 +20,7 @@ from moesched.models.random_model import write_random_model
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run
+from test_streams import FakeStreams
 
 MACHINE = b"""
 name = "two memories"
@@ -58,7 +58,12 @@ CONFIG = ModelConfig(
     dtype="float32",
 )
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
-POLICIES = [("resident", {}), ("layer_streaming", {}), ("cgopipe", {}), *(("adversarial", {"seed": n}) for n in range(6))]
+POLICIES = [
+    ("resident", {}),
+    ("layer_streaming", {}),
+    ("cgopipe", {}),
+    *(("adversarial", {"seed": n}) for n in range(6)),
+]
 
 
 class Streamed(TorchDevice):
@@ -90,7 +95,12 @@ def machine() -> Machine:
 
 
 def generate(
-    checkpoint: Checkpoint, machine: Machine, device: TorchDevice, policy: str, settings: Mapping[str, int], gpu: int
+    checkpoint: Checkpoint,
+    machine: Machine,
+    device: TorchDevice,
+    policy: str,
+    settings: Mapping[str, int],
+    gpu: int,
 ) -> list[list[int]]:
     chosen = make_policy(policy, dict(settings))
     batch = split_batch([len(prompt) for prompt in PROMPTS], 6, 2)
