@@ -9,7 +9,9 @@ from .torch_kernels import Grouping, Tensor
 
 
 class MicroBatchState:
-    """What a micro-batch's kernels leave for each other. Those on the host exist where the accelerator has a memory of its own.
+    """What a micro-batch's kernels leave for each other.
+
+    Those on the host exist where the accelerator has a memory of its own.
 
     Attributes:
         requests: the requests, as the KV cache knows them.

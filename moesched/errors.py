@@ -1,14 +1,14 @@
 """Every error that moesched raises on purpose.
 
-    MoeschedError
-    ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line, exit code 2
-    ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
-    │   ├── OutOfOrder      a verb whose input is not there yet, or was consumed already
-    │   ├── NotResident     a page that is not in the memory that a kernel reads it from
-    │   └── OverBudget      more bytes than a memory's budget holds
-    ├── TaskFailed          a task raised on its lane; carries the task's story
-    ├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
-    └── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
+MoeschedError
+├── BadInput            the user's input: a file, a flag, a size; the command line prints one line, exit code 2
+├── PolicyError         a policy submitted something illegal; raised at the policy's own line
+│   ├── OutOfOrder      a verb whose input is not there yet, or was consumed already
+│   ├── NotResident     a page that is not in the memory that a kernel reads it from
+│   └── OverBudget      more bytes than a memory's budget holds
+├── TaskFailed          a task raised on its lane; carries the task's story
+├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
+└── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
 """
 
 from __future__ import annotations

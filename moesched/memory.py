@@ -207,9 +207,9 @@ class View(Generic[K]):
     """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
 
     n kernels that read n pages through a view need 2n edges instead of n²; on streams, where an edge between two
-    tasks of the device costs the host nothing and a node between them would, they have n². A view lasts until one of its slots is
-    given another page; that write waits for every kernel that read through the view. `bound` is the device's own: what
-    it made of the slots' bytes.
+    tasks of the device costs the host nothing and a node between them would, they have n². A view lasts until one
+    of its slots is given another page; that write waits for every kernel that read through the view. `bound` is the
+    device's own: what it made of the slots' bytes.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")

@@ -567,8 +567,10 @@ class Step:
             if verb == "embed"
             else f"step {self.index} L{layer} {STAGES[needed % _STRIDE]}"
         )
-        message = f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
-        return OutOfOrder(message)
+        where = self._where(batch)
+        return OutOfOrder(
+            f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {where}"
+        )
 
 
 def _kept(plan: Plan) -> Kept:

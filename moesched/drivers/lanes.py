@@ -23,7 +23,7 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 
 
 class Reports(Protocol):
-    """What a runner tells the driver. `complete` and `issued` return the lane's next task, for the runner to go on with."""
+    """What a runner tells the driver. `complete` and `issued` return the lane's next task, to go on with."""
 
     origin: int
     lock: Any

@@ -139,13 +139,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for link in self.links:
             if (link.source, link.destination) == (source, destination):
                 return link
-        raise BadInput(f"machine {self.name} has no link from {source} to {destination}: add one to its [[links]]")
+        raise BadInput(
+            f"machine {self.name} has no link from {source} to {destination}: add one to its [[links]]"
+        )
 
 
 def machine_names() -> list[str]:
     """The names of the profiles that ship."""
     folder = resources.files("moesched.machines")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
 
 
 def load_machine(name_or_file: str) -> Machine:
@@ -160,7 +164,9 @@ def load_machine(name_or_file: str) -> Machine:
     elif path.is_file():
         text = path.read_bytes()
     else:
-        raise BadInput(f"no machine {name_or_file!r}: name a TOML file or one of {', '.join(machine_names())}")
+        raise BadInput(
+            f"no machine {name_or_file!r}: name a TOML file or one of {', '.join(machine_names())}"
+        )
     return parse_machine(text, name_or_file)
 
 
@@ -180,7 +186,9 @@ def parse_machine(text: bytes, where: str) -> Machine:
     ]
     named += [(processor.memory, machine.memories) for processor in machine.processors.values()]
     named += [(end, machine.memories) for link in machine.links for end in (link.source, link.destination)]
-    named += [(role, machine.memories) for role in (machine.roles.weights, machine.roles.pinned) if role is not None]
+    named += [
+        (role, machine.memories) for role in (machine.roles.weights, machine.roles.pinned) if role is not None
+    ]
     for name, known in named:
         if name not in known:
             raise BadInput(f"{where}: {name!r} is named but not described: it is none of {', '.join(known)}")

@@ -84,9 +84,9 @@ def weight_layout(
     """Cut the model's weights into pages of at most page_bytes.
 
     dtype: of the weights in memory, by default the model's own. page_bytes: by default one expert, in equal
-    parts where it is more than 64 MiB. Tensors follow each other in a fixed order; one that does not fit in what is left of a page
-    is cut between two rows. So the cut, and with it the row blocks that kernels compute with, depends on the
-    arguments alone. Raises BadInput for an unknown dtype and for pages too small for a row.
+    parts where it is more than 64 MiB. Tensors follow each other in a fixed order; one that does not fit in
+    what is left of a page is cut between two rows. So the cut, and with it the row blocks that kernels compute
+    with, depends on the arguments alone. Raises BadInput for an unknown dtype and for pages too small for a row.
     """
     dtype = config.dtype if dtype is None else dtype
     if dtype not in get_args(DType):
