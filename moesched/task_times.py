@@ -149,7 +149,7 @@ class TaskTimes:
         ]
         if not alike:
             return None
-        one, one_seconds = min(alike)
+        one, one_seconds = min(alike, key=lambda each: (each[0].times, each[0].size))
         many, many_seconds = max(alike, key=lambda each: each[0].times)
         if many.times == one.times:
             return None

@@ -1,0 +1,194 @@
+"""Calibration: from what was measured to a machine file, and the whole of it on models of a few kilobytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from moesched.calibrate import Extent, calibrate, measure
+from moesched.cost import Calibrated, cost_model
+from moesched.errors import BadInput
+from moesched.exercise import small_model
+from moesched.machines import Contention, CostPoint, Machine, load_machine, machine_names, parse_machine
+from moesched.machines.toml_text import machine_toml
+from moesched.models.layout import weight_layout
+from moesched.models.operations import Kept, Operations
+from moesched.models.shapes import SHAPES
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run, simulate
+from moesched.task_times import TaskTimes
+from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work
+
+MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
+LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
+OPERATIONS = Operations(MODEL, "bfloat16", Kept(0.5, 0.5))
+ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
+
+A_LITTLE = Extent(
+    rounds=1,
+    seconds=0.0,
+    rows=(1, 2),
+    matrices=((32, 48),),
+    copies=(4096,),
+    reads=(4096, 8192),
+    stream=1 << 16,
+    scratch=1 << 24,
+    models=(MODEL, LARGER),
+    groups=((3,), (2, 3), (5, 5)),
+    longest=((9,),),
+    long=(1,),
+    steps=3,
+    steps_float32=3,
+    turns=2,
+    turns_float32=2,
+    turns_together=1,
+)
+
+_numbers = count()
+
+
+def task(
+    verb: str,
+    start: float,
+    end: float,
+    *,
+    tokens: int = 4,
+    lane: Lane = ACCELERATOR,
+    layer: int = 0,
+    step: int = 1,
+) -> Task:
+    """A task of the small model that took from `start` to `end` seconds."""
+    if verb == "fetch":
+        kind: type[Task] = PageTransfer
+        work = Work(lane.name, lane.name, nbytes=100)
+    else:
+        kind = Kernel
+        amount = (
+            OPERATIONS.attention([(1, 4)] * tokens)
+            if verb in ("attention", "cpu_attention")
+            else getattr(OPERATIONS, verb)(tokens)
+        )
+        work = Work(verb, "cpu", amount.flops, amount.nbytes, tokens, amount.parts)
+    made = kind(lane, work, verb, layer, 0, -1, None, step)
+    made.id, made.start, made.end = next(_numbers), round(start * 1e9), round(end * 1e9)
+    return made
+
+
+def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", tasks)
+    return {point.operation: point for point in times.points()}
+
+
+# -- tasks to points
+
+
+def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched() -> None:
+    found = costs([task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
+    assert (found["kept route"].seconds, found["route"].seconds) == (0.5, 0.75)
+    assert found["route"].rows == 4
+
+
+def test_of_several_runs_the_fastest_counts_and_within_a_run_the_median() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, end) for end in (1.0, 2.0, 9.0)])
+    times.add(MODEL, "bfloat16", [task("route", 0, end) for end in (0.5, 3.0, 4.0)])
+    assert [point.seconds for point in times.points()] == [2.0]
+
+
+def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
+    tasks = [task("route", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
+    experts = costs(tasks)["kept experts"]
+    touched = 4 * (1 - 0.75**4)
+    assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / touched, rel=1e-3)
+    assert experts.rows == pytest.approx(4 / touched, rel=1e-3)
+
+
+def test_attention_is_split_into_its_calls_and_what_they_have_in_common() -> None:
+    times = TaskTimes()
+    one, many = task("attention", 0, 3), task("attention", 0, 9)
+    many.micro_batch = 1
+    mixed = OPERATIONS.attention([(1, 4), (1, 5), (1, 4)])
+    many.work = Work("attention", "cpu", mixed.flops, mixed.nbytes, 3, mixed.parts)
+    times.add(MODEL, "bfloat16", [one, many])
+    found = [(point.operation, point.seconds) for point in times.points()]
+    assert ("attention", 0.000001) in found
+    assert all(seconds == pytest.approx(3) for name, seconds in found if name == "attention step")
+
+
+# -- what runs at once
+
+
+def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overlapped() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)])
+    together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
+    rates = times.rates(MODEL, "bfloat16", together)
+    # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
+    assert rates == {("compute", "disk->host"): 0.5, ("disk->host", "compute"): 0.75}
+
+
+def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("route", 1, 2)])
+    together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
+    assert times.rates(MODEL, "bfloat16", together) == {
+        ("attention", "compute"): 0.5,
+        ("compute", "attention"): 0.5,
+    }
+
+
+def test_tasks_that_hardly_overlap_say_nothing() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
+    assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
+
+
+# -- the file
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_is_read_back_from_the_text_that_it_is_written_as(name: str) -> None:
+    machine = load_machine(name)
+    assert parse_machine(machine_toml(machine).encode(), name) == machine
+
+
+def test_measured_points_and_odd_names_are_read_back_too() -> None:
+    machine = load_machine(machine_names()[0])
+    fields = {field: getattr(machine, field) for field in machine.__struct_fields__}
+    fields["name"] = 'a "quoted" name, \\ and ünïcode'
+    fields["cost_table"] = [CostPoint(operation="route", size=2.5e9, seconds=1e-07, dtype="float32", rows=3)]
+    fields["contention"] = [Contention(work="compute", beside="disk->host", rate=0.5)]
+    changed = Machine(**fields)
+    assert parse_machine(machine_toml(changed).encode(), "text") == changed
+
+
+def test_a_measurement_is_a_median_that_leaves_the_first_call_out() -> None:
+    calls = count()
+    assert measure(lambda: next(calls), seconds=0.0, least=5) < 0.01
+    assert next(calls) == 6
+
+
+def test_a_calibrated_machine_predicts_runs_in_both_dtypes(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    machine = calibrate(tmp_path / "machine.toml", lambda done, total: seen.append((done, total)), A_LITTLE)
+    assert seen[0] == (0, len(seen) - 1) and seen[-1] == (len(seen) - 1, len(seen) - 1)
+    assert parse_machine((tmp_path / "machine.toml").read_bytes(), "file") == machine
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
+    for dtype in ("bfloat16", "float32"):
+        assert isinstance(cost_model(machine, dtype), Calibrated)
+        layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
+        for name in ("resident", "layer_streaming", "cgopipe"):
+            policy = make_policy(name)
+            plan = plan_run(machine, layout, split_batch([5] * 4, 3, 2), policy, {"host": 8_000_000_000})
+            assert simulate(plan, policy).prefill_seconds > 0
+
+
+def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"cannot calibrate into .*machine.toml: .*: choose another --out"):
+        calibrate(tmp_path / "file" / "machine.toml", extent=A_LITTLE)

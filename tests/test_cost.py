@@ -1,0 +1,192 @@
+"""Cost models: what work takes on a described machine, and on a measured one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesched.cost import Calibrated, Curve, Demand, Roofline, Surface, cost_model
+from moesched.drivers.sharing import fair_rates
+from moesched.errors import BadInput
+from moesched.machines import Contention, CostPoint, Link, Machine, Processor, Roles, Tier
+from moesched.models.operations import Kept, Operations
+from moesched.models.shapes import SHAPES
+from moesched.tasks import Part, Work
+
+GB = 1e9
+TABLE = [
+    CostPoint(operation="route", size=100, rows=1, seconds=1.0, dtype="bfloat16"),
+    CostPoint(operation="route", size=100, rows=3, seconds=2.0, dtype="bfloat16"),
+    CostPoint(operation="route", size=300, rows=1, seconds=3.0, dtype="bfloat16"),
+    CostPoint(operation="route", size=300, rows=3, seconds=6.0, dtype="bfloat16"),
+    CostPoint(operation="attention", size=0, seconds=0.5, dtype="bfloat16"),
+    CostPoint(operation="disk->host", size=10, seconds=0.25),
+    CostPoint(operation="route", size=100, seconds=99.0, dtype="float32"),
+]
+
+
+def machine(**changes: Any) -> Machine:
+    """One processor of 1 TFLOP/s on a memory of 100 GB/s, with a disk of 2 GB/s."""
+    described = Machine(
+        name="desk",
+        processors={"cpu": Processor(memory="host", flops={"bfloat16": 1e12}, launch_seconds=0.001)},
+        memories={
+            "host": Tier(capacity="1 GB", bandwidth=100 * GB),
+            "disk": Tier(capacity="9 GB", bandwidth=2 * GB),
+        },
+        links=[Link(source="disk", destination="host", bandwidth=2 * GB, latency=0.01)],
+        roles=Roles(accelerator="cpu", host="cpu", weights="disk"),
+    )
+    return msgspec.structs.replace(described, **changes)
+
+
+def measured(**changes: Any) -> Calibrated:
+    return Calibrated(machine(cost_table=TABLE, **changes), "bfloat16")
+
+
+# -- the roofline
+
+
+def test_the_roofline_takes_the_longer_of_computing_and_moving() -> None:
+    roofline = Roofline(machine(), "bfloat16")
+    assert roofline.work(Work("kernel", "cpu", flops=2e12, nbytes=100 * GB)).seconds == pytest.approx(2.001)
+    assert roofline.work(Work("kernel", "cpu", flops=1e12, nbytes=300 * GB)).seconds == pytest.approx(3.001)
+
+
+def test_the_roofline_says_what_share_of_each_resource_is_taken_meanwhile() -> None:
+    demand = Roofline(machine(), "bfloat16").work(Work("kernel", "cpu", flops=1e12, nbytes=50 * GB))
+    assert dict(demand.shares) == {"cpu": 0.999, "host": 0.5}
+
+
+def test_a_copy_takes_its_link_and_a_part_of_both_memories() -> None:
+    demand = Roofline(machine(), "bfloat16").work(Work("copy", "disk->host", nbytes=2 * GB))
+    assert demand.seconds == pytest.approx(1.01)
+    assert dict(demand.shares) == {"disk->host": 0.99, "disk": 0.99, "host": 0.02}
+
+
+def test_the_roofline_refuses_what_the_machine_does_not_describe() -> None:
+    with pytest.raises(BadInput, match="no cost for kernel on 'npu': describe that resource"):
+        Roofline(machine(), "bfloat16").work(Work("kernel", "npu", flops=1))
+    with pytest.raises(BadInput, match="no rate for float32: add it"):
+        Roofline(machine(), "float32").work(Work("kernel", "cpu", flops=1))
+
+
+# -- measured costs
+
+
+def test_a_calibrated_machine_is_priced_by_its_table_and_any_other_by_its_roofline() -> None:
+    assert isinstance(cost_model(machine(cost_table=TABLE), "bfloat16"), Calibrated)
+    assert isinstance(cost_model(machine(), "bfloat16"), Roofline)
+
+
+def test_a_work_takes_the_sum_of_its_parts() -> None:
+    parts = (Part("route", 100, rows=3, times=2), Part("attention", 0))
+    assert measured().work(Work("kernel", "cpu", parts=parts)).seconds == pytest.approx(2 * 2.0 + 0.5)
+
+
+def test_costs_between_the_measured_ones_are_interpolated_over_rows_and_over_sizes() -> None:
+    costs = measured()
+    assert costs.seconds(Part("route", 100, rows=2)) == pytest.approx(1.5)
+    assert costs.seconds(Part("route", 200, rows=1)) == pytest.approx(2.0)
+    assert costs.seconds(Part("route", 200, rows=2)) == pytest.approx(3.0)
+
+
+def test_every_work_pays_for_being_dispatched_where_that_was_measured() -> None:
+    dispatch = CostPoint(operation="dispatch", size=0, seconds=0.125)
+    costs = Calibrated(machine(cost_table=[*TABLE, dispatch]), "bfloat16")
+    assert costs.work(Work("kernel", "cpu", parts=(Part("attention", 0),))).seconds == pytest.approx(0.625)
+
+
+def test_an_operation_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(BadInput, match="no cost for 'kept route' in bfloat16: run `moesched calibrate`"):
+        measured().work(Work("kernel", "cpu", parts=(Part("kept route", 100),)))
+    with pytest.raises(BadInput, match="was not measured in float16"):
+        Calibrated(machine(cost_table=TABLE), "float16")
+
+
+def test_work_without_parts_is_left_to_the_roofline() -> None:
+    work = Work("kernel", "cpu", flops=1e12)
+    assert measured().work(work) == Roofline(machine(), "bfloat16").work(work)
+
+
+def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
+    costs = measured(
+        contention=[
+            Contention(work="compute", beside="disk->host", rate=0.75),
+            Contention(work="compute", beside="attention", rate=0.5),
+            Contention(work="disk->host", beside="compute", rate=0.875),
+        ]
+    )
+    kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
+    attention = costs.work(Work("attention", "cpu", parts=(Part("attention", 0),)))
+    read = costs.work(Work("disk->host", "disk->host", parts=(Part("disk->host", 10),)))
+    assert fair_rates([kernel]) == (1.0,)
+    assert fair_rates([kernel, read]) == (0.75, 0.875)
+    assert fair_rates([kernel, attention, read]) == (0.375, 1.0, 0.875)
+
+
+def test_measured_slowing_comes_on_top_of_what_resources_hold() -> None:
+    one = Demand(1.0, (("link", 1.0),), "copy", (("copy", 0.5),))
+    assert fair_rates([one, one]) == (0.25, 0.25)
+
+
+# -- curves
+
+
+def test_a_curve_is_straight_between_points_and_goes_on_beyond_them() -> None:
+    curve = Curve([(10, 2.0), (20, 3.0), (40, 9.0)])
+    assert [curve(x) for x in (10, 15, 20, 30, 40)] == pytest.approx([2.0, 2.5, 3.0, 6.0, 9.0])
+    assert curve(70) == pytest.approx(9.0 + 30 * 7.0 / 30)
+    assert curve(5) == pytest.approx(1.5)
+    assert curve(-90) == pytest.approx(1.0)
+
+
+def test_a_curve_never_falls_and_takes_the_median_of_many_times_at_one_place() -> None:
+    assert Curve([(1, 3.0), (2, 2.0), (3, 4.0)])(2) == 3.0
+    assert Curve([(1, 1.0), (1, 9.0), (1, 2.0)])(1) == 2.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 10.0)), min_size=1, max_size=9),
+    st.floats(0, 1e10),
+    st.floats(0, 1e10),
+)
+def test_more_never_takes_less(points: list[tuple[float, float]], one: float, other: float) -> None:
+    curve = Curve(points)
+    assert 0 < curve(min(one, other)) <= curve(max(one, other)) * (1 + 1e-9)
+
+
+def test_a_surface_with_one_point_costs_the_same_everywhere() -> None:
+    surface = Surface([CostPoint(operation="x", size=5, seconds=0.5)])
+    assert surface(5, 1) == surface(50, 7) == 0.5
+
+
+# -- the parts of works
+
+
+def parts(amount: Any) -> dict[str, Part]:
+    return {part.operation: part for part in amount.parts}
+
+
+def test_an_operation_is_in_two_parts_where_only_some_of_its_weights_stay() -> None:
+    config = SHAPES["mixtral-0.8b"]
+    operations = Operations(config, "bfloat16", Kept(dense=1.0, experts=0.25))
+    found = parts(operations.post_attention(16))
+    touched = config.experts * (1 - (1 - config.top_k / config.experts) ** 16)
+    assert set(found) == {"kept route", "kept experts", "experts", "combine"}
+    assert found["kept experts"].times == pytest.approx(touched / 4)
+    assert found["experts"].times == pytest.approx(touched * 3 / 4)
+    assert found["experts"].rows == pytest.approx(16 * config.top_k / touched)
+    assert found["experts"].size == operations.expert_bytes
+
+
+def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_prompt() -> None:
+    operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
+    step = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))["attention step"]
+    assert (step.times, step.size) == (2, 25 * operations.kv_bytes / 2)
+    prompt = parts(operations.attention([(8, 8), (8, 8)]))["attention prompt"]
+    assert (prompt.times, prompt.size) == (2, 4 * 36 * operations.query_width)
