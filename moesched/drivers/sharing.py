@@ -35,7 +35,11 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
         for resource, total in asked.items():
             left[resource] -= rise * total
         used_up = {resource for resource, total in asked.items() if left[resource] <= 1e-12}
-        held = {i for i in rising if level >= 1.0 - 1e-12 or any(r in used_up for r, _ in demands[i].shares)}
+        held = {
+            i
+            for i in rising
+            if level >= 1.0 - 1e-12 or any(s > 0 and r in used_up for r, s in demands[i].shares)
+        }
         for index in held:
             rates[index] = min(level, 1.0)
         rising -= held
