@@ -1,0 +1,93 @@
+"""Short scripts for an engine: submit tasks by name, end them, and read off which ones started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.drivers.rendezvous import Rendezvous
+from moesched.tasks import STATE_NAMES, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.validation import CheckedEngine
+
+WORK = Work("test", "gpu")
+
+
+class Script:
+    """An engine with its rules checked, whose tasks and blocks go by their names.
+
+    Args:
+        lanes: the lanes' names, each with `in_order` or `ready_first`.
+    """
+
+    def __init__(self, *, halt_on_failure: bool = False, **lanes: Discipline) -> None:
+        self.lanes = {name: Lane(name, discipline) for name, discipline in lanes.items()}
+        self.engine = CheckedEngine(self.lanes.values(), halt_on_failure=halt_on_failure)
+        self.tasks: dict[str, Task] = {}
+        self.blocks: dict[str, Block] = {}
+
+    def submit(
+        self,
+        name: str,
+        lane: str,
+        reads: str = "",
+        writes: str = "",
+        *,
+        after: Sequence[str] = (),
+        urgency: int = 0,
+    ) -> Task:
+        """A task that reads and writes the blocks with those one-letter names."""
+        task = PageTransfer(self.lanes[lane], WORK, name) if urgency else Kernel(self.lanes[lane], WORK, name)
+        self.tasks[name] = task
+        before = [self.tasks[each] for each in after]
+        return self.engine.submit(task, self._blocks(reads), self._blocks(writes), before, urgency)
+
+    def collective(
+        self, name: str, lane: str, reads: str = "", writes: str = "", says: str = "sum"
+    ) -> Collective:
+        """This rank's part of a collective."""
+        task = Collective(self.lanes[lane], WORK, name, signature=says)
+        self.tasks[name] = task
+        return self.engine.collective(task, self._blocks(reads), self._blocks(writes))
+
+    def finish(self, name: str, value: object = None) -> None:
+        """A task ends well."""
+        self.engine.finish(self.tasks[name], value)
+        self.engine.check()
+
+    def fail(self, name: str) -> None:
+        """A task raises."""
+        self.engine.fail(self.tasks[name], ValueError(f"{name} broke"))
+        self.engine.check()
+
+    def cancel(self, name: str) -> bool:
+        """A task is withdrawn; says whether it could be."""
+        cancelled = self.engine.cancel(self.tasks[name])
+        self.engine.check()
+        return cancelled
+
+    def started(self) -> list[str]:
+        """The tasks that took their lanes since the last call."""
+        names = [task.verb for task in self.engine.started]
+        self.engine.started.clear()
+        return names
+
+    def state(self, name: str) -> str:
+        """The state of a task."""
+        return STATE_NAMES[self.tasks[name].state]
+
+    def run(self) -> list[str]:
+        """End what runs, in the order of the starts, until nothing does; returns all that started."""
+        order = []
+        while self.engine.started:
+            task = self.engine.started.pop(0)
+            order.append(task.verb)
+            self.engine.finish(task)
+        self.engine.check_over()
+        return order
+
+    def _blocks(self, names: str) -> list[Block]:
+        return [self.blocks.setdefault(name, Block(name)) for name in names]
+
+
+def meet(*scripts: Script) -> Rendezvous:
+    """Have the scripts' engines be ranks that meet for collectives."""
+    return Rendezvous([script.engine for script in scripts])

@@ -1,0 +1,138 @@
+"""Sharing: tasks that run at once and want more of a resource than there is slow each other down, max-min fairly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesched.cost import Demand
+from moesched.drivers.sharing import fair_rates
+from moesched.drivers.virtual import VirtualDriver
+from moesched.tasks import Kernel, Lane, Work
+from moesched.validation import CheckedEngine
+
+SECOND = 1_000_000_000
+
+
+def wants(**shares: float) -> Demand:
+    return Demand(1.0, tuple(shares.items()))
+
+
+def test_tasks_that_leave_enough_for_each_other_run_at_full_speed() -> None:
+    assert fair_rates([wants(memory=0.5), wants(memory=0.5), wants(link=1.0)]) == (1, 1, 1)
+
+
+def test_two_that_want_all_get_half_each() -> None:
+    assert fair_rates([wants(memory=1.0), wants(memory=1.0)]) == pytest.approx((0.5, 0.5))
+
+
+def test_one_that_wants_little_is_slowed_no_more_than_one_that_wants_much() -> None:
+    slow, fast = fair_rates([wants(memory=1.0), wants(memory=0.25)])
+    assert slow == fast == pytest.approx(0.8)
+
+
+def test_what_a_task_that_is_held_elsewhere_leaves_goes_to_the_others() -> None:
+    held, other, free = fair_rates([wants(link=1.0, memory=0.5), wants(link=1.0), wants(memory=1.0)])
+    assert (held, other) == pytest.approx((0.5, 0.5))
+    assert free == pytest.approx(0.75)
+
+
+def test_a_task_that_wants_nothing_is_never_slowed() -> None:
+    assert fair_rates([wants(memory=1.0), wants(memory=1.0), wants()]) == pytest.approx((0.5, 0.5, 1.0))
+
+
+def test_a_share_that_rounds_to_nothing_holds_nobody_up() -> None:
+    assert fair_rates([wants(memory=0.0), wants(memory=0.0)]) == (1, 1)
+
+
+demands = st.lists(
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.001, 0.1, 0.3, 0.5, 0.999, 1.0])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(demands)
+def test_nothing_is_used_beyond_what_there_is_and_nobody_could_go_faster(
+    shares: list[dict[str, float]],
+) -> None:
+    rates = fair_rates([wants(**each) for each in shares])
+    used = {
+        name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True))
+        for name in "abc"
+    }
+    assert all(total <= 1 + 1e-9 for total in used.values())
+    for rate, each in zip(rates, shares, strict=True):
+        full = [name for name, share in each.items() if share > 0 and used[name] > 1 - 1e-9]
+        assert rate == pytest.approx(1) or full, "something could run faster"
+
+
+@given(demands)
+def test_where_a_resource_holds_tasks_none_that_uses_it_is_faster_than_those_it_holds(
+    shares: list[dict[str, float]],
+) -> None:
+    rates = fair_rates([wants(**each) for each in shares])
+    used = {name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True)) for name in "abc"}
+    for rate, each in zip(rates, shares, strict=True):
+        if rate < 1 - 1e-9:
+            rivals = [
+                max(r for r, other in zip(rates, shares, strict=True) if other.get(name, 0) > 0)
+                for name, share in each.items()
+                if share > 0 and used[name] > 1 - 1e-9
+            ]
+            assert min(rivals) == pytest.approx(rate), (
+                "max-min: it is among the fastest on the resource that holds it"
+            )
+
+
+# -- on the clock ----------------------------------------------------------------------------------
+
+
+class Memory:
+    """A second each, alone; every task wants all of the memory's bandwidth."""
+
+    def work(self, work: Work) -> Demand:
+        return Demand(work.flops, (("memory", 1.0),))
+
+
+def ends(*lengths: tuple[str, float]) -> dict[str, int]:
+    """When tasks of these lanes and lengths end that share a memory."""
+    lanes = {name: Lane(name) for name, _ in lengths}
+    engine = CheckedEngine(lanes.values())
+    driver = VirtualDriver([engine], Memory(), sharing=True)
+
+    async def policy() -> list[Kernel]:
+        return [
+            engine.submit(Kernel(lanes[name], Work(f"{name} {number}", name, seconds), f"{name} {number}"))
+            for number, (name, seconds) in enumerate(lengths)
+        ]
+
+    (tasks,) = driver.run(policy())
+    engine.check_over()
+    return {task.verb: task.end for task in tasks}
+
+
+def test_two_lanes_that_share_a_memory_take_twice_as_long() -> None:
+    assert ends(("gpu", 1.0), ("cpu", 1.0)) == {"gpu 0": 2 * SECOND, "cpu 1": 2 * SECOND}
+
+
+def test_the_one_that_is_left_goes_on_at_full_speed() -> None:
+    assert ends(("gpu", 1.0), ("cpu", 3.0)) == {"gpu 0": 2 * SECOND, "cpu 1": 4 * SECOND}
+
+
+def test_a_task_that_comes_later_shares_from_then_on() -> None:
+    result = ends(("gpu", 2.0), ("cpu", 1.0), ("cpu", 0.5))
+    assert result == {"cpu 1": 2 * SECOND, "cpu 2": 3 * SECOND, "gpu 0": 3 * SECOND + SECOND // 2}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from([0.1, 0.5, 1.0, 2.5])),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_a_shared_memory_is_busy_until_all_its_work_is_done(lengths: list[tuple[str, float]]) -> None:
+    total = sum(seconds for _, seconds in lengths)
+    assert max(ends(*lengths).values()) == pytest.approx(total * SECOND, abs=len(lengths) * 2)

@@ -1,0 +1,272 @@
+"""The virtual clock: what runs when, and what a policy may do there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from moesched.cost import Demand
+from moesched.drivers.virtual import VirtualDriver
+from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
+from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.validation import CheckedEngine
+
+
+class Seconds:
+    """Work takes as many seconds as it has FLOPs."""
+
+    def work(self, work: Work) -> Demand:
+        return Demand(work.flops, ())
+
+
+class Clock:
+    """A virtual machine with some lanes, and the tasks that ended on it."""
+
+    def __init__(self, *names: str, discipline: Discipline = "ready_first", **options: Any) -> None:
+        self.lanes = {name: Lane(name, discipline) for name in names}
+        self.engine = CheckedEngine(self.lanes.values(), halt_on_failure=options.pop("halt_on_failure", True))
+        self.done: list[Task] = []
+        self.driver = VirtualDriver([self.engine], Seconds(), observers=[self], **options)
+
+    def ended(self, task: Task) -> None:
+        self.done.append(task)
+
+    def kernel(self, lane: str, seconds: float, name: str = "kernel", *, sort: type[Task] = Kernel) -> Task:
+        return sort(self.lanes[lane], Work("kernel", lane, seconds), name)
+
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """When each task ran, in seconds."""
+        return {task.verb: (task.start / 1e9, task.end / 1e9) for task in self.done}
+
+
+def test_lanes_run_beside_each_other_and_tasks_on_a_lane_behind_each_other() -> None:
+    clock = Clock("gpu", "cpu")
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("gpu", 2, "one"))
+        clock.engine.submit(clock.kernel("gpu", 3, "two"))
+        clock.engine.submit(clock.kernel("cpu", 4, "other"))
+
+    clock.driver.run(policy())
+    assert clock.spans() == {"one": (0, 2), "two": (2, 5), "other": (0, 4)}
+    assert clock.driver.now == 5_000_000_000
+    clock.engine.check_over()
+
+
+def test_a_reader_starts_at_the_moment_at_which_its_writer_ends() -> None:
+    clock = Clock("gpu", "link")
+    weights = Block("w")
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("link", 2, "fetch"), (), (weights,))
+        clock.engine.submit(clock.kernel("gpu", 1, "matmul"), (weights,))
+
+    clock.driver.run(policy())
+    assert clock.spans() == {"fetch": (0, 2), "matmul": (2, 3)}
+
+
+def test_awaiting_a_handle_gives_its_value_at_the_moment_of_its_end() -> None:
+    clock = Clock("gpu", perform={Decision: lambda task: {3: 5}})
+    seen = []
+
+    async def policy() -> str:
+        seen.append(await clock.engine.submit(clock.kernel("gpu", 7, sort=Decision)))
+        seen.append(clock.driver.now)
+        return "result"
+
+    assert clock.driver.run(policy()) == ["result"]
+    assert seen == [{3: 5}, 7_000_000_000]
+
+
+def test_awaiting_a_handle_that_has_ended_takes_no_time() -> None:
+    clock = Clock("gpu")
+
+    async def policy() -> None:
+        first = clock.engine.submit(clock.kernel("gpu", 1))
+        await clock.engine.submit(clock.kernel("gpu", 1))
+        await first
+        assert clock.driver.now == 2_000_000_000
+
+    clock.driver.run(policy())
+
+
+def test_what_is_submitted_after_an_await_starts_no_earlier() -> None:
+    clock = Clock("gpu", "cpu")
+
+    async def policy() -> None:
+        await clock.engine.submit(clock.kernel("gpu", 2))
+        clock.engine.submit(clock.kernel("cpu", 1, "after"))
+
+    clock.driver.run(policy())
+    assert clock.spans()["after"] == (2, 3)
+
+
+def test_tasks_that_end_together_end_in_the_order_of_their_lanes() -> None:
+    clock = Clock("a", "b")
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("b", 1, "on b"))
+        clock.engine.submit(clock.kernel("a", 1, "on a"))
+
+    clock.driver.run(policy())
+    assert [task.verb for task in clock.done] == ["on a", "on b"]
+
+
+def test_no_task_takes_less_than_a_nanosecond() -> None:
+    clock = Clock("gpu")
+
+    async def policy() -> None:
+        for _ in range(3):
+            clock.engine.submit(clock.kernel("gpu", 0))
+
+    clock.driver.run(policy())
+    assert clock.driver.now == 3
+
+
+def test_an_urgent_transfer_overtakes_but_does_not_interrupt() -> None:
+    clock = Clock("link")
+
+    async def policy() -> None:
+        for name, urgency in (("running", IDLE), ("idle", IDLE), ("demand", DEMAND)):
+            task = clock.kernel("link", 1, name, sort=PageTransfer)
+            clock.engine.submit(task, (), (), (), urgency)
+
+    clock.driver.run(policy())
+    assert [task.verb for task in clock.done] == ["running", "demand", "idle"]
+
+
+def test_the_same_run_twice_gives_the_same_times() -> None:
+    def spans() -> dict[str, tuple[float, float]]:
+        clock = Clock("gpu", "cpu", "link", sharing=True)
+        block = Block("x")
+
+        async def policy() -> None:
+            for number in range(20):
+                lane = ("gpu", "cpu", "link")[number * 7 % 3]
+                reads = (block,) if number % 4 else ()
+                clock.engine.submit(
+                    clock.kernel(lane, 0.1 * number, f"task {number}"), reads, (block,) * (number % 2)
+                )
+
+        clock.driver.run(policy())
+        return clock.spans()
+
+    assert spans() == spans()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_policy_that_awaits_something_else_is_told_what_it_may_await() -> None:
+    clock = Clock("gpu")
+
+    async def policy() -> None:
+        await asyncio.sleep(1)
+
+    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
+        clock.driver.run(policy())
+
+
+def test_a_policy_that_awaits_a_stranger_is_told_which() -> None:
+    class Stranger:
+        def __await__(self) -> Generator[str, None, None]:
+            yield "a letter"
+
+    clock = Clock("gpu")
+
+    async def policy() -> None:
+        await Stranger()
+
+    with pytest.raises(PolicyError, match="not 'a letter'"):
+        clock.driver.run(policy())
+
+
+def test_an_error_of_the_policy_comes_out_with_its_own_line() -> None:
+    clock = Clock("gpu")
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("gpu", 1))
+        raise PolicyError("a mistake")
+
+    with pytest.raises(PolicyError, match="a mistake") as caught:
+        clock.driver.run(policy())
+    assert caught.traceback[-1].path.name == "test_virtual.py"
+    clock.engine.check_over()
+
+
+def test_a_task_that_fails_raises_at_the_await() -> None:
+    def fails(task: Task) -> None:
+        raise ValueError("no such expert")
+
+    clock = Clock("gpu", perform={Decision: fails})
+
+    async def policy() -> None:
+        await clock.engine.submit(clock.kernel("gpu", 1, "route", sort=Decision))
+
+    with pytest.raises(TaskFailed, match=r"route failed on lane gpu .*no such expert"):
+        clock.driver.run(policy())
+    clock.engine.check_over()
+
+
+def test_awaiting_what_a_failure_cancelled_raises_the_failure() -> None:
+    def fails(task: Task) -> None:
+        raise ValueError("disk gone")
+
+    clock = Clock("gpu", "disk", perform={PageTransfer: fails}, halt_on_failure=False)
+    page = Block("page")
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("disk", 1, "fetch", sort=PageTransfer), (), (page,))
+        await clock.engine.submit(clock.kernel("gpu", 1), (page,))
+
+    with pytest.raises(TaskFailed, match="fetch failed"):
+        clock.driver.run(policy())
+
+
+def test_a_policy_may_go_on_after_cancelling_what_it_awaits() -> None:
+    clock = Clock("gpu", "link")
+    caught = []
+
+    async def policy() -> None:
+        clock.engine.submit(clock.kernel("link", 5, "running"))
+        prefetch = clock.engine.submit(clock.kernel("link", 1, "prefetch"))
+        clock.engine.cancel(prefetch)
+        try:
+            await prefetch
+        except TaskCancelled as error:
+            caught.append(str(error))
+        await clock.engine.submit(clock.kernel("gpu", 1))
+
+    clock.driver.run(policy())
+    assert caught == ["prefetch was cancelled before it started"]
+    assert clock.spans() == {"kernel": (0, 1), "running": (0, 5)}
+
+
+def test_work_without_a_cost_is_refused() -> None:
+    class Unknown:
+        def work(self, work: Work) -> Demand:
+            raise BadInput(f"no cost for {work.kind}")
+
+    lane = Lane("gpu")
+    engine = CheckedEngine([lane])
+    driver = VirtualDriver([engine], Unknown())
+
+    async def policy() -> None:
+        engine.submit(Kernel(lane, Work("mystery", "gpu"), "kernel"))
+
+    with pytest.raises(BadInput, match="no cost for mystery"):
+        driver.run(policy())
+
+
+def test_each_rank_has_a_policy_of_its_own_on_one_clock() -> None:
+    engines = [CheckedEngine([Lane("gpu")]) for _ in range(3)]
+    driver = VirtualDriver(engines, Seconds())
+
+    async def policy(rank: int) -> int:
+        await engines[rank].submit(Kernel(engines[rank].lanes[0], Work("kernel", "gpu", rank + 1), "kernel"))
+        return driver.now
+
+    assert driver.run(*(policy(rank) for rank in range(3))) == [1_000_000_000, 2_000_000_000, 3_000_000_000]
