@@ -35,6 +35,9 @@ CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 MOST_ARRANGING = 3
 """How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
 
+READS_IN_FLIGHT = 2
+"""How many pages of one transfer are read at a time: a disk that waits for the next read was measured 7 % slower."""
+
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
 """Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
@@ -74,7 +77,7 @@ class TorchDevice:
         self._cores = usable_cores()
         self._sharing = self._on_cpu and self._cores > 1 and cores_keep_bits(self._dtype, self._cores)
         self._threads_before = torch.get_num_threads()
-        self._team = Team(1)
+        self._team = self._readers = Team(1)
         self._arenas: dict[Pool, Arena] = {}
         self._kept = KeptPages(self._reader, 0, [], self._arranged)
         self._verbs: dict[str, Callable[[Any], Any]] = {
@@ -122,6 +125,7 @@ class TorchDevice:
         """
         self._check(prompts)
         self._team = Team(self._cores if self._sharing else 1)
+        self._readers = Team(READS_IN_FLIGHT)
         self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
         self._head = self._split_head()
         self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
@@ -152,6 +156,7 @@ class TorchDevice:
         """Close the checkpoint's files and end the threads."""
         self._kept.close()
         self._team.close()
+        self._readers.close()
         self._reader.close()
         torch.set_num_threads(self._threads_before)
 
@@ -197,8 +202,8 @@ class TorchDevice:
         return matrix_ND.to(self._accelerator, copy=True)
 
     def _fetch(self, task: PageTransfer) -> None:
-        for page, slot in zip(task.pages, task.slots, strict=True):
-            self._reader.read(page, self._bytes(slot))
+        pairs = zip(task.pages, task.slots, strict=True)
+        self._readers.run([partial(self._reader.read, page, self._bytes(slot)) for page, slot in pairs])
 
     def _read_global(self, name: str) -> Tensor:
         return self._reader.read_tensor(name).to(self._accelerator)
