@@ -1,0 +1,333 @@
+"""Real time: lanes as threads, on the loop or awaited; values, failures, interruptions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import pytest
+
+from moesched.drivers.lanes import LaneKind
+from moesched.drivers.realtime import RealtimeDriver
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
+from moesched.validation import CheckedSharedEngine
+
+WORK = Work("test", "cpu")
+KINDS: tuple[LaneKind, ...] = ("thread", "loop", "awaitable")
+Body = Callable[[Task], Any]
+
+
+class Machine:
+    """Some lanes in real time; each task does what `bodies` says for its name, by default nothing."""
+
+    def __init__(
+        self,
+        *lanes: str,
+        kind: LaneKind = "thread",
+        discipline: Discipline = "ready_first",
+        bodies: dict[str, Body] | None = None,
+        halt_on_failure: bool = True,
+    ) -> None:
+        self.lanes = {name: Lane(name, discipline) for name in lanes}
+        self.engine = CheckedSharedEngine(self.lanes.values(), halt_on_failure=halt_on_failure)
+        self.done: list[str] = []
+        self.bodies = bodies or {}
+        execute = self.execute_later if kind == "awaitable" else self.execute
+        self.driver = RealtimeDriver(
+            [self.engine], execute, kinds=dict.fromkeys(lanes, kind), observers=[self]
+        )
+
+    def execute(self, task: Task) -> Any:
+        return self.bodies.get(task.verb, lambda task: None)(task)
+
+    async def execute_later(self, task: Task) -> Any:
+        await asyncio.sleep(0)
+        return self.execute(task)
+
+    def ended(self, task: Task) -> None:
+        self.done.append(task.verb)
+
+    def submit(
+        self, lane: str, name: str, reads: tuple[Block, ...] = (), writes: tuple[Block, ...] = ()
+    ) -> Task:
+        return self.engine.submit(Decision(self.lanes[lane], WORK, name), reads, writes)
+
+    def run(self, main: Coroutine[Task, Any, Any]) -> Any:
+        try:
+            (result,) = asyncio.run(self.driver.run(main))
+            return result
+        finally:
+            self.engine.check_over()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_over_two_lanes_runs_in_its_order(kind: LaneKind) -> None:
+    machine = Machine("gpu", "link", kind=kind)
+    block = Block("x")
+
+    async def policy() -> None:
+        for number in range(50):
+            machine.submit(("gpu", "link")[number % 2], f"{number}", (block,), (block,))
+
+    machine.run(policy())
+    assert machine.done == [f"{number}" for number in range(50)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_awaiting_a_handle_gives_its_value(kind: LaneKind) -> None:
+    machine = Machine("gpu", kind=kind, bodies={"route": lambda task: {2: 7}})
+
+    async def policy() -> Any:
+        return await machine.submit("gpu", "route")
+
+    assert machine.run(policy()) == {2: 7}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_awaiting_each_of_many_tasks_never_misses_an_end(kind: LaneKind) -> None:
+    machine = Machine("a", "b", kind=kind, bodies={"task": lambda task: task.id})
+
+    async def policy() -> list[int]:
+        return [await machine.submit("ab"[number % 2], "task") for number in range(500)]
+
+    assert machine.run(policy()) == list(range(500))
+
+
+def test_a_handle_that_ended_long_ago_gives_its_value_at_once() -> None:
+    machine = Machine("gpu", bodies={"first": lambda task: "old"})
+
+    async def policy() -> Any:
+        first = machine.submit("gpu", "first")
+        await machine.submit("gpu", "second")
+        return await first, await first
+
+    assert machine.run(policy()) == ("old", "old")
+
+
+def test_lanes_really_run_beside_each_other() -> None:
+    meeting = threading.Barrier(2)
+    machine = Machine("gpu", "cpu", bodies={"meet": lambda task: meeting.wait(30)})
+
+    async def policy() -> None:
+        machine.submit("gpu", "meet")
+        machine.submit("cpu", "meet")
+
+    machine.run(policy())
+    assert machine.done == ["meet", "meet"]
+
+
+def test_one_task_at_a_time_runs_on_a_lane() -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def body(task: Task) -> None:
+        running.append(task.id)
+        most.append(len(running))
+        running.remove(task.id)
+
+    machine = Machine("gpu", bodies={"task": body})
+
+    async def policy() -> None:
+        for _ in range(200):
+            machine.submit("gpu", "task")
+
+    machine.run(policy())
+    assert set(most) == {1}
+
+
+def test_tasks_know_when_they_ran() -> None:
+    machine = Machine("gpu", "cpu")
+    block = Block("x")
+
+    async def policy() -> tuple[Task, Task]:
+        return machine.submit("gpu", "one", (), (block,)), machine.submit("cpu", "two", (block,))
+
+    one, two = machine.run(policy())
+    assert 0 <= one.start <= one.end <= two.start <= two.end <= machine.driver.now
+    assert machine.lanes["gpu"].busy == one.end - one.start
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def broken(task: Task) -> None:
+    raise OSError("disk gone")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_that_raises_comes_back_with_its_story(kind: LaneKind) -> None:
+    machine = Machine("disk", "gpu", kind=kind, bodies={"fetch": broken}, halt_on_failure=False)
+    page = Block("page")
+
+    async def policy() -> None:
+        machine.submit("disk", "fetch", (), (page,))
+        await machine.submit("gpu", "expert", (page,))
+
+    with pytest.raises(
+        TaskFailed, match=r"fetch failed on lane disk after waiting for nothing.*disk gone"
+    ) as caught:
+        machine.run(policy())
+    assert isinstance(caught.value.__cause__, OSError)
+    assert machine.done == ["fetch"]
+
+
+def test_even_a_task_that_tries_to_leave_the_thread_ends_as_a_failure() -> None:
+    def leaves(task: Task) -> None:
+        raise SystemExit(3)
+
+    machine = Machine("gpu", bodies={"leave": leaves}, halt_on_failure=False)
+
+    async def policy() -> None:
+        await machine.submit("gpu", "leave")
+
+    with pytest.raises(TaskFailed, match="SystemExit"):
+        machine.run(policy())
+
+
+def test_a_policy_that_has_not_stopped_is_stopped_at_its_next_submission() -> None:
+    machine = Machine("gpu", "cpu", bodies={"fetch": broken})
+    block = Block("x")
+    submitted: list[int] = []
+
+    async def policy() -> None:
+        machine.submit("gpu", "fetch", (), (block,))
+        await machine.submit("cpu", "other", (), (block,))
+        submitted.append(1)
+        machine.submit("gpu", "never")
+        submitted.append(2)
+
+    with pytest.raises(TaskFailed, match="fetch failed"):
+        machine.run(policy())
+    assert submitted == [1]
+
+
+def test_an_error_of_the_policy_cancels_what_has_not_started() -> None:
+    go_on = threading.Event()
+    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    waiting: list[Task] = []
+
+    async def policy() -> None:
+        machine.submit("gpu", "running")
+        waiting.append(machine.submit("gpu", "waiting"))
+        asyncio.get_running_loop().call_soon(go_on.set)
+        raise PolicyError("a mistake")
+
+    with pytest.raises(PolicyError, match="a mistake"):
+        machine.run(policy())
+    assert machine.done == ["running"]
+    assert isinstance(waiting[0].cause, PolicyError)
+
+
+def test_a_policy_that_awaits_asyncio_is_told_that_it_may_not() -> None:
+    machine = Machine("gpu")
+
+    async def policy() -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(PolicyError, match="may await the handles of its tasks only"):
+        machine.run(policy())
+
+
+def interrupted(
+    machine: Machine, policy: Callable[[Callable[[], object]], Coroutine[Task, Any, None]]
+) -> None:
+    """Run a policy that is given a way to interrupt the run."""
+
+    async def main() -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        await machine.driver.run(policy(me.cancel))
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    machine.engine.check_over()
+
+
+def test_an_interruption_waits_for_what_runs_and_withdraws_the_rest() -> None:
+    go_on = threading.Event()
+    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+
+    async def policy(interrupt: Callable[[], object]) -> None:
+        machine.submit("gpu", "running")
+        last = machine.submit("gpu", "waiting")
+        interrupt()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        await last
+
+    interrupted(machine, policy)
+    assert machine.done == ["running"]
+
+
+def test_an_interrupted_policy_may_clean_up() -> None:
+    go_on = threading.Event()
+    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+    late: list[Task] = []
+
+    async def policy(interrupt: Callable[[], object]) -> None:
+        running = machine.submit("gpu", "running")
+        interrupt()
+        asyncio.get_running_loop().call_later(0.01, go_on.set)
+        try:
+            await running
+        finally:
+            late.append(machine.submit("gpu", "clean up"))
+
+    interrupted(machine, policy)
+    assert isinstance(late[0].cause, TaskCancelled)
+
+
+def test_a_policy_that_awaits_while_it_is_given_up_does_not_keep_the_lanes_from_stopping() -> None:
+    go_on = threading.Event()
+    machine = Machine("gpu", bodies={"running": lambda task: go_on.wait(30)})
+
+    async def policy(interrupt: Callable[[], object]) -> None:
+        running = machine.submit("gpu", "running")
+        interrupt()
+        asyncio.get_running_loop().call_later(0.01, go_on.set)
+        try:
+            await running
+        finally:
+            await running
+
+    interrupted(machine, policy)
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = set(threading.enumerate())
+    machine = Machine("gpu", "cpu", "link")
+
+    async def policy() -> None:
+        machine.submit("gpu", "task")
+
+    machine.run(policy())
+    assert set(threading.enumerate()) == before
+
+
+def test_it_runs_on_uvloop_under_anyio() -> None:
+    pytest.importorskip("uvloop")
+    machine = Machine("gpu", "cpu", bodies={"route": lambda task: 5})
+
+    async def policy() -> Any:
+        return await machine.submit("gpu", "route")
+
+    results = anyio.run(machine.driver.run, policy(), backend_options={"use_uvloop": True})
+    assert results == [5]
+
+
+def test_ranks_go_on_independently() -> None:
+    engines = [CheckedSharedEngine([Lane("gpu")]) for _ in range(3)]
+    driver = RealtimeDriver(engines, lambda task: task.micro_batch)
+
+    async def policy(rank: int) -> int:
+        total = 0
+        for _ in range(50):
+            total += await engines[rank].submit(Kernel(engines[rank].lanes[0], WORK, "kernel", -1, rank))
+        return total
+
+    assert asyncio.run(driver.run(*(policy(rank) for rank in range(3)))) == [0, 50, 100]
+    for engine in engines:
+        engine.check_over()
