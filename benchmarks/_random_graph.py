@@ -319,7 +319,7 @@ class Rank:
         self.cells: dict[Block, int] = {}
         self.writers: dict[Block, tuple[Record, int]] = {}
         self.live: list[Block] = []
-        self.blocks: list[Block] = []
+        self.home: dict[Block, Memory] = {}
         self.released: dict[Block, int] = {}
         self.memories = [Memory(f"memory {n}", choose.randint(60, 400)) for n in range(choose.randint(1, 3))]
         self.pages = [Page(n, 0, n, 0, (), 10) for n in range(7)]
@@ -375,9 +375,9 @@ class Rank:
             if self.choose.random() < 0.2:
                 self._expect_refusal(memory, nbytes)
             self._release(self.choose.choice([block for block in self.live if block.memory == memory.name]))
-        block = memory.allocate(f"block {len(self.blocks)}", nbytes)
+        block = memory.allocate(f"block {len(self.home)}", nbytes)
         self.live.append(block)
-        self.blocks.append(block)
+        self.home[block] = memory
         self._submit([], [block])
 
     def release(self) -> None:
@@ -480,7 +480,7 @@ class Rank:
     def _release(self, block: Block) -> None:
         self.live.remove(block)
         self.released[block] = self.graph.now()
-        next(memory for memory in self.memories if memory.name == block.memory).release(block)
+        self.home[block].release(block)
 
     def _evict(self) -> None:
         page = self.choose.choice(self.pool.pages())
@@ -662,8 +662,8 @@ def _passed_budgets(rank: Rank) -> list[str]:
                 uses.setdefault(block, []).append(record)
     for memory in rank.memories:
         events = []
-        for block in rank.blocks:
-            if block.memory == memory.name and block in uses:
+        for block, home in rank.home.items():
+            if home is memory and block in uses:
                 events.append((min(use.start for use in uses[block]), 1, block.nbytes))
                 if block in rank.released:
                     end = max(use.end for use in uses[block])

@@ -49,12 +49,19 @@ class Memory:
         return block
 
     def release(self, block: Block) -> None:
-        """Give a block's bytes back; they carry those who still use them."""
+        """Give a block's bytes back; they carry those who still use them.
+
+        Raises:
+            PolicyError: the block is not in this memory, or was given back already.
+        """
+        if block.memory != self.name:
+            raise PolicyError(f"block {block.name} has no bytes of {self.name} to give back: release it once, there")
         users = tuple(block.readers)
         if block.writer is not None:
             users = (*users, block.writer)
         self.used -= block.nbytes
         self._freed.append((block.nbytes, users))
+        block.memory = ""
         block.tag = None
 
     def reserve(self, what: str, nbytes: int) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesched.drivers.rendezvous import Rendezvous
-from moesched.tasks import STATE_NAMES, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import (
+    RUNNING,
+    STATE_NAMES,
+    Block,
+    Collective,
+    Discipline,
+    Kernel,
+    Lane,
+    PageTransfer,
+    Task,
+    Work,
+)
 from moesched.validation import CheckedEngine
 
 WORK = Work("test", "gpu")
@@ -80,7 +91,8 @@ class Script:
         while self.engine.started:
             task = self.engine.started.pop(0)
             order.append(task.verb)
-            self.engine.finish(task)
+            if task.state == RUNNING:
+                self.engine.finish(task)
         self.engine.check_over()
         return order
 

@@ -1,0 +1,341 @@
+"""Memories: budgets in program order, freed bytes that carry their last users, pools of slots, views of pages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_script import WORK, Script
+from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
+from moesched.memory import Fixed, Memory, Pool, Replacement, Views
+from moesched.models.layout import Page
+from moesched.tasks import Block, Kernel, PageTransfer, Task
+from moesched.validation import BrokenRule, ledger_problems, view_problems
+
+PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]
+
+
+class Bench:
+    """A memory with a pool of page slots, a link that fills them and a GPU that reads them."""
+
+    def __init__(self, slots: int = 2, replacement: Replacement = "ring", capacity: int = 100) -> None:
+        self.script = Script(gpu="ready_first", link="ready_first", cpu="ready_first")
+        self.engine = self.script.engine
+        self.memory = Memory("gpu", capacity)
+        self.pool = Pool("weights", self.memory, slots, 10, replacement)
+        self.views: Views[tuple[int, ...]] = Views(self.memory, lambda key: tuple(PAGES[n] for n in key))
+        self.engine.watch([self.memory], [self.pool])
+
+    def fetch(self, *numbers: int) -> Task:
+        """Move pages in, in one transfer."""
+        slots = self.pool.place_all([PAGES[number] for number in numbers], self.engine)
+        task = PageTransfer(self.script.lanes["link"], WORK, f"fetch {numbers}")
+        self.script.tasks[task.verb] = task
+        return self.engine.submit(task, (), slots)
+
+    def read(self, *numbers: int, name: str = "", lane: str = "gpu") -> Task:
+        """A kernel that reads pages through a view."""
+        view = self.views.open.get(numbers) or self.views.show(numbers, self.engine)
+        view.touch()
+        task = Kernel(self.script.lanes[lane], WORK, name or f"read {numbers}")
+        self.script.tasks[task.verb] = task
+        return self.engine.submit(task, view.reads)
+
+    def evict(self, number: int) -> None:
+        """Give a page up."""
+        self.pool.vacate(self.memory.table[number], self.engine)
+
+    def held(self) -> list[int]:
+        """The pages in the pool, the next to be replaced first."""
+        return [page.id for page in self.pool.pages()]
+
+    def check(self) -> None:
+        """The books agree."""
+        assert ledger_problems(self.memory, [self.pool]) == []
+        assert view_problems(self.views) == []  # type: ignore[arg-type]
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_says_how_many_bytes_are_missing() -> None:
+    memory = Memory("host", 1000)
+    memory.reserve("KV cache", 400)
+    with pytest.raises(
+        OverBudget, match="weights needs 700 bytes of host, which has 600 free of its budget of 1,000"
+    ):
+        memory.allocate("weights", 700)
+    assert (memory.used, memory.peak) == (400, 400)
+
+
+def test_freed_bytes_are_free_for_the_next_line() -> None:
+    memory = Memory("host", 100)
+    first = memory.allocate("first", 80)
+    memory.release(first)
+    memory.allocate("second", 90)
+    assert (memory.used, memory.peak) == (90, 90)
+    assert ledger_problems(memory) == []
+
+
+def test_whoever_gets_freed_bytes_waits_for_their_last_users() -> None:
+    script = Script(gpu="ready_first", link="ready_first")
+    memory = Memory("gpu", 100)
+    script.blocks["a"] = memory.allocate("a", 100)
+    script.submit("make", "link", writes="a")
+    script.submit("use", "gpu", reads="a")
+    memory.release(script.blocks["a"])
+    script.blocks["b"] = memory.allocate("b", 50)
+    script.submit("next", "link", writes="b")
+    script.finish("make")
+    assert script.started() == ["make", "use"]
+    script.finish("use")
+    assert script.started() == ["next"]
+
+
+def test_a_block_is_given_back_once_and_where_it_came_from() -> None:
+    memory, other = Memory("gpu", 100), Memory("host", 100)
+    block = memory.allocate("block", 10)
+    with pytest.raises(PolicyError, match="no bytes of host to give back"):
+        other.release(block)
+    memory.release(block)
+    with pytest.raises(PolicyError, match="no bytes of gpu to give back"):
+        memory.release(block)
+    assert memory.used == 0
+
+
+def test_fresh_bytes_are_given_before_freed_ones() -> None:
+    script = Script(gpu="ready_first", link="ready_first")
+    memory = Memory("gpu", 100)
+    script.blocks["a"] = memory.allocate("a", 50)
+    script.submit("long", "gpu", writes="a")
+    memory.release(script.blocks["a"])
+    script.blocks["b"] = memory.allocate("b", 50)
+    script.submit("next", "link", writes="b")
+    assert script.started() == ["long", "next"]
+
+
+def test_a_block_made_of_parts_of_two_waits_for_the_users_of_both() -> None:
+    script = Script(gpu="ready_first", cpu="ready_first", link="ready_first")
+    memory = Memory("gpu", 100)
+    for name, lane in (("a", "gpu"), ("b", "cpu")):
+        script.blocks[name] = memory.allocate(name, 50)
+        script.submit(f"use {name}", lane, writes=name)
+    for name in "ab":
+        memory.release(script.blocks[name])
+    script.blocks["c"] = memory.allocate("c", 60)
+    script.submit("next", "link", writes="c")
+    script.finish("use a")
+    assert script.started() == ["use a", "use b"]
+    script.finish("use b")
+    assert script.started() == ["next"]
+
+
+def test_the_rest_of_a_freed_block_keeps_its_users() -> None:
+    script = Script(gpu="ready_first", cpu="ready_first", link="ready_first")
+    memory = Memory("gpu", 100)
+    script.blocks["a"] = memory.allocate("a", 100)
+    script.submit("use", "gpu", writes="a")
+    memory.release(script.blocks["a"])
+    for name, lane in (("b", "cpu"), ("c", "link")):
+        script.blocks[name] = memory.allocate(name, 50)
+        script.submit(f"write {name}", lane, writes=name)
+    assert script.started() == ["use"]
+    script.finish("use")
+    assert script.started() == ["write b", "write c"]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
+def test_whatever_is_taken_and_given_back_the_books_agree(moves: list[tuple[bool, int]]) -> None:
+    memory = Memory("gpu", 100)
+    blocks: list[Block] = []
+    for takes, number in moves:
+        if takes:
+            try:
+                blocks.append(memory.allocate("block", number))
+            except OverBudget:
+                assert number > 100 - sum(block.nbytes for block in blocks)
+        elif blocks:
+            memory.release(blocks.pop(number % len(blocks)))
+        assert memory.used == sum(block.nbytes for block in blocks)
+        assert ledger_problems(memory) == []
+
+
+# -- pools -----------------------------------------------------------------------------------------
+
+
+def test_a_ring_replaces_the_page_that_came_longest_ago() -> None:
+    bench = Bench(slots=2, replacement="ring")
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.read(0)
+    bench.fetch(2)
+    assert bench.held() == [1, 2]
+    bench.check()
+
+
+def test_lru_replaces_the_page_that_was_used_longest_ago() -> None:
+    bench = Bench(slots=2, replacement="lru")
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.read(0)
+    bench.fetch(2)
+    assert bench.held() == [0, 2]
+    bench.check()
+
+
+def test_a_pool_that_replaces_nothing_asks_for_an_eviction() -> None:
+    bench = Bench(slots=1, replacement="none")
+    bench.fetch(0)
+    with pytest.raises(
+        OverBudget, match=r"pool weights in gpu is full .* evict a page before moving L0 E1 #0 there"
+    ):
+        bench.fetch(1)
+    bench.evict(0)
+    bench.fetch(1)
+    assert bench.held() == [1]
+    bench.check()
+
+
+def test_a_page_is_fetched_once() -> None:
+    bench = Bench()
+    bench.fetch(0)
+    with pytest.raises(
+        PolicyError, match=r"page L0 E0 #0 is already in gpu .*: fetch it once, or evict it first"
+    ):
+        bench.fetch(0)
+
+
+def test_pages_are_placed_all_or_none() -> None:
+    bench = Bench(slots=3, replacement="none")
+    bench.fetch(0)
+    with pytest.raises(PolicyError):
+        bench.fetch(1, 0)
+    assert bench.held() == [0]
+    bench.check()
+
+
+def test_a_slot_is_overwritten_after_all_who_read_its_page() -> None:
+    bench = Bench(slots=1)
+    bench.fetch(0)
+    bench.read(0)
+    bench.fetch(1)
+    assert bench.script.run() == ["fetch (0,)", "read (0,)", "fetch (1,)"]
+
+
+def test_a_page_whose_transfer_failed_is_not_there() -> None:
+    bench = Bench()
+    bench.fetch(0)
+    bench.script.fail("fetch (0,)")
+    with pytest.raises(NotResident, match="never came to gpu"):
+        bench.read(0)
+    bench.fetch(0)
+    bench.read(0)
+    assert bench.script.run()[-1] == "read (0,)"
+    bench.check()
+
+
+def test_on_a_halting_engine_a_page_whose_transfer_failed_is_that_failure() -> None:
+    bench = Bench()
+    bench.engine.halt_on_failure = True
+    bench.fetch(0)
+    bench.script.fail("fetch (0,)")
+    with pytest.raises(TaskFailed, match="fetch"):
+        bench.read(0)
+    bench.check()
+
+
+def test_kept_pages_take_a_slot_of_their_own_size_and_need_no_edges() -> None:
+    memory = Memory("gpu", 100)
+    kept = Fixed("kept", memory, PAGES[:2], [10, 20])
+    views: Views[tuple[int, ...]] = Views(memory, lambda key: tuple(PAGES[n] for n in key))
+    view = views.show((0, 1), Script(gpu="ready_first").engine)
+    assert memory.used == 30
+    assert view.slots == tuple(kept.slots)
+    assert view.reads == ()
+    assert ledger_problems(memory, [kept]) == []
+
+
+# -- views -----------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_reads_several_pages_waits_for_all_of_them() -> None:
+    bench = Bench(slots=2)
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.read(0, 1)
+    assert bench.script.run() == ["fetch (0,)", "fetch (1,)", "read (0, 1)"]
+
+
+def test_a_page_that_is_not_there_is_named() -> None:
+    bench = Bench(slots=2)
+    bench.fetch(0)
+    with pytest.raises(
+        NotResident, match="page L0 E1 #0 is not in gpu: fetch it before the kernel that reads it"
+    ):
+        bench.read(0, 1)
+    bench.check()
+
+
+def test_replacing_one_page_of_a_view_waits_for_all_who_read_through_it() -> None:
+    bench = Bench(slots=2)
+    bench.fetch(0, 1)
+    bench.read(0, 1, name="left", lane="gpu")
+    bench.read(0, 1, name="right", lane="cpu")
+    bench.fetch(2)
+    bench.script.finish("fetch (0, 1)")
+    bench.script.finish("left")
+    assert bench.script.started() == ["fetch (0, 1)", "left", "right"]
+    bench.script.finish("right")
+    assert bench.script.started() == ["fetch (2,)"]
+
+
+def test_a_view_ends_with_the_first_of_its_pages() -> None:
+    bench = Bench(slots=2)
+    bench.fetch(0, 1)
+    bench.read(0, 1)
+    bench.evict(0)
+    with pytest.raises(NotResident):
+        bench.read(0, 1)
+    bench.check()
+
+
+def test_many_kernels_that_read_many_pages_take_few_edges() -> None:
+    bench = Bench(slots=6)
+    bench.fetch(0)
+    for number in range(1, 6):
+        bench.fetch(number)
+    tasks = [bench.read(0, 1, 2, 3, 4, 5, name=f"kernel {number}") for number in range(10)]
+    assert [len(task.deps) for task in tasks] == [1] * 10
+
+
+def test_kernels_that_a_lost_page_cancelled_hold_nothing_up() -> None:
+    bench = Bench(slots=2)
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.read(0, 1)
+    bench.script.fail("fetch (0,)")
+    bench.evict(0)
+    bench.fetch(2)
+    assert bench.script.run() == ["fetch (0,)", "fetch (1,)", "fetch (2,)"]
+    assert bench.script.state("read (0, 1)") == "cancelled"
+    bench.check()
+
+
+# -- the checking mode -----------------------------------------------------------------------------
+
+
+def test_the_checking_mode_notices_bytes_that_went_missing() -> None:
+    bench = Bench()
+    bench.memory.used += 10
+    with pytest.raises(BrokenRule, match="gpu: 30 bytes used, 80 fresh and 0 freed are not its 100"):
+        bench.engine.check_over()
+
+
+def test_the_checking_mode_notices_a_slot_that_lost_its_page() -> None:
+    bench = Bench()
+    bench.fetch(0)
+    bench.memory.table[0].tag = 3
+    bench.script.finish("fetch (0,)")
+    with pytest.raises(BrokenRule, match="page #0"):
+        bench.engine.check_over()
