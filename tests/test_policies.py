@@ -1,0 +1,246 @@
+"""The shipped policies: conformance, what overlaps with what on a T4, and CGOPipe's order against the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moesched import plugins
+from moesched.errors import BadInput, OutOfOrder
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run
+from moesched.seams import Policy
+from moesched.step import Step
+from moesched.tasks import Task
+from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
+
+SHIPPED = plugins.names("policies")
+
+# -- conformance -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_policy_conforms(name: str) -> None:
+    assert check_policy(lambda: make_policy(name)) >= len(policy_cases()) // 2
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_whatever_the_adversary_chooses_it_conforms(seed: int) -> None:
+    assert check_policy(lambda: make_policy("adversarial", {"seed": seed})) == len(policy_cases())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_policy_that_was_made_anew_does_the_same_again(name: str) -> None:
+    case = Case(name="again", machine=load_machine("t4"))
+
+    def times() -> list[tuple[str, int, int]]:
+        policy = make_policy(name)
+        return [
+            (task.label, task.start, task.end) for task in run_on_symbols(policy, case.plan(policy)).tasks
+        ]
+
+    assert times() == times()
+
+
+class Forgetful:
+    """Never fetches anything."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+
+    async def decode(self, step: Step) -> None:
+        raise NotImplementedError
+
+
+class Greedy(Forgetful):
+    """Wants more than there is."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.memory("accelerator").reserve("everything", 10**15)
+
+
+class Sleepy(Forgetful):
+    """Ends a step without having done anything."""
+
+    async def prefill(self, step: Step) -> None:
+        pass
+
+
+def test_the_suite_finds_a_policy_that_submits_what_it_may_not() -> None:
+    with pytest.raises(Exception, match="is not in gpu: fetch it before the kernel that reads it"):
+        check_policy(Forgetful)
+
+
+def test_the_suite_finds_a_policy_that_leaves_a_step_undone() -> None:
+    with pytest.raises(OutOfOrder, match="prefill step 0 ended before mb0 was sampled: it is at the start"):
+        check_policy(Sleepy)
+
+
+def test_the_suite_finds_a_policy_that_never_fits() -> None:
+    with pytest.raises(AssertionError, match="took on none of the cases"):
+        check_policy(Greedy)
+
+
+def test_a_plan_that_does_not_fit_says_what_to_do() -> None:
+    layout = weight_layout(SHAPES["mixtral-8x7b"])
+    with pytest.raises(
+        BadInput, match=r"policy Resident does not fit: page .* bytes too few: raise --budget"
+    ):
+        plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), make_policy("resident"))
+
+
+# -- Algorithm 1 -----------------------------------------------------------------------------------
+
+
+def algorithm_1(layers: int, micro_batches: int) -> Iterator[str]:
+    """The order in which the paper's launcher submits a decode step (MoE-Lightning, Algorithm 1), counted from 0.
+
+    Its look-ahead j + 2 goes on in the next layer when it passes the last micro-batch, and the weights of the layer
+    behind the last one are those of the next step's first.
+    """
+    order = [(i, j) for i in range(layers) for j in range(micro_batches)]
+
+    def ahead(i: int, j: int) -> Iterator[str]:
+        yield f"pre_attention L{i} mb{j}"
+        yield f"offload_qkv L{i} mb{j}"
+        yield f"cpu_attention L{i} mb{j}"
+        yield f"pin page {j} of L{(i + 1) % layers}"
+
+    for i, j in order[:2]:
+        yield from ahead(i, j)
+    for k, (i, j) in enumerate(order):
+        yield f"load_hidden L{i} mb{j}"
+        yield f"fetch page {j} of L{(i + 1) % layers}"
+        yield f"post_attention L{i} mb{j}"
+        if k + 2 < len(order):
+            yield from ahead(*order[k + 2])
+
+
+def told(task: Task, first_page: int) -> str:
+    """A task as `algorithm_1` names it: pages by their place among those of their layer that stream."""
+    if task.verb in ("pin", "fetch"):
+        (page,) = task.pages  # type: ignore[attr-defined]
+        return f"{task.verb} page {page.id % 5 - first_page} of L{task.layer}"
+    return task.label
+
+
+def test_cgopipe_submits_in_the_order_of_algorithm_1() -> None:
+    policy = make_policy("cgopipe")
+    case = Case(
+        name="paper", machine=load_machine("t4"), layers=4, prompts=(2,) * 6, micro_batch_size=2, weights=0.6
+    )
+    plan = case.plan(policy)
+    assert [len(pages) for pages in policy.streamed] == [3] * 4, "a page for each of the three micro-batches"
+    tasks = run_on_symbols(policy, plan).tasks
+    first_decode = [task for task in tasks if task.step == 1 and task.verb not in ("embed", "sample", "join")]
+    assert [told(task, first_page=2) for task in first_decode] == list(algorithm_1(4, 3))
+
+
+def test_cgopipe_fetches_nothing_for_a_step_that_does_not_come() -> None:
+    policy = make_policy("cgopipe")
+    case = Case(name="last", machine=load_machine("t4"), layers=4, weights=0.6, new_tokens=3)
+    tasks = run_on_symbols(policy, case.plan(policy)).tasks
+    last = [task for task in tasks if task.step == 2]
+    assert {task.layer for task in last if task.verb in ("pin", "fetch")} == {1, 2, 3}
+
+
+# -- what overlaps with what -----------------------------------------------------------------------
+
+
+class Watched:
+    """A virtual run of a Mixtral shape on a T4: when each kind of task ran in the first decode step."""
+
+    def __init__(self, policy: Policy, shape: str, gpu: int | None = None, requests: int = 120) -> None:
+        layout = weight_layout(SHAPES[shape])
+        batch = split_batch([32] * requests, 3, requests // 4)
+        plan = plan_run(load_machine("t4"), layout, batch, policy, {} if gpu is None else {"gpu": gpu})
+        self.ended = run_on_symbols(policy, plan)
+        self.step = [task for task in self.ended.tasks if task.step == 1]
+        samples = [max(task.end for task in self._all(step, "sample")) for step in (0, 1)]
+        self.start, self.end = samples
+
+    def _all(self, step: int, verb: str) -> list[Task]:
+        return [task for task in self.ended.tasks if task.step == step and task.verb == verb]
+
+    def busy(self, *verbs: str) -> list[tuple[int, int]]:
+        """When some of these verbs ran, within the step's time, merged."""
+        spans = sorted(
+            (max(task.start, self.start), min(task.end, self.end))
+            for task in self.ended.tasks
+            if task.verb in verbs and task.end > self.start and task.start < self.end
+        )
+        merged: list[tuple[int, int]] = []
+        for start, end in spans:
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        return merged
+
+    def share(self, *verbs: str) -> float:
+        """The share of the step during which some of these verbs ran."""
+        return length(self.busy(*verbs)) / (self.end - self.start)
+
+    def hidden(self, verb: str, behind: tuple[str, ...]) -> float:
+        """The share of a verb's time during which some of the others ran too."""
+        mine = self.busy(verb)
+        return overlap(mine, self.busy(*behind)) / length(mine)
+
+
+def length(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def overlap(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> int:
+    return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in left for b in right)
+
+
+GPU = ("pre_attention", "post_attention", "attention")
+
+
+def test_cgopipe_hides_attention_and_activations_behind_the_weights() -> None:
+    run = Watched(make_policy("cgopipe"), "mixtral-8x7b")
+    assert run.ended.tokens == run.ended.expected
+    assert run.share("fetch", "load_hidden") > 0.97, "the link is never idle: I/O is the bottleneck"
+    assert run.hidden("cpu_attention", ("fetch",)) > 0.9
+    assert run.hidden("pin", ("fetch",)) > 0.9
+    assert run.hidden("post_attention", ("fetch",)) > 0.9
+    assert run.hidden("cpu_attention", GPU) > 0, "attention runs ahead on the CPU while the GPU works"
+
+
+def test_layer_streaming_moves_the_next_layer_while_this_one_computes() -> None:
+    run = Watched(make_policy("layer_streaming"), "mixtral-8x7b", requests=40)
+    assert run.ended.tokens == run.ended.expected
+    assert run.share("fetch") > 0.97
+    assert run.hidden("post_attention", ("fetch",)) > 0.97
+    fetches = [task for task in run.step if task.verb == "fetch"]
+    assert [task.layer for task in fetches] == [*range(1, 32), 0], (
+        "one transfer for each layer, one layer ahead"
+    )
+
+
+def test_resident_moves_nothing_once_it_has_loaded() -> None:
+    run = Watched(make_policy("resident"), "mixtral-0.8b")
+    assert run.ended.tokens == run.ended.expected
+    assert {task.lane.name for task in run.step} == {"accelerator"}
+    assert run.share(*GPU, "embed", "sample") == 1
+
+
+def test_cgopipe_beats_layer_streaming_where_it_has_the_same_memory() -> None:
+    runs = [
+        Watched(make_policy(name), "mixtral-8x7b", requests=40) for name in ("cgopipe", "layer_streaming")
+    ]
+    paged, streamed = (run.end - run.start for run in runs)
+    assert paged < 0.9 * streamed
