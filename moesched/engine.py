@@ -13,7 +13,7 @@ States, and what moves a task between them:
 
 A task whose input failed or that was cancelled stays `waiting` until everything before it has settled, and only
 then turns `cancelled`: whoever overwrites its storage waits for it, and through it for those who still use it.
-Data edges (`consumers`) pass a failure on; order edges (`followers`) do not.
+Of the edges to its `followers`, those that carry data pass a failure on; those that only order do not.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _ADMITTED = 1 << 62
 """Takes the keys of admitted collectives below all others."""
 
 _NOWHERE = Lane("join")
+_NOWHERE.simple = False
 _NO_WORK = Work("join", "")
 
 
@@ -129,16 +130,19 @@ class Engine:
             other = block.writer
             if other is not None:
                 deps.append(other.id)
-                if other.state < ISSUED:
+                state = other.state
+                if state < ISSUED:
                     waits += 1
-                    if other.consumers is None:
-                        other.consumers = [task]
+                    followers = other.followers
+                    if followers is None:
+                        other.followers = [task]
                     else:
-                        other.consumers.append(task)
-                elif other.state == ISSUED:
+                        followers.append(task)
+                elif state == ISSUED:
                     waits += _behind_issued(task, other, data=True)
-                elif other.state != DONE and task.cause is None:
+                elif state != DONE and task.cause is None:
                     task.cause = _cancelled_by(other)
+        task.inputs = len(deps)
         for block in writes:
             earlier: Sequence[Task] = block.readers
             if earlier:
@@ -149,19 +153,21 @@ class Engine:
             for other in earlier:
                 if other is not task:
                     deps.append(other.id)
-                    if other.state < ISSUED:
+                    state = other.state
+                    if state < ISSUED:
                         waits += 1
-                        if other.followers is None:
+                        followers = other.followers
+                        if followers is None:
                             other.followers = [task]
                         else:
-                            other.followers.append(task)
-                    elif other.state == ISSUED:
+                            followers.append(task)
+                    elif state == ISSUED:
                         waits += _behind_issued(task, other, data=False)
         for other in after:
             deps.append(other.id)
             if other.state < DONE:
                 waits += 1
-                other.followers = [task, *(other.followers or ())]
+                other.followers = [*(other.followers or ()), task]
         task.waits = waits
         if task.lane.in_order:
             task.lane.queue.append(task)
@@ -223,7 +229,8 @@ class Engine:
 
     def finish(self, task: Task, value: object = None) -> None:
         """A running task ended well. Tasks that may start now are appended to `started`."""
-        task.value = value
+        if value is not None:
+            task.value = value
         lane = task.lane
         if not lane.simple:
             self._end_on_device(task)
@@ -255,9 +262,8 @@ class Engine:
         """
         lane = task.lane
         task.state = ISSUED
-        task.released, task.consumers = _split(task.consumers, lane.domain)
-        followers, task.followers = _split(task.followers, lane.domain)
-        for other in task.released + followers:
+        task.released, task.followers = _split(task.followers, lane.domain)
+        for other in task.released:
             other.after = [*(other.after or ()), task]
             other.waits -= 1
             if not other.waits:
@@ -388,32 +394,31 @@ class Engine:
         started = self.started
         settled = [task]
         for task in settled:
+            self.settled += 1
             task.operands = None
             if task.waiter is not None:
                 self.awaited.append(task)
-            if task.state != DONE:
+            if task.cause is not None:
                 self._pass_failure(task)
-            waiting, followers = task.consumers, task.followers
-            if followers is not None:
-                waiting = followers if waiting is None else waiting + followers
-                task.followers = None
-            if waiting is None:
+            followers = task.followers
+            if followers is None:
                 continue
-            task.consumers = None
-            for other in waiting:
-                other.waits -= 1
-                if other.waits:
+            task.followers = None
+            for other in followers:
+                waits = other.waits - 1
+                other.waits = waits
+                if waits:
                     continue
                 lane = other.lane
                 if other.cause is not None:
                     if other.after is None or not self._wait_on_host(other):
                         other.state = CANCELLED
                         settled.append(other)
-                elif lane is _NOWHERE:
-                    other.state = DONE
-                    settled.append(other)
                 elif not lane.simple:
-                    if self._halted is None or other.state == ISSUED:
+                    if lane is _NOWHERE:
+                        other.state = DONE
+                        settled.append(other)
+                    elif self._halted is None or other.state == ISSUED:
                         self._unblock(other)
                     else:
                         other.cause = self._halted
@@ -427,12 +432,11 @@ class Engine:
                 else:
                     other.state = READY
                     heappush(lane.heap, (other.key, other))
-        self.settled += len(settled)
 
     def _pass_failure(self, task: Task) -> None:
         """What needs the result of a task that has none will be cancelled; what stood behind it in its lane goes on."""
-        for other in (task.consumers or []) + (task.released or []):
-            if other.cause is None:
+        for other in (task.followers or []) + (task.released or []):
+            if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = _cancelled_by(task)
                 if other.state == READY:
                     self._withdraw(other)
@@ -454,10 +458,7 @@ def _behind_issued(task: Task, other: Task, *, data: bool) -> int:
         if data:
             other.released = [*(other.released or ()), task]
         return 0
-    if data:
-        other.consumers = [*(other.consumers or ()), task]
-    else:
-        other.followers = [*(other.followers or ()), task]
+    other.followers = [*(other.followers or ()), task]
     return 1
 
 

@@ -55,7 +55,9 @@ class Memory:
             PolicyError: the block is not in this memory, or was given back already.
         """
         if block.memory != self.name:
-            raise PolicyError(f"block {block.name} has no bytes of {self.name} to give back: release it once, there")
+            raise PolicyError(
+                f"block {block.name} has no bytes of {self.name} to give back: release it once, there"
+            )
         users = tuple(block.readers)
         if block.writer is not None:
             users = (*users, block.writer)
@@ -142,21 +144,14 @@ class Pool:
 
     def place(self, page: Page, engine: Engine) -> Slot:
         """The slot that `page` goes to; what lay there is gone from here on, in program order."""
+        number = page.id
         table = self.memory.table
-        if page.id in table:
-            held = table[page.id]
-            if _lost(held) is None:
-                raise PolicyError(
-                    f"page {describe(page)} is already in {self.memory.name} ({held.name}): "
-                    "fetch it once, or evict it first"
-                )
-            held.pool.vacate(held, engine)
-        if not self._empty:
-            self._replace(page, engine)
-        slot = self._empty.popleft()
+        if number in table:
+            _vacate_lost(page, table[number], engine)
+        slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
         slot.page = page
-        slot.tag = page.id
-        table[page.id] = self._held[page.id] = slot
+        slot.tag = number
+        table[number] = self._held[number] = slot
         return slot
 
     def place_all(self, pages: Sequence[Page], engine: Engine) -> tuple[Slot, ...]:
@@ -173,12 +168,7 @@ class Pool:
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
         """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
-        if slot.views:
-            for view in list(slot.views):
-                view.close(engine)
-        assert slot.tag is not None
-        del self.memory.table[slot.tag]
-        del self._held[slot.tag]
+        self._forget(slot, engine)
         slot.page = slot.tag = None
         self._empty.append(slot)
 
@@ -187,13 +177,25 @@ class Pool:
         if self.replacement == "lru" and slot.tag is not None:
             self._held.move_to_end(slot.tag)
 
-    def _replace(self, page: Page, engine: Engine) -> None:
+    def _replaced(self, page: Page, engine: Engine) -> Slot:
+        """The slot whose turn it is to be given another page."""
         if self.replacement == "none" or not self._held:
             raise OverBudget(
                 f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
                 f"itself: evict a page before moving {describe(page)} there"
             )
-        self.vacate(next(iter(self._held.values())), engine)
+        slot = next(iter(self._held.values()))
+        self._forget(slot, engine)
+        return slot
+
+    def _forget(self, slot: Slot, engine: Engine) -> None:
+        """Nobody finds the page in a slot any more."""
+        if slot.views:
+            for view in list(slot.views):
+                view.close(engine)
+        assert slot.tag is not None
+        del self.memory.table[slot.tag]
+        del self._held[slot.tag]
 
 
 class Fixed(Pool):
@@ -292,6 +294,15 @@ def describe(page: Page) -> str:
     """A page as a reader names it: layer, expert or the dense part, and which of its pages."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
+
+
+def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
+    """Empty the slot that a page was to be moved to, but never was."""
+    if _lost(held) is None:
+        raise PolicyError(
+            f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"
+        )
+    held.pool.vacate(held, engine)
 
 
 def _lost(slot: Slot) -> BaseException | None:

@@ -125,17 +125,9 @@ class Schedule:
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
         self.stride = (len(plan.layers) + 1) * _STRIDE
+        self._sized_for: Kind | None = None
         self._works: dict[tuple[str, int], Work] = {}
-        self._copies: dict[tuple[str, int, int], Work] = {}
-        self._links: dict[tuple[str, str], tuple[Lane, str]] = {}
-
-    def link(self, source: str, destination: str) -> tuple[Lane, str]:
-        """The lane of the link between two memories, and its name as a resource."""
-        known = self._links.get((source, destination))
-        if known is None:
-            lane = self.lanes[self.plan.machine.link(source, destination).lane]
-            known = self._links[source, destination] = lane, f"{source}->{destination}"
-        return known
+        self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
@@ -145,18 +137,25 @@ class Schedule:
             work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
         return work
 
-    def copy(self, link: str, nbytes: int, pieces: int = 1) -> Work:
-        """The work of moving bytes over a link, in so many pieces of the same size."""
-        work = self._copies.get((link, nbytes, pieces))
-        if work is None:
+    def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
+        """The lane and the work of moving bytes between two memories, in so many pieces of the same size."""
+        known = self._moves.get((source, destination, nbytes, pieces))
+        if known is None:
+            lane = self.lanes[self.plan.machine.link(source, destination).lane]
+            link = f"{source}->{destination}"
             parts = (Part(link, nbytes / pieces, times=pieces),)
-            work = self._copies[link, nbytes, pieces] = Work(link, link, nbytes=nbytes, parts=parts)
-        return work
+            known = lane, Work(link, link, nbytes=nbytes, parts=parts)
+            self._moves[source, destination, nbytes, pieces] = known
+        return known
 
     def size(self, index: int) -> None:
         """Set the micro-batches' works for a step: the same objects as in the step before, but for attention's."""
+        kind: Kind = "decode" if index else "prefill"
         for batch in self.micro_batches:
-            _size_works(self, batch, index)
+            if kind != self._sized_for:
+                _size_works(self, batch, kind)
+            _size_attention(self, batch, index)
+        self._sized_for = kind
 
     def skip(self, steps: int) -> None:
         """Go on as if that many more steps had been scheduled, each like the one before."""
@@ -180,12 +179,12 @@ class Schedule:
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
         source = self.plan.machine.roles.weights
-        lane, link = self.link(source, kept.memory.name)
         tasks = []
         for page, slot in zip(kept.pages(), kept.slots, strict=True):
+            lane, work = self.move(source, kept.memory.name, page.nbytes)
             task = PageTransfer(
                 lane,
-                self.copy(link, page.nbytes),
+                work,
                 "load",
                 page.layer,
                 -1,
@@ -216,6 +215,9 @@ class Step:
         self._base = index * schedule.stride
         self._accelerator = schedule.lanes["accelerator"]
         self._host = schedule.lanes["host"]
+        self._dense = schedule.dense.open
+        self._whole = schedule.whole.open
+        self._weights = schedule.plan.machine.roles.weights
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
         self.last = last
@@ -246,12 +248,13 @@ class Step:
             PolicyError: a page is in that memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
-        origin = self._schedule.plan.machine.roles.weights
+        origin = self._weights
         reads: list[Block] = []
         if source is not None:
             origin = source.memory.name
+            table = source.memory.table
             for page in pages:
-                held = source.memory.table.get(page.id)
+                held = table.get(page.id)
                 if held is None or held.pool is not source:
                     raise NotResident(
                         f"fetch: page {describe(page)} is not in pool {source.name}: pin it there first"
@@ -275,7 +278,7 @@ class Step:
 
     def pin(self, pages: Sequence[Page], pool: Pool) -> Task:
         """Move pages from where the weights live into pinned memory, the first hop to the accelerator."""
-        lane, work, slots = self._place("pin", pages, self._schedule.plan.machine.roles.weights, pool)
+        lane, work, slots = self._place("pin", pages, self._weights, pool)
         first = pages[0]
         task = PageTransfer(
             lane,
@@ -322,7 +325,7 @@ class Step:
         tag = self._base + layer * _STRIDE
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("pre_attention", layer, batch, tag)
-        view = self._schedule.dense.open.get(layer) or self._view(self._schedule.dense, layer)
+        view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
         batch.tag = tag + QKV
         batch.last = task = Kernel(
             self._accelerator,
@@ -425,7 +428,7 @@ class Step:
         tag = self._base + layer * _STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("post_attention", layer, batch, tag)
-        view = self._schedule.whole.open.get(layer) or self._view(self._schedule.whole, layer)
+        view = self._whole.get(layer) or self._view(self._schedule.whole, layer)
         batch.tag = tag - ATTENDED + _STRIDE
         batch.last = task = Kernel(
             self._accelerator,
@@ -445,7 +448,7 @@ class Step:
         tag = self._base + layer * _STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("route", layer, batch, tag)
-        view = self._schedule.dense.open.get(layer) or self._view(self._schedule.dense, layer)
+        view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
         batch.tag = tag - ATTENDED + ROUTED
         batch.pending = None
         batch.last = batch.routed = task = Decision(
@@ -547,8 +550,8 @@ class Step:
         nbytes = 0
         for page in pages:
             nbytes += page.nbytes
-        lane, link = self._schedule.link(origin, pool.memory.name)
-        return lane, self._schedule.copy(link, nbytes, len(slots)), slots
+        lane, work = self._schedule.move(origin, pool.memory.name, nbytes, len(slots))
+        return lane, work, slots
 
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._engine)
@@ -585,28 +588,36 @@ def _kept(plan: Plan) -> Kept:
     return Kept(kept[True] / dense, kept[False] / experts)
 
 
-def _size_works(schedule: Schedule, batch: MicroBatch, index: int) -> None:
-    """Set a micro-batch's works for a step: the same objects as in the step before, but for attention's."""
+def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
+    """Set a micro-batch's works that are the same in all steps of a kind."""
     plan = schedule.plan
     operations = schedule.operations
-    accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
-    prompts = [plan.batch.prompts[request] for request in batch.requests]
-    sequences = len(prompts)
-    tokens = sequences if index else sum(prompts)
-    new = [1] * sequences if index else prompts
-    lengths = [(count, prompt + index) for count, prompt in zip(new, prompts, strict=True)]
-    flops, nbytes, parts = operations.attention(lengths)
-    works = batch.works = {
-        "attention": Work("attention", accelerator, flops, nbytes, tokens, parts),
-        "cpu_attention": Work("cpu_attention", host, flops, nbytes, tokens, (*parts, _TO_THE_HOST_AND_BACK)),
-        "sample": schedule.work("sample", accelerator, sequences, operations.sample),
-    }
-    for kind in ("embed", "pre_attention", "post_attention", "route", "combine"):
-        works[kind] = schedule.work(kind, accelerator, tokens, getattr(operations, kind))
+    accelerator = schedule.processors["accelerator"]
+    sequences = len(batch.requests)
+    tokens = sequences
+    if kind == "prefill":
+        tokens = sum(plan.batch.prompts[request] for request in batch.requests)
+    batch.works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
+    for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
+        batch.works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
     if not schedule.unified:
         fast, slow = plan.memory("accelerator").name, plan.memory("host").name
-        lane, down = schedule.link(fast, slow)
-        batch.offload_qkv = lane, schedule.copy(down, tokens * operations.qkv_bytes)
-        batch.offload_kv = lane, schedule.copy(down, tokens * operations.kv_bytes)
-        lane, up = schedule.link(slow, fast)
-        batch.load_hidden = lane, schedule.copy(up, tokens * operations.attention_bytes)
+        batch.offload_qkv = schedule.move(fast, slow, tokens * operations.qkv_bytes)
+        batch.offload_kv = schedule.move(fast, slow, tokens * operations.kv_bytes)
+        batch.load_hidden = schedule.move(slow, fast, tokens * operations.attention_bytes)
+
+
+def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
+    """Set a micro-batch's works that grow from step to step."""
+    prompts = schedule.plan.batch.prompts
+    lengths = [prompts[request] + index for request in batch.requests]
+    tokens = len(lengths) if index else sum(lengths)
+    if index:
+        amount = schedule.operations.attention_step(lengths)
+    else:
+        amount = schedule.operations.attention([(length, length) for length in lengths])
+    flops, nbytes, parts = amount
+    accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
+    there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
+    batch.works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
+    batch.works["cpu_attention"] = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)

@@ -133,7 +133,10 @@ class Work(msgspec.Struct, eq=False):
 
 
 class Task(msgspec.Struct, eq=False, gc=False):
-    """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value."""
+    """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
+
+    `deps` are the ids of the tasks that it waits for, the first `inputs` of which it needs the results of.
+    """
 
     lane: Lane
     work: Work
@@ -150,7 +153,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     start: int = -1
     end: int = -1
     deps: list[int] = []
-    consumers: list[Task] | None = None
+    inputs: int = 0
     followers: list[Task] | None = None
     after: list[Task] | None = None
     released: list[Task] | None = None

@@ -260,7 +260,7 @@ class StreamRunner:
         while self._running:
             batch.append(self._running.popleft())
             task = batch[-1][0]
-            if task.waiter is not None or task.consumers or task.followers:
+            if task.waiter is not None or task.followers:
                 break
         return batch
 

@@ -176,7 +176,6 @@ class Timeline:
                     start=self.starts[number],
                     end=self.ends[number],
                     deps=[each + shift for each in captured.deps],
-                    consumers=None,
                     followers=None,
                 )
                 number += 1

@@ -104,24 +104,25 @@ class VirtualDriver:
         while True:
             for task in started:
                 task.start = now
+                lane = task.lane
                 duration = task.work.nanoseconds
                 if duration < 0:
                     duration = nanoseconds(task.work, cost)
-                heappush(events, (now + duration, task.lane.index, task))
+                lane.busy += duration
+                heappush(events, (now + duration, lane.index, task))
             started.clear()
             if arrived:
                 self._rendezvous.collect()
                 continue
             if awaited or not events:
                 return
-            now, lane, task = heappop(events)
+            now, index, task = heappop(events)
             self.now = task.end = now
-            task.lane.busy += now - task.start
             action = perform.get(type(task))
             if action is None:
-                owners[lane].finish(task)
+                owners[index].finish(task)
             else:
-                _act(owners[lane], task, action)
+                _act(owners[index], task, action)
             for observer in observers:
                 observer(task)
 

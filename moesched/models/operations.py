@@ -9,6 +9,7 @@ An amount also says which operations it consists of, so that a measured cost tab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ne
 from typing import NamedTuple
 
 from moesched.models.config import ModelConfig
@@ -103,6 +104,19 @@ class Operations:
                 Part("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
             )
         return Amount(4.0 * pairs * self.query_width, nbytes, tuple(parts))
+
+    def attention_step(self, totals: Sequence[int]) -> Amount:
+        """The same for one new token of each sequence, without a look at each: a simulation does little else here."""
+        window = self.config.sliding_window
+        seen = pairs = sum(totals)
+        if window is not None:
+            seen = sum(min(total, window + 1) for total in totals)
+            pairs = sum(min(total, window) for total in totals)
+        calls = 1 + sum(map(ne, totals, totals[1:]))
+        cache = seen * self.kv_bytes
+        moved = len(totals) * (self.qkv_bytes + self.attention_bytes)
+        parts = (Part("attention", 0), Part("attention step", cache / calls, times=calls))
+        return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
 
     def output_projection(self, tokens: int) -> Amount:
         """Attention output back to the hidden size, and the residual."""
