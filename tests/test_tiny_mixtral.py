@@ -1,0 +1,154 @@
+"""The small trained model that ships: its size, its text, and how unevenly its experts are used."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moesched.models.checkpoint import open_checkpoint
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MODEL = EXAMPLES / "tiny-mixtral"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The training script as a module: what it measured is measured here by the same functions."""
+    pytest.importorskip("transformers", reason="the training script needs transformers (the dev extra)")
+    spec = importlib.util.spec_from_file_location("train_tiny_mixtral", EXAMPLES / "train_tiny_mixtral.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def corpus(script: ModuleType) -> Any:
+    """The docstrings of the Python that runs the tests, which need not be the one that trained the model."""
+    found = script.read_corpus()
+    if len(found.held_out) < 50:
+        pytest.skip("this Python has no readable standard library beside it (a zip, or only .pyc files)")
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(script: ModuleType) -> Iterator[Any]:
+    """The model and its tokenizer, loaded by transformers, on one thread: its matrices are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield script.load(MODEL)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def figures() -> Any:
+    """What the script measured when it trained the model."""
+    return json.loads((MODEL / "training.json").read_text())
+
+
+def test_the_whole_directory_has_at_most_16_megabytes() -> None:
+    files = {file.name: file.stat().st_size for file in MODEL.iterdir()}
+    assert sum(files.values()) <= 16_000_000
+    assert files.keys() >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_the_weights_have_the_names_of_published_checkpoints() -> None:
+    with safe_open(MODEL / "model.safetensors", framework="pt") as weights:
+        names = set(weights.keys())
+    assert "model.layers.0.block_sparse_moe.experts.7.w2.weight" in names
+    assert not any("gate_up_proj" in name for name in names)
+
+
+def test_moesched_reads_its_shape_and_stop_token() -> None:
+    config = open_checkpoint(MODEL).config
+    assert (config.layers, config.experts, config.top_k) == (4, 8, 2)
+    assert config.kv_heads < config.heads
+    assert config.stop_tokens == (1,)
+    assert config.dtype == "bfloat16"
+
+
+def test_any_prompt_survives_the_tokenizer(loaded: Any) -> None:
+    _, tokenizer = loaded
+    prompt = "Return naïve 日本語 😀\n\n    \x00 <s>"
+    ids = tokenizer(prompt)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == prompt
+
+
+def test_every_bar_was_reached_when_it_was_trained(script: ModuleType, figures: Any) -> None:
+    assert not script.missed_bars(figures, script.size_of(MODEL), figures["total_minutes_with_measuring"])
+
+
+def test_its_page_states_the_measured_figures(script: ModuleType, figures: Any) -> None:
+    recipe = script.Recipe(**figures["recipe"])
+    assert (MODEL / "README.md").read_text(encoding="utf-8") == script.readme(recipe, figures)
+
+
+def test_the_words_it_writes_are_words_of_its_training_text(
+    script: ModuleType, loaded: Any, corpus: Any
+) -> None:
+    samples = script.write_samples(*loaded, corpus.held_out, count=12, seed=7)
+    assert sum(len(sample.words()) for sample in samples) > 100
+    assert script.words_share(samples, corpus.words()) >= 0.8
+
+
+def test_every_expert_is_used_and_none_alike(script: ModuleType, loaded: Any, corpus: Any) -> None:
+    for shares in script.expert_shares(*loaded, corpus.held_out[::6]):
+        assert min(shares) >= 0.02
+        assert max(shares) >= 1.5 * min(shares)
+
+
+def test_held_out_text_is_predicted_about_as_well_as_stated(
+    script: ModuleType, loaded: Any, corpus: Any, figures: Any
+) -> None:
+    measured = script.bits_per_byte(*loaded, corpus.held_out[::6])
+    assert measured == pytest.approx(figures["held_out_bits_per_byte"], rel=0.15)
+
+
+def test_a_word_that_the_length_limit_cut_off_does_not_count(script: ModuleType) -> None:
+    cut = script.Sample(prompt="Return the na", written="me of the fil", ended=False)
+    assert cut.words() == ["name", "of", "the"]
+    whole = script.Sample(prompt="Return the", written=" name of the file", ended=True)
+    assert whole.words() == ["name", "of", "the", "file"]
+
+
+def test_docstrings_are_kept_once_and_split_by_module(script: ModuleType, tmp_path: Path) -> None:
+    modules = {f"module_{number}.py": f'"""Module {number}."""' for number in range(100)}
+    for name, source in modules.items():
+        (tmp_path / name).write_text(source + '\ndef same():\n    """The same everywhere."""\n')
+    (tmp_path / "broken.py").write_text("def (:")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_it.py").write_text('"""Left out."""')
+
+    found = script.read_corpus(tmp_path)
+
+    together = found.training + found.held_out
+    assert len(set(together)) == len(together) == 101
+    assert found.held_out == tuple(
+        f"Module {number}."
+        for number in sorted(range(100), key=str)
+        if script.is_held_out(f"module_{number}.py")
+    )
+    assert script.Corpus(("The name, the Name",), ()).words() == {"the", "name"}
+
+
+def test_the_learning_rate_rises_and_falls_to_nothing(script: ModuleType) -> None:
+    recipe = script.Recipe(peak_rate=1.0, warmup=0.1)
+    rates = [script.rate_at(progress, recipe) for progress in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
+
+
+def test_long_documents_are_measured_once_per_token(script: ModuleType) -> None:
+    document = list(range(1_000))
+    for context in (8, 100, 999, 1_000, 4_000):
+        counted = [token for tokens, first in script.windows(document, context) for token in tokens[first:]]
+        assert counted == document[1:]
