@@ -25,7 +25,7 @@ class CGOPipe:
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("host")
-        self.streamed = keep_beside_buffer(plan, buffered_layers=2)
+        self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
         most = max(self.streamed, key=len)
         self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
         self.pinned = plan.pool("pinned", "staging", 2 * len(most), most) if plan.has_pinned else None

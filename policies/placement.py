@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moesched.models.layout import Page
 from moesched.plan import Plan
 
 
-def keep_beside_buffer(plan: Plan, buffered_layers: int) -> list[list[Page]]:
-    """Keep what fits beside a buffer for `buffered_layers` layers; returns the pages that stream, by layer.
+def keep_beside_buffer(plan: Plan, slots: Callable[[int], int]) -> list[list[Page]]:
+    """Keep what fits beside the buffer; returns the pages that stream, by layer.
 
     A layer's dense part is kept before its experts, and layers stream as evenly as they can, so that no
     layer waits longer for its weights than the others.
+
+    slots: how many the buffer needs if so many pages of a layer stream.
     """
     free = plan.free("accelerator")
     per_layer = [plan.layout.layer(i) for i in plan.layers]
     count = len(per_layer[0])
     for streamed in range(count + 1):
-        buffer = buffered_layers * sum(sorted(map(plan.slot_bytes, per_layer[0]))[-1:]) * streamed
+        buffer = slots(streamed) * max(map(plan.slot_bytes, per_layer[0]))
         kept = [page for pages in per_layer for page in pages[: count - streamed]]
         left = free - buffer - sum(map(plan.slot_bytes, kept))
         if left >= 0 or streamed == count:

@@ -1,0 +1,90 @@
+"""Expert by expert: pages pass through a ring of a few slots in the order of their use; all else stays.
+
+A kernel that reads a whole layer needs a buffer of whole layers. One that reads an expert needs only that expert:
+what the smaller buffer leaves free keeps weights, which are then not read again in every step.
+"""
+
+from __future__ import annotations
+
+from moesched.models.layout import Page
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .placement import keep_beside_buffer
+
+
+class ExpertStreaming:
+    """Moves a few experts in one transfer while those of the transfer before compute.
+
+    An expert is moved even if no token will be routed to it: its turn to be moved comes before the router has run.
+
+    Settings:
+        together: how many experts are moved in one transfer.
+        ahead: how many transfers may be under way while the experts of another are in use.
+    """
+
+    def __init__(self, together: int = 2, ahead: int = 1) -> None:
+        self.together = together
+        self.ahead = ahead
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        largest = max(len(plan.layout.dense(0)), len(plan.layout.expert(0, 0)))
+        slots = (1 + self.ahead) * self.together * largest
+        streamed = keep_beside_buffer(plan, lambda pages: min(slots, pages * len(plan.layers)))
+        pages = [page for layer in streamed for page in layer]
+        self.ring = plan.pool("accelerator", "ring", min(slots, len(pages)), pages)
+        self.experts = range(plan.layout.config.experts)
+        self.parts: dict[tuple[int, int], list[Page]] = {}
+        for page in pages:
+            self.parts.setdefault((page.layer, page.expert), []).append(page)
+        self.moved = self.used = 0
+
+    async def prefill(self, step: Step) -> None:
+        self._move(step)
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+            routing = [step.route(i, j) for j in step.micro_batches]
+            self._let_go(step, (i, -1))
+            routed = [await handle for handle in routing]
+            for expert in self.experts:
+                for j in step.micro_batches:
+                    if expert in routed[j]:
+                        step.run_expert(i, expert, j)
+                self._let_go(step, (i, expert))
+            for j in step.micro_batches:
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    def _let_go(self, step: Step, part: tuple[int, int]) -> None:
+        """Give up a part that streams after its last use, for others to come in its place."""
+        if part in self.parts:
+            step.evict(self.parts[part], self.ring)
+            self.used += 1
+            self._move(step)
+
+    def _move(self, step: Step) -> None:
+        """Move the next parts as far as the ring has room; past the last layer those of the next step."""
+        order = list(self.parts.values())
+        together = min(self.together, len(order))
+        room = min(self.together * (1 + self.ahead), len(order))
+        while order and self.moved + together <= self.used + room:
+            end = self.moved + together
+            if step.last:
+                end = min(end, (step.index + 1) * len(order))
+            pages = [page for number in range(self.moved, end) for page in order[number % len(order)]]
+            if not pages:
+                break
+            step.fetch(pages, self.ring)
+            self.moved = end
