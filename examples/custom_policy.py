@@ -24,7 +24,7 @@ def main() -> None:
     """Run each policy under the same small budget and print what it did."""
     reports = {}
     for name, where in POLICIES.items():
-        budget = "100MB" if name == "resident" else "9MB"
+        budget = "100MB" if name == "resident" else "18MB"
         reports[name] = moesched.run_model(
             HERE / "tiny-mixtral",
             PROMPTS,
