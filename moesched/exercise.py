@@ -32,7 +32,7 @@ class Manner(Enum):
 
 
 def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabulary: int) -> ModelConfig:
-    """A shape to exercise with: two layers of four experts."""
+    """A shape to exercise with: two layers of eight experts, of which every token takes two."""
     return ModelConfig(
         name=name,
         layers=2,
@@ -41,8 +41,8 @@ def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabu
         heads=heads,
         kv_heads=heads // 2,
         head_dim=hidden // heads,
-        experts=4,
-        top_k=1,
+        experts=8,
+        top_k=2,
         vocabulary=vocabulary,
         norm_eps=1e-5,
         rope_theta=1e4,
