@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ POLICIES = ("resident", "layer_streaming", "cgopipe")
 LANES = ("accelerator", "host", "disk->host")
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 13
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 class Printer(moesched.Listener):
@@ -47,6 +48,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="where models and traces go")
     parser.add_argument("--layers", type=int, help="of the larger model; by default all 8")
+    parser.add_argument("--share", type=float, default=0.4, help="of its weights that the budget holds")
     parser.add_argument("--machine", type=Path, help="a machine file; by default this machine is calibrated")
     arguments = parser.parse_args()
     traces = arguments.out / "traces"
@@ -54,7 +56,13 @@ def main() -> None:
     write_text(traces)
     model = write_model(arguments.out / "models", arguments.layers)
     machine = calibrate(arguments.machine or arguments.out / "machine.toml")
-    rows = [(name, measure(name, model, traces), predict(name, model, machine, traces)) for name in POLICIES]
+    budget = int(arguments.share * weight_bytes(model))
+    rows = []
+    for name in POLICIES:
+        shared = sizes(None if name == "resident" else budget)
+        rows.append(
+            (name, measure(name, model, traces, shared), predict(name, model, machine, traces, shared))
+        )
     console.print(results(rows))
     explain(traces)
 
@@ -101,18 +109,20 @@ def calibrate(file: Path) -> moesched.Machine:
     return moesched.load_machine(str(file))
 
 
-def measure(policy: str, model: Path, traces: Path) -> moesched.JobReport:
+def measure(policy: str, model: Path, traces: Path, shared: dict[str, Any]) -> moesched.JobReport:
     """Run a policy on this machine."""
     with console.status(f"measuring {policy}"):
         file = traces / f"{policy}-measured.json"
-        return moesched.run_model(model, prompts(), policy=policy, trace=file, **shared(policy, model))
+        return moesched.run_model(model, prompts(), policy=policy, trace=file, **shared)
 
 
-def predict(policy: str, model: Path, machine: moesched.Machine, traces: Path) -> moesched.JobReport:
+def predict(
+    policy: str, model: Path, machine: moesched.Machine, traces: Path, shared: dict[str, Any]
+) -> moesched.JobReport:
     """Run the same policy on the virtual clock."""
     with console.status(f"predicting {policy}"):
-        shape = shared(policy, model)
-        new_tokens = shape.pop("max_new_tokens")
+        others = dict(shared)
+        new_tokens = others.pop("max_new_tokens")
         return moesched.simulate_model(
             model,
             machine=machine,
@@ -120,13 +130,13 @@ def predict(policy: str, model: Path, machine: moesched.Machine, traces: Path) -
             workload=moesched.given_lengths([PROMPT_TOKENS] * BATCH, new_tokens),
             gen=new_tokens,
             trace=traces / f"{policy}-predicted.json",
-            **shape,
+            **others,
         )
 
 
-def shared(policy: str, model: Path) -> dict[str, Any]:
-    """What the measured and the predicted run have in common."""
-    budgets = {} if policy == "resident" else {"host": int(0.4 * weight_bytes(model))}
+def sizes(budget: int | None) -> dict[str, Any]:
+    """What a measured run and its prediction have in common."""
+    budgets = {} if budget is None else {"host": budget}
     return {"batch_size": BATCH, "micro_batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "budgets": budgets}
 
 
@@ -143,7 +153,9 @@ def results(rows: list[tuple[str, moesched.JobReport, moesched.JobReport]]) -> T
         title=f"mixtral-0.8b, {BATCH} prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each"
     )
     for column in ("policy", "", "tokens/s", "prefill", "total", *LANES, "peak memory"):
-        table.add_column(column, justify="left" if column in ("policy", "") else "right")
+        table.add_column(
+            column, justify="left" if column in ("policy", "") else "right", no_wrap=column != ""
+        )
     for name, measured, predicted in rows:
         table.add_row(name, "measured", *figures(measured))
         table.add_row("", "predicted", *figures(predicted))

@@ -34,7 +34,9 @@ def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) ->
             )
         )
     )
-    output = run("first_run.py", "--out", tmp_path / "out", "--layers", 1, "--machine", machine)
+    output = run(
+        "first_run.py", "--out", tmp_path / "out", "--layers", 3, "--share", 0.9, "--machine", machine
+    )
     assert "Return a new" in output
     for policy in ("resident", "layer_streaming", "cgopipe"):
         assert policy in output
