@@ -73,7 +73,10 @@ def test_where_a_resource_holds_tasks_none_that_uses_it_is_faster_than_those_it_
     shares: list[dict[str, float]],
 ) -> None:
     rates = fair_rates([wants(**each) for each in shares])
-    used = {name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True)) for name in "abc"}
+    used = {
+        name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True))
+        for name in "abc"
+    }
     for rate, each in zip(rates, shares, strict=True):
         if rate < 1 - 1e-9:
             rivals = [
