@@ -67,6 +67,7 @@ class MicroBatch:
         "offload_kv",
         "offload_qkv",
         "pending",
+        "positions",
         "qkv",
         "qkv_host",
         "requests",
@@ -81,6 +82,7 @@ class MicroBatch:
         self.index = index
         self.requests = requests
         self.tokens = Block(f"tokens mb{index}")
+        self.positions = Block(f"positions mb{index}")
         self.hidden = Block(f"hidden mb{index}")
         self.qkv = Block(f"qkv mb{index}")
         self.qkv_host = self.qkv if unified else Block(f"qkv on the host mb{index}")
@@ -317,7 +319,7 @@ class Step:
         batch.last = task = Kernel(
             self._accelerator, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index
         )
-        return self._submit(task, (batch.tokens,), (batch.hidden,))
+        return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
         """Norm, QKV projection and rotary embedding, on the accelerator."""
@@ -420,7 +422,9 @@ class Step:
             return batch.last  # type: ignore[return-value]  # a layer to save means that a task was submitted
         lane, work = batch.offload_kv
         task = PageTransfer(lane, work, "offload_kv", layer, micro_batch, -1, None, self.index)
-        return self._submit(task, (batch.qkv, batch.kv[layer]), (batch.kv[layer],))
+        # All else that uses the positions lies between this step's `embed` and the next one's; this alone may be late.
+        reads = (batch.qkv, batch.kv[layer], batch.positions)
+        return self._submit(task, reads, (batch.kv[layer],))
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
         """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""

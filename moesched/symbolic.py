@@ -94,6 +94,7 @@ class SymbolicDevice:
     def _embed(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
         data.write(("hidden", j), embed(data.read(("tokens", j))))
+        data.write(("positions", j), positions(task.step))
 
     def _pre_attention(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
@@ -107,19 +108,20 @@ class SymbolicDevice:
     def _attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv", j))
-        cache = append(data.read(("kv", i, j)), qkv)
+        cache = append(data.read(("kv", i, j)), qkv, data.read(("positions", j)))
         if not self._offloads_kv:
             data.write(("kv", i, j), cache)
         data.write(("attention", j), attend(i, qkv, cache))
 
     def _offload_kv(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
-        data.write(("kv", i, j), append(data.read(("kv", i, j)), data.read(("qkv", j))))
+        where = data.read(("positions", j))
+        data.write(("kv", i, j), append(data.read(("kv", i, j)), data.read(("qkv", j)), where))
 
     def _cpu_attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv" if self._unified else "qkv on the host", j))
-        cache = append(data.read(("kv", i, j)), qkv)
+        cache = append(data.read(("kv", i, j)), qkv, data.read(("positions", j)))
         data.write(("kv", i, j), cache)
         data.write(("attention" if self._unified else "attention on the host", j), attend(i, qkv, cache))
 
@@ -239,9 +241,14 @@ def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
     return symbol("qkv", layer, hidden, weights[-1])
 
 
-def append(cache: int, qkv: int) -> int:
+def positions(step: int) -> int:
+    """Where the tokens of a step go in the cache."""
+    return symbol("positions", step)
+
+
+def append(cache: int, qkv: int, where: int) -> int:
     """A cache with more keys and values in it."""
-    return symbol("cache", cache, qkv)
+    return symbol("cache", cache, qkv, where)
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
@@ -299,7 +306,7 @@ def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[l
         for i in plan.layers:
             dense = symbol("weights", *(page.id for page in layout.dense(i)))
             qkv = project(i, hidden, {-1: dense})
-            cache[i] = append(cache[i], qkv)
+            cache[i] = append(cache[i], qkv, positions(index))
             hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
             outputs = [
                 expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
