@@ -1,0 +1,197 @@
+"""Policies with one verb call damaged: dropped, repeated, made too late, or made for another micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from random import Random
+from typing import Any, Literal, NamedTuple
+
+from moesched.errors import PolicyError
+from moesched.plan import Plan
+from moesched.seams import Policy
+from moesched.step import Step
+
+Kind = Literal["drop", "repeat", "swap", "exchange"]
+KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange")
+MEANINGS = {
+    "drop": "the call was left out",
+    "repeat": "the call was made twice",
+    "swap": "the call was made after the one that follows it",
+    "exchange": "the call named another micro-batch, and the next such call of the same verb the first one",
+}
+VERBS = (
+    "embed",
+    "pre_attention",
+    "attention",
+    "offload_qkv",
+    "cpu_attention",
+    "load_hidden",
+    "offload_kv",
+    "post_attention",
+    "route",
+    "run_expert",
+    "combine",
+    "sample",
+    "fetch",
+    "pin",
+    "evict",
+)
+
+
+class Damage(NamedTuple):
+    """What is done to which of a run's verb calls, counted from 0; -1 damages none."""
+
+    kind: Kind
+    call: int
+
+
+NONE = Damage("drop", -1)
+
+
+class Damaged:
+    """A policy that makes one verb call wrongly.
+
+    Attributes:
+        calls: the verbs that were called so far, in order.
+        struck: the verb that was damaged.
+    """
+
+    def __init__(self, policy: Policy, damage: Damage) -> None:
+        self.policy = policy
+        self.damage = damage
+        self.calls: list[str] = []
+        self.struck = ""
+        self._held: Late | None = None
+        self._exchange: tuple[str, Any, Any] | None = None
+
+    def plan(self, plan: Plan) -> None:
+        """The policy's own plan."""
+        self.policy.plan(plan)
+
+    async def prefill(self, step: Step) -> None:
+        """The policy's prefill, with its calls counted."""
+        await self.policy.prefill(DamagedStep(step, self))  # type: ignore[arg-type]
+
+    async def decode(self, step: Step) -> None:
+        """The policy's decode step, with its calls counted."""
+        await self.policy.decode(DamagedStep(step, self))  # type: ignore[arg-type]
+
+    def call(self, step: Step, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Make a call, or whatever the damage makes of it."""
+        self.calls.append(verb)
+        if len(self.calls) - 1 == self.damage.call:
+            return self._strike(step, verb, arguments, named)
+        result = getattr(step, verb)(*self._exchanged(verb, arguments), **named)
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.make()
+        return result
+
+    def _strike(self, step: Step, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self.struck = verb
+        method = getattr(step, verb)
+        if self.damage.kind == "drop":
+            return Late(verb, lambda: None)
+        if self.damage.kind == "repeat":
+            method(*arguments, **named)
+            return method(*arguments, **named)
+        if self.damage.kind == "swap":
+            self._held = Late(verb, lambda: method(*arguments, **named))
+            return self._held
+        position = micro_batch_position(verb)
+        mine = arguments[position]
+        other = (mine + 1) % len(step.micro_batches)
+        self._exchange = (verb, other, mine)
+        return method(*arguments[:position], other, *arguments[position + 1 :], **named)
+
+    def _exchanged(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call; the second half of an exchange gets the other micro-batch."""
+        if self._exchange is None or self._exchange[0] != verb:
+            return arguments
+        position = micro_batch_position(verb)
+        if arguments[position] != self._exchange[1]:
+            return arguments
+        mine = self._exchange[2]
+        self._exchange = None
+        return (*arguments[:position], mine, *arguments[position + 1 :])
+
+
+class DamagedStep:
+    """A step whose verbs go through the damage."""
+
+    def __init__(self, step: Step, damaged: Damaged) -> None:
+        self._step = step
+        self._damaged = damaged
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in VERBS:
+            return getattr(self._step, name)
+        return lambda *arguments, **named: self._damaged.call(self._step, name, arguments, named)
+
+
+class Late:
+    """The handle of a call that is not made yet, or never; awaiting it makes the call, if there is one."""
+
+    def __init__(self, verb: str, make: Callable[[], Any]) -> None:
+        self.verb = verb
+        self._make: Callable[[], Any] | None = make
+        self._handle: Any = None
+
+    def make(self) -> None:
+        """Make the call, unless it was made."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._handle = make()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self.make()
+        return (yield from self._handle.__await__()) if self._handle is not None else {}
+
+
+class End(NamedTuple):
+    """How a damaged run ended.
+
+    Attributes:
+        how: "raised" at the policy's own line, by a verb or by the policy's own code; "raised at the end" of the step,
+            for a call that was missing there, naming the line that came last; "harmless", with the right tokens;
+            "wrong" tokens; "elsewhere", an error at no line of the policy; "other", an error of another kind; "stuck".
+    """
+
+    how: Literal["raised", "raised at the end", "harmless", "wrong", "elsewhere", "other", "stuck"]
+    what: str = ""
+
+    @property
+    def well(self) -> bool:
+        """Whether a damaged policy may end like this."""
+        return self.how in ("raised", "raised at the end", "harmless")
+
+
+def end_of(damaged: Damaged, run: Callable[[], bool]) -> End:
+    """Run a damaged policy; `run` says whether it came to the right tokens."""
+    try:
+        return End("harmless") if run() else End("wrong", f"{damaged.damage} of {damaged.struck}")
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        file = inspect.getfile(type(damaged.policy))
+        if file == files[-1] or (file in files and isinstance(error, PolicyError)):
+            return End("raised", what)
+        if not isinstance(error, PolicyError):
+            return End("other", what)
+        # Calls go through this file, so it stands for the policy's in the message.
+        return End("raised at the end" if f"{__file__}:" in str(error) else "elsewhere", what)
+
+
+def choose_damage(choose: Random, calls: Sequence[str]) -> Damage:
+    """A random damage to a random call of those that an undamaged run made."""
+    kind = choose.choice(KINDS)
+    able = [n for n, verb in enumerate(calls) if kind != "exchange" or micro_batch_position(verb) >= 0]
+    return Damage(kind, choose.choice(able))
+
+
+def micro_batch_position(verb: str) -> int:
+    """Where a verb takes the micro-batch among its positional arguments; -1 where it takes none."""
+    names = list(inspect.signature(getattr(Step, verb)).parameters)[1:]
+    return names.index("micro_batch") if "micro_batch" in names else -1

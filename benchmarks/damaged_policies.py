@@ -1,0 +1,211 @@
+"""Deliberately damaged policies: one verb call dropped, repeated or swapped. None may end with wrong tokens, or hang.
+
+    python benchmarks/damaged_policies.py [--policies 1000] [--first 0]
+
+Each shipped policy, damaged at a random call, runs on real threads with a small random model on the CPU (half of them
+on a machine with one memory, half with an accelerator's memory beside the host's) and on the virtual clock of the t4
+profile on symbols. It must raise PolicyError at the policy's own line or, where the damage does no harm (two calls that
+commute were swapped), end with exactly the right tokens. The result is written to
+benchmarks/results/damaged_policies.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from _damage import MEANINGS, NONE, Damaged, End, choose_damage, end_of
+from _results import Stuck, within, write_result
+from rich.progress import track
+
+from moesched.devices.torch_device import TorchDevice
+from moesched.machines import Machine, load_machine, parse_machine
+from moesched.machines.local import unified_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run, run
+from moesched.seams import Policy
+from moesched.testing import Case, run_on_symbols
+
+STUCK_AFTER_SECONDS = 60.0
+POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial", "adversarial")
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [60], [11, 12]]
+NEW_TOKENS = 3
+MICRO_BATCH = 2
+
+MODEL = ModelConfig(
+    name="damaged",
+    layers=3,
+    hidden=32,
+    intermediate=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    experts=4,
+    top_k=2,
+    vocabulary=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    sliding_window=None,
+    max_positions=128,
+    tied_embeddings=False,
+    stop_tokens=(),
+    dtype="float32",
+)
+
+UNIFIED = unified_machine(
+    "one memory",
+    memory=10**9,
+    disk=10**10,
+    flops={"float32": 1e11},
+    memory_bandwidth=2e10,
+    disk_bandwidth=1e9,
+)
+TWO_MEMORIES = parse_machine(
+    b"""
+name = "two memories"
+memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
+memories.host = { capacity = "1GB", bandwidth = 1e10 }
+memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
+processors.gpu = { memory = "gpu", flops = { float32 = 1e12 } }
+processors.cpu = { memory = "host", flops = { float32 = 1e11 } }
+links = [
+    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 1e9 },
+    { source = "gpu", destination = "host", bandwidth = 1e9 },
+    { source = "host", destination = "pinned", bandwidth = 2e9 },
+]
+roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
+""",
+    "this benchmark",
+)
+MACHINES = (UNIFIED, TWO_MEMORIES)
+
+
+class Bench:
+    """Runs damaged policies on a model in a folder, and compares what comes out with an undamaged run."""
+
+    def __init__(self, folder: Path) -> None:
+        write_random_model(MODEL, folder / "model", seed=1, dtype="float32")
+        self._checkpoint: Checkpoint = open_checkpoint(folder / "model")
+        self._calls: dict[Any, list[str]] = {}
+        self._expected = [
+            self._generate(make_policy("resident"), machine) for machine in (UNIFIED, TWO_MEMORIES)
+        ]
+
+    def end(self, seed: int, *, real: bool) -> tuple[str, Damaged, End]:
+        """The policy and the damage that a seed stands for, and how a run of it ends."""
+        choose = Random(seed)
+        name = choose.choice(POLICIES)
+        settings = {"seed": choose.randrange(20)} if name == "adversarial" else {}
+        machine = choose.randrange(2)
+        damage = choose_damage(choose, self.calls(name, settings, machine, real=real))
+        damaged = Damaged(make_policy(name, settings), damage)
+        return name, damaged, self.run(damaged, machine, real=real)
+
+    def run(self, damaged: Damaged, machine: int, *, real: bool) -> End:
+        """How a damaged policy ends on one of the machines."""
+        try:
+            return within(
+                STUCK_AFTER_SECONDS, lambda: end_of(damaged, lambda: self._right(damaged, machine, real=real))
+            )
+        except Stuck as error:
+            return End("stuck", str(error))
+
+    def calls(self, name: str, settings: dict[str, int], machine: int, *, real: bool) -> list[str]:
+        """The verb calls that a policy makes undamaged."""
+        key = (name, tuple(settings.items()), machine, real)
+        if key not in self._calls:
+            counter = Damaged(make_policy(name, settings), NONE)
+            if not self._right(counter, machine, real=real):
+                raise AssertionError(f"{name} {settings} gives wrong tokens undamaged")
+            self._calls[key] = counter.calls
+        return self._calls[key]
+
+    def _right(self, policy: Policy, machine: int, *, real: bool) -> bool:
+        """Run a policy, and say whether the tokens are those of the model (and, on real tensors, the logits)."""
+        if real:
+            return self._generate(policy, MACHINES[machine]) == self._expected[machine]
+        weights = 1.2 if resident(policy) else 0.9
+        case = Case(
+            name="damaged", machine=load_machine("t4"), layers=4, weights=weights, new_tokens=NEW_TOKENS
+        )
+        ended = run_on_symbols(policy, case.plan(policy))
+        return ended.tokens == ended.expected
+
+    def _generate(self, policy: Policy, machine: Machine) -> tuple[Any, list[list[list[float]]]]:
+        """Tokens, and the logits of every step in the order of the requests."""
+        layout = weight_layout(MODEL)
+        device = TorchDevice(self._checkpoint, layout, keep_logits=True)
+        weights = sum(map(device.slot_bytes, layout.pages))
+        batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, MICRO_BATCH)
+        fast = "gpu" if "gpu" in machine.memories else "host"
+        budget = {} if resident(policy) else {fast: 150_000 + int(0.8 * weights)}
+        plan = plan_run(machine, layout, batch, policy, budget, device.slot_bytes)
+        tokens = run(plan, policy, device, PROMPTS).tokens
+        rows: dict[int, list[torch.Tensor]] = {}
+        for requests, logits in device.logits:
+            for request, row in zip(requests, logits, strict=True):
+                rows.setdefault(request, []).append(row)
+        return tokens, [torch.stack(rows[request]).tolist() for request in sorted(rows)]
+
+
+def resident(policy: Policy) -> bool:
+    """Whether a policy, damaged or not, needs room for all weights."""
+    return type(policy.policy if isinstance(policy, Damaged) else policy).__name__ == "Resident"
+
+
+def main() -> int:
+    """Run, print what came out, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--policies", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    ends: dict[str, Counter[str]] = {}
+    by_kind: Counter[str] = Counter()
+    by_verb: Counter[str] = Counter()
+    told: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for seed in track(range(options.first, options.first + options.policies), "damaged policies"):
+            for real in (True, False):
+                name, damaged, end = bench.end(seed, real=real)
+                where = "real threads" if real else "virtual clock"
+                ends.setdefault(where, Counter())[end.how] += 1
+                by_kind[f"{damaged.damage.kind}: {end.how}"] += 1
+                if end.how == "harmless":
+                    by_verb[f"{damaged.damage.kind} {damaged.struck}"] += 1
+                elif not end.well:
+                    told.append(
+                        f"seed {seed} on {where}: {name}, {damaged.damage} of {damaged.struck}: {end}"
+                    )
+    figures: dict[str, Any] = {
+        "policies": options.policies,
+        "first_seed": options.first,
+        "seconds": round(time.perf_counter() - started, 1),
+        "kinds": MEANINGS,
+        "ends": {where: dict(counted) for where, counted in ends.items()},
+        "ends_by_kind": dict(sorted(by_kind.items())),
+        "harmless": dict(sorted(by_verb.items())),
+        "problems": told[:20],
+    }
+    path = write_result("damaged_policies", figures, "torch")
+    print(f"{options.policies} damaged policies: {figures['ends']}; {path}")
+    print("\n".join(told[:20]))
+    return 1 if told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

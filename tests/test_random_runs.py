@@ -1,0 +1,56 @@
+"""Random graphs, programs and policies: whatever runs beside whatever, the values are those of the program's order."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from _random_graph import Shape, run_graph
+from _random_policy import run_policy
+from _results import within
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+RANKS = st.integers(1, 3)
+SEEDS = st.integers(0, 10**9)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), RANKS)
+def test_on_the_virtual_clock_every_value_is_that_of_the_program_order(choose: Random, ranks: int) -> None:
+    verdict = run_graph(choose, Shape(real=False, ranks=ranks, troubled=False))
+    assert not verdict.problems
+    assert verdict.failed == verdict.cancelled == 0
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), RANKS)
+def test_failures_and_cancellations_on_the_virtual_clock_spoil_nothing_else(
+    choose: Random, ranks: int
+) -> None:
+    assert not run_graph(choose, Shape(real=False, ranks=ranks, troubled=True)).problems
+
+
+@settings(max_examples=100)
+@given(SEEDS, RANKS)
+def test_on_threads_every_value_is_that_of_the_program_order(seed: int, ranks: int) -> None:
+    verdict = within(60, lambda: run_graph(Random(seed), Shape(real=True, ranks=ranks, troubled=False)))
+    assert not verdict.problems
+    assert verdict.failed == verdict.cancelled == 0
+
+
+@settings(max_examples=100)
+@given(SEEDS, RANKS)
+def test_failures_and_interruptions_on_threads_spoil_nothing_else(seed: int, ranks: int) -> None:
+    assert not within(
+        60, lambda: run_graph(Random(seed), Shape(real=True, ranks=ranks, troubled=True))
+    ).problems
+
+
+@pytest.mark.parametrize("troubled", [False, True])
+@pytest.mark.parametrize("real", [False, True])
+def test_policies_on_random_models_come_to_the_right_tokens_or_to_the_failure(
+    real: bool, troubled: bool
+) -> None:
+    for seed in range(15):
+        assert not within(60, lambda: run_policy(Random(seed), Shape(real, 1, troubled))).problems  # noqa: B023
