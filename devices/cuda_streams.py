@@ -10,6 +10,9 @@ import torch
 
 from moesched.tasks import Task
 
+_UNTYPED: Any = torch.cuda
+"""torch gives the constructors of streams and events no types."""
+
 REMEMBERED = 4096
 """How many tasks' events are kept: more than can be in flight, so that a later task finds the events it waits for."""
 
@@ -75,8 +78,10 @@ class CudaTask:
 
 
 def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    event: torch.cuda.Event = _UNTYPED.Event(enable_timing=True)
+    return event
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    stream: torch.cuda.Stream = _UNTYPED.Stream(device)
+    return stream
