@@ -12,6 +12,7 @@ took is in the result. Loading is left out. The result goes to benchmarks/result
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -129,6 +130,7 @@ def figures(report: Any, times: Times) -> dict[str, float]:
 
 def measure_once(case: Case, machine: Machine, directory: Path) -> dict[str, float]:
     """One run on the device."""
+    gc.collect()  # what the run before left, weights and all, in cycles
     checkpoint = open_checkpoint(directory)
     layout = weight_layout(checkpoint.config)
     device = plugins.find("devices", "torch")(checkpoint, layout)

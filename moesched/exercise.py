@@ -5,6 +5,7 @@ The first layer's weights stay in memory, the second layer's are fetched anew in
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -160,6 +161,7 @@ class Gym:
 
         The same tokens come out every time, so that tasks can be compared between runs.
         """
+        gc.collect()  # what the run before left, weights and all, in cycles
         checkpoint = open_checkpoint(self.checkpoint)
         layout = weight_layout(checkpoint.config, self.dtype)
         device = plugins.find("devices", "torch")(checkpoint, layout)
