@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 if __name__ == "__main__":
-    # Read when torch is loaded. Where others use the cores too, spinning at barriers made training five times slower.
+    # Read when torch is loaded. Where others use the cores too, spinning made training up to five times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
