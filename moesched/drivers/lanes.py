@@ -23,15 +23,17 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 
 
 class Reports(Protocol):
-    """What a runner tells the driver. `complete` and `issued` return the lane's next task, to go on with."""
+    """What a runner tells the driver. Both calls return a task that the runner `mine` can go on with at once."""
 
     origin: int
     lock: Any
 
-    def complete(self, task: Task, value: Any, error: BaseException | None, mine: Lane | None) -> Task | None:
+    def complete(
+        self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
+    ) -> Task | None:
         """A task ended. The lock must be held."""
 
-    def issued(self, task: Task, mine: Lane) -> Task | None:
+    def issued(self, task: Task, mine: Runner) -> Task | None:
         """A stream has taken a task in. The lock must be held."""
 
 
@@ -77,7 +79,6 @@ class ThreadRunner:
 
     def __init__(self, driver: Reports, lane: Lane, execute: Execute) -> None:
         self._driver = driver
-        self._lane = lane
         self._execute = execute
         self._task: Task | None = None
         self._wake = threading.Lock()
@@ -97,7 +98,7 @@ class ThreadRunner:
         self._thread.join()
 
     def _work(self) -> None:
-        driver, lane, execute, wake = self._driver, self._lane, self._execute, self._wake
+        driver, execute, wake = self._driver, self._execute, self._wake
         origin, lock, complete = driver.origin, driver.lock, driver.complete
         while True:
             wake.acquire()
@@ -113,7 +114,7 @@ class ThreadRunner:
                     error = raised
                 task.end = perf_counter_ns() - origin
                 with lock:
-                    task = complete(task, value, error, lane)
+                    task = complete(task, value, error, self)
 
 
 class LoopRunner:
@@ -154,7 +155,9 @@ class LoopRunner:
             now = perf_counter_ns()
             task.end = now - origin
             with lock:
-                complete(task, value, error, None)
+                following = complete(task, value, error, self)
+            if following is not None:
+                tasks.append(following)
         with lock:
             self._scheduled = bool(tasks)
         if tasks:
@@ -232,11 +235,11 @@ class StreamRunner:
             except BaseException as raised:
                 task.start = task.end = perf_counter_ns() - self._driver.origin
                 with self._driver.lock:
-                    following = self._driver.complete(task, None, raised, self._lane)
+                    following = self._driver.complete(task, None, raised, self)
                 continue
             with self._driver.lock:
                 self._running.append((task, issued))
-                following = self._driver.issued(task, self._lane)
+                following = self._driver.issued(task, self)
             self._ending.put(None)
 
     def _wait(self, _: None) -> None:
@@ -250,7 +253,7 @@ class StreamRunner:
             task.start, task.end = start - self._driver.origin, end - self._driver.origin
         with self._driver.lock:
             for (task, issued), error in zip(batch, errors, strict=True):
-                following = self._driver.complete(task, issued.value, error, self._lane)
+                following = self._driver.complete(task, issued.value, error, self)
                 if following is not None:
                     self._issuing.put(following)
 

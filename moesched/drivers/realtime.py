@@ -8,6 +8,7 @@ than most tasks.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ T = TypeVar("T", bound=Task)
 SWITCH_INTERVAL_SECONDS = 0.0005
 """Python's default of 5 ms lets a busy policy starve the lanes."""
 
+COLLECT_AFTER = 50_000
+"""New lists and such before the garbage collector looks at them; after Python's 700 it takes a tenth of the time."""
+
 
 class SharedEngine(Engine):
     """An engine that a policy submits to while lanes finish tasks on other threads."""
@@ -47,6 +51,8 @@ class SharedEngine(Engine):
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self.lock: Any = threading.Lock()
         self.dispatch: Callable[[], object] = lambda: None
+        self._submit_locked: Callable[..., Any] = super().submit
+        """What `submit` does while it holds the lock, looked up once: `super()` would cost as much as the lock."""
 
     def submit(
         self,
@@ -57,7 +63,7 @@ class SharedEngine(Engine):
         transfer_class: int = 0,
     ) -> T:
         with self.lock:
-            super().submit(task, reads, writes, after, transfer_class)
+            self._submit_locked(task, reads, writes, after, transfer_class)
             if self.started or self.arrived:
                 self.dispatch()
         return task
@@ -104,16 +110,18 @@ class RealtimeDriver:
         self._draining = False
         self._over: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
-        self._owners: dict[Lane, SharedEngine] = {}
-        self._runners: dict[Lane, Runner] = {}
+        self._arrived = self._rendezvous.arrived
+        self._owners: list[SharedEngine] = []
+        self._runners: list[Runner] = []
         on_loop = LoopRunner(self, execute)
         for engine in self._engines:
             engine.started, engine.awaited, engine.lock = self._started, self._awaited, self.lock
             engine.dispatch = self._dispatch
             for lane in engine.lanes:
-                self._owners[lane] = engine
+                lane.index = len(self._owners)
+                self._owners.append(engine)
                 kind = (kinds or {}).get(lane.name, "thread")
-                self._runners[lane] = (
+                self._runners.append(
                     on_loop if kind == "loop" else self._runner(lane, kind, execute, streams)
                 )
 
@@ -133,8 +141,8 @@ class RealtimeDriver:
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
         self._runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
-        runners = list(dict.fromkeys(self._runners.values()))
-        with _short_switch_interval():
+        runners = list(dict.fromkeys(self._runners))
+        with _quiet_interpreter():
             for runner in runners:
                 runner.open()
             try:
@@ -190,11 +198,13 @@ class RealtimeDriver:
 
     # -- on any thread, with the lock held ---------------------------------------------------------
 
-    def complete(self, task: Task, value: Any, error: BaseException | None, mine: Lane | None) -> Task | None:
-        """Tell the engine that a task ended and start what may start; returns the next task of lane `mine`."""
+    def complete(
+        self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
+    ) -> Task | None:
+        """Tell the engine that a task ended and start what may start; returns the next task for the runner `mine`."""
         lane = task.lane
         lane.busy += task.end - task.start
-        engine = self._owners[lane]
+        engine = self._owners[lane.index]
         if error is None:
             engine.finish(task, value)
         else:
@@ -203,23 +213,23 @@ class RealtimeDriver:
             observer(task)
         return self._dispatch(mine)
 
-    def issued(self, task: Task, mine: Lane) -> Task | None:
-        """Tell the engine that a stream took a task in; returns the next task of lane `mine`."""
-        self._owners[mine].issued(task)
+    def issued(self, task: Task, mine: Runner) -> Task | None:
+        """Tell the engine that a stream took a task in; returns the next task for the runner `mine`."""
+        self._owners[task.lane.index].issued(task)
         return self._dispatch(mine)
 
-    def _dispatch(self, mine: Lane | None = None) -> Task | None:
+    def _dispatch(self, mine: Runner | None = None) -> Task | None:
         """Hand started tasks to their lanes, and settled ones that are awaited to the loop."""
-        if self._rendezvous.arrived:
+        if self._arrived:
             self._rendezvous.collect()
         kept = None
         if self._started:
-            runners = self._runners
             for task in self._started:
-                if task.lane is mine:
+                runner = self._runners[task.lane.index]
+                if runner is mine and kept is None:
                     kept = task
                 else:
-                    runners[task.lane].start(task)
+                    runner.start(task)
             self._started.clear()
         if self._awaited:
             self._loop.call_soon_threadsafe(self._wake, self._awaited[:])
@@ -238,10 +248,13 @@ class RealtimeDriver:
 
 
 @contextmanager
-def _short_switch_interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_INTERVAL_SECONDS))
+def _quiet_interpreter() -> Iterator[None]:
+    """Threads that take turns more often, garbage that is looked for less often."""
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(min(interval, SWITCH_INTERVAL_SECONDS))
+    gc.set_threshold(max(thresholds[0], COLLECT_AFTER) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
