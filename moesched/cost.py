@@ -19,7 +19,7 @@ from moesched.tasks import Part, Work
 
 DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
-ATTENTIONS = ("attention", "attention step", "attention prompt")
+ATTENTIONS = ("attention", "attention call", "attention step", "attention prompt")
 
 
 class Demand(NamedTuple):
@@ -152,9 +152,9 @@ class Calibrated:
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Times at one x count by their median. Time never falls: where more was measured to be faster, that is noise.
-    Below the first point the first line goes on, down to half of the first time; above the last, time grows as it
-    did on the whole.
+    Times at one x count by their median. Where more was measured to be faster, less is as fast: what else ran made
+    the smaller one slow. Below the first point the first line goes on, down to half of the first time; above the
+    last, time grows as it did on the whole.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -162,7 +162,7 @@ class Curve:
         for x, seconds in points:
             by_x.setdefault(x, []).append(seconds)
         self._xs = sorted(by_x)
-        self._seconds = list(accumulate((median(by_x[x]) for x in self._xs), max))
+        self._seconds = list(accumulate((median(by_x[x]) for x in reversed(self._xs)), min))[::-1]
 
     def __call__(self, x: float) -> float:
         xs, seconds = self._xs, self._seconds

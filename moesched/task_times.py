@@ -12,7 +12,7 @@ from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
 from moesched.exercise import KEPT_LAYER
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
-from moesched.tasks import Part, Task, Work
+from moesched.tasks import Task, Work
 
 LEAST_SECONDS = 1e-6
 LEAST_OVERLAP = 0.3
@@ -84,10 +84,13 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def points(self) -> list[CostPoint]:
-        """The table's points; of the runs of a group, the fastest counts."""
-        found = [each for group in self._times for each in self._points_of(group)]
+        """The table's points; of several times of one operation, the least counts."""
+        fastest: dict[tuple[str, str, float, float], CostPoint] = {}
+        for each in (each for group in self._times for each in self._points_of(group)):
+            what = each.operation, each.dtype, each.size, each.rows
+            fastest[what] = min(each, fastest.get(what, each), key=lambda one: one.seconds)
         gaps = [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
-        return sorted({(p.operation, p.dtype, p.size, p.rows): p for p in found}.values(), key=str) + gaps
+        return [fastest[what] for what in sorted(fastest)] + gaps
 
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
         """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
@@ -133,27 +136,38 @@ class TaskTimes:
             yield point(f"{place}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
-        """What one call takes, and what all calls of a task have in common."""
-        base = self._attention_base(group)
-        if base is not None:
-            yield point("attention", group.dtype, 1, 0, base)
-            call = _call(self._works[group])
-            yield point(call.operation, group.dtype, 1, call.size, (seconds - base) / call.times)
+        """What one sequence takes: what a task's calls have in common is told from it by `_attention_overheads`."""
+        overheads = self._attention_overheads(group)
+        if overheads is not None:
+            common, call = overheads
+            times = {part.operation: part for part in self._works[group].parts}
+            each = times.get("attention step") or times["attention prompt"]
+            calls = times["attention call"].times if "attention call" in times else 0
+            yield point("attention", group.dtype, 1, 0, common)
+            yield point("attention call", group.dtype, 1, 0, call)
+            rest = (seconds - common - calls * call) / each.times
+            yield point(each.operation, group.dtype, 1, each.size, rest)
 
-    def _attention_base(self, group: Group) -> float | None:
-        """From two decode tasks of about the same context, of one call and of many."""
-        alike = [
-            (_call(self._works[each]), min(times))
-            for each, times in self._times.items()
-            if each._replace(which=0) == group._replace(which=0, prefill=False)
-        ]
-        if not alike:
+    def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
+        """Seconds of any attention task, and of each of its calls: from decode tasks of about the same context.
+
+        The first has one sequence, the second many sequences in one call, the third each of its sequences in a call.
+        """
+        alike = []
+        for each, times in self._times.items():
+            if each._replace(which=0) == group._replace(which=0, prefill=False):
+                parts = {part.operation: part for part in self._works[each].parts}
+                sequence = parts["attention step"]
+                alike.append((parts["attention call"].times, sequence.times, sequence.size, min(times)))
+        single = min((each for each in alike if each[1] == 1), key=lambda each: each[2], default=None)
+        joined = max((each for each in alike if each[0] == 1), key=lambda each: each[1], default=None)
+        split = max((each for each in alike if each[0] == each[1]), key=lambda each: each[1], default=None)
+        if single is None or joined is None or split is None or joined[1] == 1 or split[1] == 1:
             return None
-        one, one_seconds = min(alike, key=lambda each: (each[0].times, each[0].size))
-        many, many_seconds = max(alike, key=lambda each: each[0].times)
-        if many.times == one.times:
-            return None
-        return max(LEAST_SECONDS, one_seconds - (many_seconds - one_seconds) / (many.times - one.times))
+        sequence_seconds = max(0.0, (joined[3] - single[3]) / (joined[1] - 1))
+        call_seconds = (split[3] - single[3]) / (split[1] - 1) - sequence_seconds
+        call_seconds = max(LEAST_SECONDS, call_seconds)
+        return max(LEAST_SECONDS, single[3] - call_seconds - sequence_seconds), call_seconds
 
 
 def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
@@ -170,11 +184,6 @@ def point(operation: str, dtype: str, rows: float, size: float, seconds: float) 
 def rounded(number: float) -> float:
     """To four digits: more were not measured."""
     return float(f"{number:.4g}")
-
-
-def _call(work: Work) -> Part:
-    """The attention proper of an attention task."""
-    return next(part for part in work.parts if part.operation in ("attention step", "attention prompt"))
 
 
 def _group(model: ModelConfig, dtype: str, task: Task) -> Group:

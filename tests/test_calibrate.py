@@ -38,7 +38,7 @@ A_LITTLE = Extent(
     stream=1 << 16,
     scratch=1 << 24,
     models=(MODEL, LARGER),
-    groups=((3,), (2, 3), (5, 5)),
+    groups=((3,), (2, 3), (5, 5, 5)),
     longest=((9,),),
     long=(1,),
     steps=3,
@@ -108,16 +108,17 @@ def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
     assert experts.rows == pytest.approx(8 / touched, rel=1e-3)
 
 
-def test_attention_is_split_into_its_calls_and_what_they_have_in_common() -> None:
+def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -> None:
     times = TaskTimes()
-    one, many = task("attention", 0, 3), task("attention", 0, 9)
-    many.micro_batch = 1
-    mixed = OPERATIONS.attention([(1, 4), (1, 5), (1, 4)])
-    many.work = Work("attention", "cpu", mixed.flops, mixed.nbytes, 3, mixed.parts)
-    times.add(MODEL, "bfloat16", [one, many])
-    found = [(point.operation, point.seconds) for point in times.points()]
-    assert ("attention", 0.000001) in found
-    assert all(seconds == pytest.approx(3) for name, seconds in found if name == "attention step")
+    tasks = []
+    for micro_batch, (lengths, seconds) in enumerate([([4], 7.0), ([4, 4, 4], 13.0), ([4, 5, 6], 17.0)]):
+        tasks.append(task("attention", 0, seconds))
+        tasks[-1].micro_batch = micro_batch
+        flops, nbytes, parts = OPERATIONS.attention_step(lengths)
+        tasks[-1].work = Work("attention", "cpu", flops, nbytes, len(lengths), parts)
+    times.add(MODEL, "bfloat16", tasks)
+    found = {point.operation: point.seconds for point in times.points()}
+    assert found == {"attention": 2.0, "attention call": 2.0, "attention step": 3.0}
 
 
 # -- what runs at once

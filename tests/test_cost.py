@@ -145,8 +145,11 @@ def test_a_curve_is_straight_between_points_and_goes_on_beyond_them() -> None:
     assert curve(-90) == pytest.approx(1.0)
 
 
-def test_a_curve_never_falls_and_takes_the_median_of_many_times_at_one_place() -> None:
-    assert Curve([(1, 3.0), (2, 2.0), (3, 4.0)])(2) == 3.0
+def test_a_curve_never_falls_since_what_took_longer_than_more_of_it_was_disturbed() -> None:
+    assert Curve([(1, 3.0), (2, 2.0), (3, 4.0)])(1) == 2.0
+
+
+def test_of_many_times_at_one_place_a_curve_takes_the_median() -> None:
     assert Curve([(1, 1.0), (1, 9.0), (1, 2.0)])(1) == 2.0
 
 
@@ -186,7 +189,9 @@ def test_an_operation_is_in_two_parts_where_only_some_of_its_weights_stay() -> N
 
 def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_prompt() -> None:
     operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
-    step = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))["attention step"]
-    assert (step.times, step.size) == (2, 25 * operations.kv_bytes / 2)
+    steps = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))
+    assert steps["attention call"].times == 2
+    assert steps["attention step"] == Part("attention step", 25 * operations.kv_bytes / 3, times=3)
+    assert operations.attention_step([8, 8, 9]) == operations.attention([(1, 8), (1, 8), (1, 9)])
     prompt = parts(operations.attention([(8, 8), (8, 8)]))["attention prompt"]
     assert (prompt.times, prompt.size) == (2, 4 * 36 * operations.query_width)

@@ -79,7 +79,7 @@ class Operations:
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
         """Softmax attention of sequences given as (new tokens, tokens in the cache after them)."""
         window = self.config.sliding_window
-        pairs = nbytes = stepped = calls = prompts = prompt_pairs = before = 0
+        pairs = nbytes = stepped = steps = calls = prompts = prompt_pairs = before = 0
         for new, total in lengths:
             first = total - new
             pairs_before = pairs
@@ -92,13 +92,15 @@ class Operations:
             if new == 1:
                 calls += total != before  # neighbours of one length are one call
                 before = total
+                steps += 1
                 stepped += seen
             else:
                 prompts += 1
                 prompt_pairs += pairs - pairs_before
         parts = [Part("attention", 0)]
         if calls:
-            parts.append(Part("attention step", stepped * self.kv_bytes / calls, times=calls))
+            parts.append(Part("attention call", 0, times=calls))
+            parts.append(Part("attention step", stepped * self.kv_bytes / steps, times=steps))
         if prompts:
             parts.append(
                 Part("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
@@ -115,7 +117,11 @@ class Operations:
         calls = 1 + sum(map(ne, totals, totals[1:]))
         cache = seen * self.kv_bytes
         moved = len(totals) * (self.qkv_bytes + self.attention_bytes)
-        parts = (Part("attention", 0), Part("attention step", cache / calls, times=calls))
+        parts = (
+            Part("attention", 0),
+            Part("attention call", 0, times=calls),
+            Part("attention step", cache / len(totals), times=len(totals)),
+        )
         return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
 
     def output_projection(self, tokens: int) -> Amount:
