@@ -1,4 +1,4 @@
-"""Policies with one verb call damaged: dropped, repeated, made too late, or made for another micro-batch."""
+"""Policies with one verb call damaged: dropped, repeated, made too late, or made for something else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from moesched.plan import Plan
 from moesched.seams import Policy
 from moesched.step import Step
 
-Kind = Literal["drop", "repeat", "swap", "exchange"]
-KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange")
+Kind = Literal["drop", "repeat", "swap", "exchange", "mistake"]
+KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange", "mistake")
 MEANINGS = {
     "drop": "the call was left out",
     "repeat": "the call was made twice",
     "swap": "the call was made after the one that follows it",
     "exchange": "the call named another micro-batch, and the next such call of the same verb the first one",
+    "mistake": "the call named another layer, another expert, or the pages of another layer",
 }
 VERBS = (
     "embed",
@@ -100,6 +101,8 @@ class Damaged:
         if self.damage.kind == "swap":
             self._held = Late(verb, lambda: method(*arguments, **named))
             return self._held
+        if self.damage.kind == "mistake":
+            return method(*_mistaken(step, verb, arguments), **named)
         position = micro_batch_position(verb)
         mine = arguments[position]
         other = (mine + 1) % len(step.micro_batches)
@@ -189,6 +192,26 @@ def choose_damage(choose: Random, calls: Sequence[str]) -> Damage:
     kind = choose.choice(KINDS)
     able = [n for n, verb in enumerate(calls) if kind != "exchange" or micro_batch_position(verb) >= 0]
     return Damage(kind, choose.choice(able))
+
+
+def _mistaken(step: Step, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call's arguments with one of them wrong."""
+    layers = len(step.layers)
+    if verb == "run_expert":
+        layer, expert, *others = arguments
+        experts = max(page.expert for page in step.pages(layer)) + 1
+        return (layer, (expert + 1) % experts, *others)
+    if verb in ("embed", "sample"):
+        return ((arguments[0] + 1) % len(step.micro_batches), *arguments[1:])
+    if verb in ("fetch", "pin", "evict"):
+        pages, *others = arguments
+        moved = [step.pages((page.layer + 1) % layers)[_place(step, page)] for page in pages]
+        return (moved, *others)
+    return ((arguments[0] + 1) % layers, *arguments[1:])
+
+
+def _place(step: Step, page: Any) -> int:
+    return list(step.pages(page.layer)).index(page)
 
 
 def micro_batch_position(verb: str) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
-from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.replay import CapturingEngine, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
@@ -29,9 +29,8 @@ from moesched.sampling import Sampling
 from moesched.seams import CostModel, Observer, Policy, Routing
 from moesched.step import Schedule
 from moesched.tasks import Decision, Lane, Task
-
-if TYPE_CHECKING:
-    from moesched.trace.recorder import LastSteps, Recorder
+from moesched.trace import LastSteps, Recorder
+from moesched.validation import new_engine, new_shared_engine, watching
 
 
 def plan_run(
@@ -118,13 +117,14 @@ def _simulate(
     recorder: Recorder | LastSteps | None,
 ) -> Outcome:
     lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
+    engine = new_engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
     decide: dict[type[Task], Callable[[Task], Any]] = {Decision: _decide(plan, routing)}
     driver = VirtualDriver([engine], cost, sharing=sharing, perform=decide, observers=observers)
     with closing(Schedule(plan, engine, lanes)) as schedule:
         generation = Generation(schedule, policy)
-        driver.run(generation.run())
+        with watching(schedule):
+            driver.run(generation.run())
     return _outcome(generation, engine)
 
 
@@ -140,9 +140,11 @@ def _replay(
     observers = _with_recorder(observers, recorder, engine, plan)
     with closing(Schedule(plan, engine, lanes)) as schedule:
         timeline = replay_run(schedule, policy, cost)
-    if observers:
-        for task in timeline.tasks():
-            for observer in observers:
+    for observer in observers:
+        if isinstance(observer, Recorder):
+            observer.replayed(timeline.tasks)
+        else:
+            for task in timeline.tasks():
                 observer.ended(task)
     ends = timeline.step_ends()
     return Outcome(
@@ -179,7 +181,7 @@ def run(
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far."""
     started = time.perf_counter()
     lanes = make_lanes(plan, device.kinds)
-    engine = SharedEngine(lanes.values())
+    engine = new_shared_engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
     schedule = Schedule(plan, engine, lanes)
     generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
@@ -190,7 +192,8 @@ def run(
     async def main() -> None:
         try:
             device.begin(plan, prompts, sampling or Sampling())  # here, so that Ctrl-C waits for it
-            await driver.run(generation.run())
+            with watching(schedule):
+                await driver.run(generation.run())
         finally:
             schedule.close()
             await device.aclose()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ from moesched.cost import Roofline
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.errors import BadInput, MoeschedError, TransportError
+from moesched.errors import BadInput, TransportError
 from moesched.generation import Generation
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
@@ -34,7 +35,7 @@ from moesched.seams import Observer, Policy, Transport
 from moesched.step import Schedule
 from moesched.symbolic import SymbolicDevice, expected_tokens
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
-from moesched.validation import CheckedEngine, CheckedSharedEngine
+from moesched.validation import CheckedEngine, CheckedSharedEngine, watching
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
@@ -159,24 +160,14 @@ def run_on_symbols(
     device.begin(plan)
     lanes = make_lanes(plan)
     engine: CheckedEngine = (CheckedSharedEngine if clock == "real" else CheckedEngine)(lanes.values())
-    schedule = Schedule(plan, engine, lanes)
-    engine.watch(
-        plan.memories.values(),
-        [*plan.pools, *plan.kept],
-        [schedule.dense, schedule.whole, *schedule.expert.values()],
-    )
-    main = Generation(schedule, policy).run()
-    try:
+    with closing(Schedule(plan, engine, lanes)) as schedule, watching(schedule):
+        main = Generation(schedule, policy).run()
         if isinstance(engine, CheckedSharedEngine):
             driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
             tokens = asyncio.run(_first(driver.run(main)))
             now = driver.now
         else:
             tokens, now = _run_virtual(engine, device, plan, main, observers, sharing=clock == "shared")
-    except MoeschedError:
-        engine.check_over()
-        raise
-    engine.check_over()
     return Ended(plan, tokens, expected_tokens(plan), engine.tasks, now)
 
 

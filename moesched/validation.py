@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from moesched.drivers.realtime import SharedEngine
 from moesched.engine import Engine, T
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.memory import Memory, Pool, Views
+from moesched.step import Schedule
 from moesched.tasks import (
     CANCELLED,
     DONE,
@@ -67,6 +71,39 @@ def switched_on() -> bool:
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 
+def new_engine(lanes: Iterable[Lane]) -> Engine:
+    """An engine for a run on the virtual clock, checked where the environment asks for it."""
+    return CheckedEngine(lanes) if switched_on() else Engine(lanes)
+
+
+def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
+    """An engine for a run in real time, checked where the environment asks for it."""
+    return CheckedSharedEngine(lanes) if switched_on() else SharedEngine(lanes)
+
+
+@contextmanager
+def watching(schedule: Schedule) -> Iterator[None]:
+    """Have the ledger of a schedule checked while it runs, and all rules once it has ended, well or not.
+
+    Does nothing where the schedule's engine is not a checked one.
+
+    Raises:
+        BrokenRule: a rule was broken.
+    """
+    engine, plan = schedule.engine, schedule.plan
+    if not isinstance(engine, CheckedEngine):
+        yield
+        return
+    views: list[Views[Any]] = [schedule.dense, schedule.whole, *schedule.expert.values()]
+    engine.watch(plan.memories.values(), [*plan.pools, *plan.kept], views)
+    try:
+        yield
+    except (PolicyError, TaskFailed, TaskCancelled):
+        engine.check_over()
+        raise
+    engine.check_over()
+
+
 class CheckedEngine(Engine):
     """An engine that checks itself. Slower by about ten times; for tests, and for whoever distrusts a policy."""
 
@@ -89,13 +126,13 @@ class CheckedEngine(Engine):
         self._lanes = {lane: _LaneAccount(lane) for lane in self.lanes}
         self._memories: list[Memory] = []
         self._pools: list[Pool] = []
-        self._views: list[Views[int] | Views[tuple[int, int]]] = []
+        self._views: list[Views[Any]] = []
 
     def watch(
         self,
         memories: Iterable[Memory] = (),
         pools: Iterable[Pool] = (),
-        views: Iterable[Views[int] | Views[tuple[int, int]]] = (),
+        views: Iterable[Views[Any]] = (),
     ) -> None:
         """Have the ledger of these checked too."""
         self._memories += memories
@@ -424,7 +461,7 @@ def _pool_problems(pool: Pool) -> list[str]:
     return problems
 
 
-def view_problems(views: Views[int] | Views[tuple[int, int]]) -> list[str]:
+def view_problems(views: Views[Any]) -> list[str]:
     """What is wrong with the open views: one that shows a slot which holds another page by now."""
     problems = []
     for key, view in views.open.items():

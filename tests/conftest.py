@@ -9,6 +9,8 @@ from hypothesis import settings
 
 # Before any test imports transformers: its models come from the tests themselves, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Every run of a test checks the engine's transitions and the memory's books.
+os.environ["MOESCHED_VALIDATE"] = "1"
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)

@@ -7,7 +7,7 @@ import pytest
 from engine_script import WORK, Script
 from moesched.errors import TaskCancelled, TaskFailed
 from moesched.tasks import DEMAND, IDLE, PREFETCH, Block, Discipline, Kernel, Lane
-from moesched.validation import BrokenRule, CheckedEngine
+from moesched.validation import BrokenRule, CheckedEngine, CheckedSharedEngine, new_engine, new_shared_engine
 
 # -- edges come from the data ----------------------------------------------------------------------
 
@@ -382,6 +382,11 @@ def test_a_failed_chain_of_thousands_settles_without_recursion() -> None:
 
 
 # -- the checking mode -----------------------------------------------------------------------------
+
+
+def test_every_run_of_a_test_is_checked() -> None:
+    assert isinstance(new_engine([]), CheckedEngine)
+    assert isinstance(new_shared_engine([]), CheckedSharedEngine)
 
 
 def test_the_checking_mode_notices_a_task_that_ends_without_having_run() -> None:

@@ -53,7 +53,7 @@ class Bench:
     def check(self) -> None:
         """The books agree."""
         assert ledger_problems(self.memory, [self.pool]) == []
-        assert view_problems(self.views) == []  # type: ignore[arg-type]
+        assert view_problems(self.views) == []
 
 
 # -- budgets ---------------------------------------------------------------------------------------
