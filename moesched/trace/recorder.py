@@ -57,15 +57,21 @@ class Recorder(_Watcher):
         super().__init__()
         self._tasks: list[Task] = []
         self._append = self._tasks.append
+        self._replayed: list[Callable[[], Iterable[Task]]] = []
 
     @property
     def ended(self) -> Callable[[Task], None]:
         """Told of each task that ran: the bare append of a list."""
         return self._append
 
+    def replayed(self, tasks: Callable[[], Iterable[Task]]) -> None:
+        """Told of a replayed run, whose tasks are made only if somebody wants the recording."""
+        self._replayed.append(tasks)
+
     def recording(self) -> Recording:
         """What ran so far."""
-        return _record(self._tasks, self._ranks, trimmed=False)
+        tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
+        return _record(tasks, self._ranks, trimmed=False)
 
 
 class LastSteps(_Watcher):
