@@ -243,6 +243,8 @@ class Engine:
             self.started.append(task)
         else:
             lane.running = None
+            if lane.queue and lane.queue[0].state != WAITING:
+                self._next(lane)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
@@ -425,6 +427,10 @@ class Engine:
                         if other.after is None or not self._wait_on_host(other):
                             other.state = CANCELLED
                             settled.append(other)
+                elif lane.in_order:
+                    other.state = READY
+                    if lane.running is None and lane.queue[0] is other:
+                        self._next(lane)
                 elif lane.running is None and not lane.heap:
                     lane.running = other
                     other.state = RUNNING

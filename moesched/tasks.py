@@ -56,8 +56,7 @@ class Lane:
     `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
     Lanes of one `domain` are streams of one device: an edge between two of them holds on the device itself, so a task
     is handed to its stream as soon as those before it were, at most `depth` ahead of the stream's progress.
-    `busy` adds up the nanoseconds that the lane ran. `simple` lanes start a ready task at once: they are ready-first,
-    no streams, and carry no collectives.
+    `busy` adds up the nanoseconds that the lane ran. `simple` lanes are no streams and carry no collectives.
     """
 
     __slots__ = (
@@ -79,7 +78,7 @@ class Lane:
     ) -> None:
         self.name = name
         self.in_order = discipline == "in_order"
-        self.simple = not self.in_order and domain is None
+        self.simple = domain is None
         self.domain = domain
         self.depth = depth
         self.in_flight = 0
