@@ -1,0 +1,107 @@
+"""Writes docs/results.md from the result files, so that no figure is typed by hand.
+
+python benchmarks/_summary.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _results import RESULTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+
+INTRODUCTION = """# Results
+
+Every figure comes from a file in `benchmarks/results/`, which its command writes together with the machine that it ran
+on. The machines are shared: ratios were taken within one run, and are what to go by.
+`python benchmarks/_summary.py` writes this page.
+"""
+
+
+def main() -> None:
+    """Write the page from whichever result files there are."""
+    parts = [INTRODUCTION]
+    for file in sorted(RESULTS.glob("*.json")):
+        result = json.loads(file.read_text())
+        describe = DESCRIBERS[file.stem.partition("-")[0]]
+        rows = "\n".join(f"| {row} |" for row in describe(result))
+        parts.append(f"## `{file.name}`\n\n{machine(result)}: `{command(file, result)}`\n\n{rows}\n")
+    PAGE.write_text("\n".join(parts))
+    print(PAGE)
+
+
+def machine(result: dict[str, Any]) -> str:
+    """The machine in one line."""
+    about = result["machine"]
+    return (
+        about.get("description") or f"{about['processor']}, {about['cores']} cores, Python {about['python']}"
+    )
+
+
+def command(file: Path, result: dict[str, Any]) -> str:
+    """The command that wrote the file."""
+    return result.get("command", f"python benchmarks/{file.stem}.py")
+
+
+def engine(result: dict[str, Any]) -> Iterator[str]:
+    """The engine's speed."""
+    yield "virtual clock, CGOPipe on Mixtral-8x7B | tasks/s, median | best | times SimPy"
+    yield "--- | --- | --- | ---"
+    for name, rate in result["tasks_per_second"].items():
+        times = result["times_simpy"].get(name, 1)
+        yield f"{name} | {rate['median']:,.0f} | {rate['best']:,.0f} | {times}"
+    yield "**real time, tasks that do nothing** | **µs per task, median** | **best** |"
+    for name, cost in result["microseconds_per_task"].items():
+        yield f"{name} | {cost['median']:.2f} | {cost['best']:.2f} |"
+
+
+def offload_disk(result: dict[str, Any]) -> Iterator[str]:
+    """Decoding against the disk and against Hugging Face."""
+    yield "measure | value | bar | reached"
+    yield "--- | --- | --- | ---"
+    for name, bar in result["bars"].items():
+        yield f"{name} | {bar['value']:.3f} | {bar['bar']} | {'yes' if bar['reached'] else 'no'}"
+
+
+def prediction(result: dict[str, Any]) -> Iterator[str]:
+    """Predicted against measured."""
+    yield "policy | micro-batch | total measured, s | total predicted, s | error"
+    yield "--- | --- | --- | --- | ---"
+    for each in result["runs"]:
+        measured, predicted = each["measured"]["total"], each["predicted"]["total"]
+        error = each["error_percent"]["total"]
+        yield f"{each['policy']} | {each['micro_batch_size']} | {measured:.2f} | {predicted:.2f} | {error:+.0f} %"
+
+
+def damaged_policies(result: dict[str, Any]) -> Iterator[str]:
+    """How damaged policies end."""
+    yield f"{result['policies']} damaged policies | how many ended so"
+    yield "--- | ---"
+    for clock, ends in result["ends"].items():
+        for end, count in ends.items():
+            yield f"{clock}: {end} | {count}"
+
+
+def random_runs(result: dict[str, Any]) -> Iterator[str]:
+    """What went wrong in random runs."""
+    yield f"{result['runs']} random runs: runs in which | runs"
+    yield "--- | ---"
+    for problem in result["runs_with"].values():
+        yield f"{problem['meaning']} | {problem['runs']}"
+
+
+DESCRIBERS = {
+    "engine": engine,
+    "offload_disk": offload_disk,
+    "prediction": prediction,
+    "damaged_policies": damaged_policies,
+    "random_runs": random_runs,
+}
+
+
+if __name__ == "__main__":
+    main()
