@@ -8,8 +8,9 @@ nanosecond.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 import msgspec
@@ -60,19 +61,20 @@ class Template:
         lanes: each task's lane by its index; -1 for joins.
         classes: each task's link class, in the high bits of a priority.
         waits: how many of a task's edges come from within the step.
+        roots: positions of the tasks with no such edge.
         later: how much further on the tasks are that wait for each one.
         earlier: edges from earlier steps, as (position, how far back).
         sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
     """
 
-    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], last_on: dict[Lane, int]) -> None:
+    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], edges: Edges) -> None:
         indices = {lane: index for index, lane in enumerate(lanes)}
         self.tasks = tasks
         self.first = tasks[0].id if tasks else 0
         self.lanes = [indices.get(task.lane, -1) for task in tasks]
         self.classes = [link_class(task.key) << _CLASS_SHIFT for task in tasks]
         self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
-        self.edges = _needed_edges(tasks, last_on)
+        self.edges = edges.needed(tasks)
         self.earlier: list[tuple[int, int]] = []
         self.waits = [0] * len(tasks)
         later: list[list[int]] = [[] for _ in tasks]
@@ -83,6 +85,7 @@ class Template:
                 else:
                     later[position - back].append(back)
                     self.waits[position] += 1
+        self.roots = [position for position, waits in enumerate(self.waits) if not waits]
         self.later = [tuple(each) for each in later]
         self.sized: dict[tuple[int, str], list[int]] = {}
         for position, task in enumerate(tasks):
@@ -206,18 +209,18 @@ def capture(schedule: Schedule, policy: Policy) -> list[Template]:
     """
     engine = schedule.engine
     assert isinstance(engine, CapturingEngine)
-    last_on: dict[Lane, int] = {}
+    edges = Edges()
     count = schedule.plan.batch.new_tokens
 
     def submit(index: int) -> Template:
         step = Step(schedule, index, last=index == count - 1)
         _run_through(policy.decode(step) if index else policy.prefill(step))
         step.close()
-        return Template(engine.take(), engine.lanes, last_on)
+        return Template(engine.take(), engine.lanes, edges)
 
     for kept in schedule.plan.kept:
         schedule.load(kept)
-    steps = [Template(engine.take(), engine.lanes, last_on)]
+    steps = [Template(engine.take(), engine.lanes, edges)]
     index = 0
     while index < count:
         steps.append(submit(index))
@@ -246,10 +249,10 @@ class Player:
         self, steps: Sequence[Template], lanes: int, price: Price, sizes_of: Callable[[int], Sizes]
     ) -> None:
         self._steps = steps
-        self._lanes = lanes
         self._price = price
         self._sizes_of = sizes_of
         self._submitted = 0
+        self._step_ended = False
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._works: list[dict[tuple[int, str], Work]] = []
@@ -263,76 +266,81 @@ class Player:
         self._unsampled: list[int] = []
         self._running = [-1] * lanes
         self._waiting: list[list[int]] = [[] for _ in range(lanes)]
-        self._events: list[int] = []
+        self._events: list[tuple[int, int]] = []
+        self._joins: deque[int] = deque()
 
     def run(self) -> Timeline:
         """Play all steps."""
         starts, ends, durations, waits = self._starts, self._ends, self._durations, self._waits
         later, lane_of, classes, crossing = self._later, self._lane_of, self._classes, self._crossing
-        running, waiting, events, lanes = self._running, self._waiting, self._events, self._lanes
-        ends_step = self._ends_step
+        running, waiting, events, joins = self._running, self._waiting, self._events, self._joins
         self._submit_ready(0)
         while events:
-            now, lane = divmod(heappop(events), lanes)
-            ended = running[lane]
+            now, lane = events[0]
+            ended = number = running[lane]
             ends[ended] = now
-            settled = [ended]
-            for number in settled:
+            while True:
                 for further in later[number]:
                     other = number + further
-                    if waits[other] > 1:
-                        waits[other] -= 1
+                    left = waits[other] - 1
+                    waits[other] = left
+                    if left:
                         continue
-                    waits[other] = 0
                     other_lane = lane_of[other]
                     if other_lane < 0:
                         starts[other] = ends[other] = now
-                        settled.append(other)
-                    elif running[other_lane] < 0 and not waiting[other_lane]:
+                        joins.append(other)
+                    elif running[other_lane] < 0:
                         running[other_lane] = other
                         starts[other] = now
-                        heappush(events, (now + durations[other]) * lanes + other_lane)
+                        heappush(events, (now + durations[other], other_lane))
                     else:
                         heappush(waiting[other_lane], classes[other] | other)
                 if number in crossing:
-                    settled += self._cross(number, now)
+                    self._cross(number, now)
+                if not joins:
+                    break
+                number = joins.popleft()
             queue = waiting[lane]
             if queue:
                 following = heappop(queue) & _NUMBER
                 running[lane] = following
                 starts[following] = now
-                heappush(events, (now + durations[following]) * lanes + lane)
+                heapreplace(events, (now + durations[following], lane))
             else:
                 running[lane] = -1
-            if ended in ends_step:
-                self._unsampled[ends_step.pop(ended)] -= 1
+                heappop(events)
+            if self._step_ended:
                 self._submit_ready(now)
         return Timeline(list(self._steps), self._works, starts, ends)
 
-    def _cross(self, number: int, now: int) -> list[int]:
-        """Pass on to later steps that a task ended; returns the joins that ended with it."""
-        joins = []
+    def _cross(self, number: int, now: int) -> None:
+        """Pass on to later steps that a task ended, and note whether it was the last one that a step waits for."""
         for other in self._crossing.pop(number):
             self._waits[other] -= 1
             if not self._waits[other]:
                 if self._lane_of[other] < 0:
                     self._starts[other] = self._ends[other] = now
-                    joins.append(other)
+                    self._joins.append(other)
                 else:
                     self._enqueue(other, now)
-        return joins
+        index = self._ends_step.pop(number, -1)
+        if index >= 0:
+            self._unsampled[index] -= 1
+            self._step_ended = not self._unsampled[index]
 
     def _enqueue(self, number: int, now: int) -> None:
         lane = self._lane_of[number]
-        if self._running[lane] < 0 and not self._waiting[lane]:
+        if self._running[lane] < 0:
             self._running[lane] = number
             self._starts[number] = now
-            heappush(self._events, (now + self._durations[number]) * self._lanes + lane)
+            heappush(self._events, (now + self._durations[number], lane))
         else:
             heappush(self._waiting[lane], self._classes[number] | number)
 
     def _submit_ready(self, now: int) -> None:
         """Submit the steps whose time has come: prefill and the first decode step wait for loading only."""
+        self._step_ended = False
         while self._submitted < len(self._steps):
             index = self._submitted
             if index and self._unsampled[max(0, index - 2)]:
@@ -358,51 +366,75 @@ class Player:
                 waits[number] += 1
                 self._crossing.setdefault(number - back, []).append(number)
         last = template.samples if index else range(size)
-        self._ends_step.update((base + position, index) for position in last)
+        for position in last:
+            self._crossing.setdefault(base + position, [])
+            self._ends_step[base + position] = index
         self._unsampled.append(len(last))
         self._submitted = index + 1
-        for number in range(base, base + size):
-            if not waits[number]:
-                if self._lane_of[number] < 0:
-                    self._starts[number] = ends[number] = now
-                    for further in later[number]:
-                        waits[number + further] -= 1
-                else:
-                    self._enqueue(number, now)
+        ready = [base + position for position in template.roots if not waits[base + position]]
+        while ready:
+            number = heappop(ready)
+            if self._lane_of[number] >= 0:
+                self._enqueue(number, now)
+                continue
+            self._starts[number] = ends[number] = now
+            for further in later[number]:
+                waits[number + further] -= 1
+                if not waits[number + further]:
+                    heappush(ready, number + further)
 
 
-def _needed_edges(tasks: Sequence[Task], last_on: dict[Lane, int]) -> list[tuple[int, ...]]:
-    """For each task, how far back those tasks are that it must wait for; without edges that others imply.
+class Edges:
+    """Which edges a step's tasks need; those that others imply are left out.
 
-    An in-order lane is one more edge: to the task before on the same lane, which `last_on` remembers between steps.
+    It sees one step after the other, and remembers what was reached from the tasks of the step before.
     """
-    if not tasks:
-        return []
-    first = tasks[0].id
-    numbers = []
-    for task in tasks:
+
+    def __init__(self) -> None:
+        self._last_on: dict[Lane, int] = {}
+        self._first = 0
+        self._lowest = 0
+        self._reach: list[int] = []
+
+    def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
+        """For each task of the next step, how far back those tasks are that it must wait for, the nearest first.
+
+        An in-order lane is one more edge: to the task before on the same lane.
+        """
+        before = [self._before(task) for task in tasks]
+        first = tasks[0].id if tasks else self._first
+        lowest = min((numbers[-1] for numbers in before if numbers), default=first)
+        lowest = min(lowest, self._first)
+        reach = [_shifted(reached, lowest - self._lowest) for reached in self._reach]
+        edges = []
+        for task, numbers in zip(tasks, before, strict=True):
+            reached = 0
+            needed = []
+            for number in numbers:
+                if not reached >> (number - lowest) & 1:
+                    needed.append(task.id - number)
+                    reached |= 1 << (number - lowest)
+                    if number >= self._first:
+                        reached |= reach[number - self._first]
+            reach.append(reached)
+            edges.append(tuple(needed))
+        self._reach = reach[first - self._first :]
+        self._first, self._lowest = first, lowest
+        return edges
+
+    def _before(self, task: Task) -> list[int]:
         before = set(task.deps)
-        if task.lane.in_order:
-            if task.lane in last_on:
-                before.add(last_on[task.lane])
-            last_on[task.lane] = task.id
-        numbers.append(sorted(before, reverse=True))
-    lowest = min((deps[-1] for deps in numbers if deps), default=first)
-    reach: list[int] = []
-    edges = []
-    for task, deps in zip(tasks, numbers, strict=True):
-        reached = 0
-        needed = []
-        for number in deps:
-            bit = 1 << (number - lowest)
-            if not reached & bit:
-                needed.append(task.id - number)
-                reached |= bit
-                if number >= first:
-                    reached |= reach[number - first]
-        reach.append(reached)
-        edges.append(tuple(needed))
-    return edges
+        lane = task.lane
+        if lane.in_order:
+            if lane in self._last_on:
+                before.add(self._last_on[lane])
+            self._last_on[lane] = task.id
+        return sorted(before, reverse=True)
+
+
+def _shifted(bits: int, by: int) -> int:
+    """Bits counted from a number that is higher by so much."""
+    return bits >> by if by >= 0 else bits << -by
 
 
 def _what(task: Task) -> tuple[Any, ...]:
