@@ -62,14 +62,16 @@ CASES = (
 
 
 class Times:
-    """How long tasks took, by phase and verb."""
+    """How long tasks took, by phase and verb, and when the first one started."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self.first = float("inf")
 
     def ended(self, task: Task) -> None:
         """Note a task, unless it loads what stays."""
         if task.step >= 0:
+            self.first = min(self.first, task.start / 1e9)
             phase = "decode" if task.step else "prefill"
             self.seconds.setdefault(f"{phase} {task.verb}", []).append((task.end - task.start) / 1e9)
 
@@ -118,11 +120,12 @@ def plan_case(
 
 def figures(report: Any, times: Times) -> dict[str, float]:
     """What is compared, in seconds: the whole, the lanes, and the mean task of each kind."""
-    steps = report.step_seconds
+    prefill, *decode = report.step_seconds
+    prefill += report.load_seconds - times.first  # starting the driver is nobody's work
     return {
-        "total": sum(steps),
-        "prefill": steps[0],
-        "decode step": mean(steps[1:]),
+        "total": prefill + sum(decode),
+        "prefill": prefill,
+        "decode step": mean(decode),
         **{f"lane {name}": use.busy_seconds for name, use in report.lanes.items()},
         **{name: mean(seconds) for name, seconds in sorted(times.seconds.items())},
     }

@@ -70,7 +70,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     scratch: int = 512 << 20
     models: tuple[ModelConfig, ModelConfig] = (
         small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144),
-        small_model("calibration-large", hidden=1280, intermediate=2304, heads=10, vocabulary=13_312),
+        small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=13_312),
     )
     groups: tuple[tuple[int, ...], ...] = (
         (5,),

@@ -40,7 +40,7 @@ def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabu
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        kv_heads=heads // 2,
+        kv_heads=heads // 4,
         head_dim=hidden // heads,
         experts=8,
         top_k=2,

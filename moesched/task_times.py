@@ -47,15 +47,14 @@ class TaskTimes:
     def __init__(self) -> None:
         self._times: dict[Group, list[float]] = {}
         self._works: dict[Group, Work] = {}
-        self._alone: dict[Same, float] = {}
+        self._alone: dict[Same, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
         """Take in a run that did one task after the other."""
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            same = _same(model, dtype, task)
-            self._alone[same] = min(_seconds(task), self._alone.get(same, _seconds(task)))
+            self._alone.setdefault(_same(model, dtype, task), []).append(_seconds(task))
             if task.verb != "fetch":
                 group = _group(model, dtype, task)
                 times.setdefault(group, []).append(_seconds(task))
@@ -95,21 +94,22 @@ class TaskTimes:
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
         """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
 
-        Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a.
+        Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a. The
+        median over the tasks counts, the longer ones for more. Prefill is left out: what meets a size for the first
+        time may take longer alone.
         """
-        sums: dict[tuple[str, str], tuple[float, float]] = {}
+        found: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for task in tasks:
             alone = self._alone.get(_same(model, dtype, task))
+            if alone is None or task.step == 0:
+                continue
             overlaps = _overlaps(task, tasks)
-            if alone is None or not overlaps:
-                continue
-            sort, overlap = _sort(task), sum(overlaps.values())
-            if overlap < LEAST_OVERLAP * _seconds(task):
-                continue
-            for other in overlaps:
-                gone, beside = sums.get((sort, other), (0.0, 0.0))
-                sums[sort, other] = gone + alone - _seconds(task) + overlap, beside + overlap
-        return {pair: min(1.0, max(0.05, gone / beside)) for pair, (gone, beside) in sums.items()}
+            overlap = sum(overlaps.values())
+            if overlap > LEAST_OVERLAP * _seconds(task):
+                rate = (median(alone) - _seconds(task) + overlap) / overlap
+                for other in overlaps:
+                    found.setdefault((_sort(task), other), []).append((rate, overlap))
+        return {pair: min(1.0, max(0.05, _weighted_median(each))) for pair, each in found.items()}
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
         work, seconds = self._works[group], min(self._times[group])
@@ -215,6 +215,17 @@ def _overlaps(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
             together = (min(other.end, task.end) - max(other.start, task.start)) / 1e9
             overlaps[_sort(other)] = overlaps.get(_sort(other), 0.0) + together
     return overlaps
+
+
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    """The median of (value, weight)."""
+    ordered = sorted(values)
+    half = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        half -= weight
+        if half <= 0:
+            return value
+    raise ValueError("the median of nothing")
 
 
 def _seconds(task: Task) -> float:
