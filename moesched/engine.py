@@ -210,8 +210,6 @@ class Engine:
                 self.arrived.append(task)
         elif task.state == READY:
             self._withdraw(task)
-            if task.lane.running is None:
-                self._next(task.lane)
         return True
 
     def lift(self, task: Task, transfer_class: int) -> None:

@@ -214,7 +214,11 @@ def check_transport(make: Callable[[int], Transport]) -> None:
         with ThreadPoolExecutor(ranks) as threads:
             for ticket in range(20):
                 parts = [_Part((f"{ticket}.{rank}",)) for rank in range(ranks)]
-                totals = list(threads.map(transport.all_reduce, range(ranks), [ticket] * ranks, parts))
+                arrival = range(ranks) if ticket % 2 else reversed(range(ranks))
+                waiting = [
+                    threads.submit(transport.all_reduce, rank, ticket, parts[rank]) for rank in arrival
+                ]
+                totals = [each.result() for each in waiting]
                 in_order = tuple(word for part in parts for word in part.words)
                 assert [total.words for total in totals] == [in_order] * ranks, (
                     "not the sum in the order of ranks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.tasks import (
@@ -26,11 +27,14 @@ class Script:
     """An engine with its rules checked, whose tasks and blocks go by their names.
 
     Args:
-        lanes: the lanes' names, each with `in_order` or `ready_first`.
+        lanes: the lanes' names, each with `in_order`, `ready_first`, or `stream`: all streams are of one device.
     """
 
-    def __init__(self, *, halt_on_failure: bool = False, **lanes: Discipline) -> None:
-        self.lanes = {name: Lane(name, discipline) for name, discipline in lanes.items()}
+    def __init__(self, *, halt_on_failure: bool = False, **lanes: Discipline | Literal["stream"]) -> None:
+        self.lanes = {
+            name: Lane(name, domain="device") if kind == "stream" else Lane(name, kind)
+            for name, kind in lanes.items()
+        }
         self.engine = CheckedEngine(self.lanes.values(), halt_on_failure=halt_on_failure)
         self.tasks: dict[str, Task] = {}
         self.blocks: dict[str, Block] = {}
@@ -62,6 +66,11 @@ class Script:
     def finish(self, name: str, value: object = None) -> None:
         """A task ends well."""
         self.engine.finish(self.tasks[name], value)
+        self.engine.check()
+
+    def issue(self, name: str) -> None:
+        """A stream takes a task in."""
+        self.engine.issued(self.tasks[name])
         self.engine.check()
 
     def fail(self, name: str) -> None:
