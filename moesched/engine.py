@@ -123,6 +123,8 @@ class Engine:
         frame = sys._getframe(self.submit_frames)
         task.code = frame.f_code
         task.instruction = frame.f_lasti
+        lane = task.lane
+        domain = lane.domain
         deps = task.deps
         waits = 0
         for block in reads:
@@ -130,18 +132,13 @@ class Engine:
             other = block.writer
             if other is not None:
                 deps.append(other.id)
-                state = other.state
-                if state < ISSUED:
+                followers = other.followers
+                if followers is None:
+                    if other.state != DONE and task.cause is None:
+                        task.cause = _cancelled_by(other)
+                elif domain is None or not _holds_on_device(task, other, data=True):
+                    followers.append(task)
                     waits += 1
-                    followers = other.followers
-                    if followers is None:
-                        other.followers = [task]
-                    else:
-                        followers.append(task)
-                elif state == ISSUED:
-                    waits += _behind_issued(task, other, data=True)
-                elif state != DONE and task.cause is None:
-                    task.cause = _cancelled_by(other)
         task.inputs = len(deps)
         for block in writes:
             earlier: Sequence[Task] = block.readers
@@ -153,24 +150,20 @@ class Engine:
             for other in earlier:
                 if other is not task:
                     deps.append(other.id)
-                    state = other.state
-                    if state < ISSUED:
+                    followers = other.followers
+                    if followers is not None and (
+                        domain is None or not _holds_on_device(task, other, data=False)
+                    ):
+                        followers.append(task)
                         waits += 1
-                        followers = other.followers
-                        if followers is None:
-                            other.followers = [task]
-                        else:
-                            followers.append(task)
-                    elif state == ISSUED:
-                        waits += _behind_issued(task, other, data=False)
         for other in after:
             deps.append(other.id)
-            if other.state < DONE:
+            if other.followers is not None:
+                other.followers.append(task)
                 waits += 1
-                other.followers = [*(other.followers or ()), task]
         task.waits = waits
-        if task.lane.in_order:
-            task.lane.queue.append(task)
+        if lane.in_order:
+            lane.queue.append(task)
         if not waits:
             self._unblock(task)
         return task
@@ -345,7 +338,8 @@ class Engine:
         """Have a task settle after those that it waited for on its device; says whether there are any."""
         unsettled = [other for other in task.after or () if other.state < DONE]
         for other in unsettled:
-            other.followers = [*(other.followers or ()), task]
+            assert other.followers is not None
+            other.followers.append(task)
         task.waits = len(unsettled)
         return bool(unsettled)
 
@@ -400,9 +394,7 @@ class Engine:
                 self.awaited.append(task)
             if task.cause is not None:
                 self._pass_failure(task)
-            followers = task.followers
-            if followers is None:
-                continue
+            followers = task.followers or ()
             task.followers = None
             for other in followers:
                 waits = other.waits - 1
@@ -455,15 +447,14 @@ class Engine:
         return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
 
 
-def _behind_issued(task: Task, other: Task, *, data: bool) -> int:
-    """An edge from a task that a stream took in: on the same device it holds there. Returns how many to wait for."""
-    if task.lane.domain == other.lane.domain:
-        task.after = [*(task.after or ()), other]
-        if data:
-            other.released = [*(other.released or ()), task]
-        return 0
-    other.followers = [*(other.followers or ()), task]
-    return 1
+def _holds_on_device(task: Task, other: Task, *, data: bool) -> bool:
+    """Whether the edge to a task that a stream has taken in holds on their device; notes it if so."""
+    if other.state != ISSUED or task.lane.domain != other.lane.domain:
+        return False
+    task.after = [*(task.after or ()), other]
+    if data:
+        other.released = [*(other.released or ()), task]
+    return True
 
 
 def _split(tasks: list[Task] | None, domain: str | None) -> tuple[list[Task], list[Task]]:

@@ -148,6 +148,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
 
     `deps` are the ids of the tasks that it waits for, the first `inputs` of which it needs the results of.
+    `followers` are the tasks that wait for it; None once it has settled.
     """
 
     lane: Lane
@@ -166,7 +167,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     end: int = -1
     deps: list[int] = []
     inputs: int = 0
-    followers: list[Task] | None = None
+    followers: list[Task] | None = []
     after: list[Task] | None = None
     released: list[Task] | None = None
     waiter: Any = None

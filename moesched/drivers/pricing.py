@@ -20,11 +20,17 @@ def nanoseconds(work: Work, cost: CostModel) -> int:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A schedule is many small lists and no cycles: collecting them in generations only costs time."""
+    """A schedule is many small lists and no cycles: looking for garbage among them only costs time.
+
+    What was made meanwhile counts as old afterwards, or the next look at what is young would go through all of it.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
