@@ -118,7 +118,7 @@ class Work(msgspec.Struct, eq=False):
         tokens: rows of the operation, for cost tables.
         resource: the processor, link or network of the machine that does it.
         parts: what it consists of, for cost tables.
-        nanoseconds, demand, mix: the time alone on the machine and the shares of its resources; the virtual driver
+        nanoseconds, demand: the time alone on the machine and the shares of its resources; the virtual driver
             fills them in.
     """
 
@@ -130,7 +130,6 @@ class Work(msgspec.Struct, eq=False):
     parts: tuple[Part, ...] = ()
     nanoseconds: int = -1
     demand: Any = None
-    mix: int = -1
 
 
 def _set_plainly(cls: type[S]) -> type[S]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
-from typing import Any
+from math import ceil, inf
 
 from moesched.cost import Demand
-from moesched.tasks import Task
+from moesched.tasks import Work
+
+IDLE = -1
 
 
 def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
@@ -51,56 +52,109 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-class Shared:
-    """The tasks that run, and when the next one of them ends.
+class _Mix:
+    """Kinds of work that run at once, by lane, and how fast each of them goes.
 
-    Rates are remembered by the kinds of work that run together, of which a schedule has few.
+    Attributes:
+        kinds: what runs on each lane, `IDLE` for nothing.
+        rates: how fast, relative to running alone.
+        following: what it becomes when a lane takes up or ends a kind.
+        slower: by how much the lanes are slower in another mix, for those that are not as fast.
     """
 
-    def __init__(self) -> None:
+    __slots__ = ("following", "kinds", "rates", "slower")
+
+    def __init__(self, kinds: tuple[int, ...], rates: tuple[float, ...]) -> None:
+        self.kinds = kinds
+        self.rates = rates
+        self.following: dict[int, _Mix] = {}
+        self.slower: dict[_Mix, list[tuple[int, float]]] = {}
+
+
+class Shared:
+    """When the tasks that run will end, as far as one can tell without knowing what starts meanwhile.
+
+    Schedules have few mixes of works, so that all rates, and what they change by, are soon only looked up.
+
+    Args:
+        lanes: how many lanes there are.
+
+    Attributes:
+        now: when the last task ended; nanoseconds.
+    """
+
+    def __init__(self, lanes: int) -> None:
         self.now = 0
-        self._tasks: list[Task] = []
-        self._left: list[float] = []
-        self._rates: Sequence[float] = ()
-        self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
-        self._mixes: dict[tuple[Any, ...], int] = {}
+        self._ends = [inf] * lanes
+        self._kinds: dict[Work, int] = {}
+        self._demands: list[Demand] = []
+        self._mixes: dict[tuple[int, ...], _Mix] = {}
+        self._mix = self._rated = self._mix_of((IDLE,) * lanes)
 
-    def start(self, tasks: Sequence[Task], now: int) -> None:
-        """Tasks take their lanes."""
-        if tasks:
-            self._pass(now)
-            self._tasks += tasks
-            for task in tasks:
-                if task.work.mix < 0:
-                    task.work.mix = self._mixes.setdefault(task.work.demand[1:], len(self._mixes))
-            self._left += [task.work.nanoseconds for task in tasks]
-            self._share()
+    def start(self, lane: int, work: Work) -> None:
+        """A lane takes up a work, whose time alone is known."""
+        kind = self._kinds.get(work, IDLE)
+        if kind == IDLE:
+            kind = self._kinds[work] = self._kind(work.demand)
+        self._ends[lane] = self.now + work.nanoseconds / self._rated.rates[lane]
+        self._change(lane, kind)
 
-    def end_next(self) -> Task | None:
-        """Move on to the next end of a task; `now` says when that is."""
-        if not self._tasks:
-            return None
-        ends = [left / rate for left, rate in zip(self._left, self._rates, strict=True)]
-        soonest = min(ends)
-        index = ends.index(soonest)
-        self._pass(self.now + ceil(soonest))
-        del self._left[index]
-        task = self._tasks.pop(index)
-        if self._tasks:
-            self._share()
-        return task
+    def end_next(self) -> int:
+        """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        if self._mix is not self._rated:
+            self._rate()
+        ends = self._ends
+        end = min(ends)
+        if end == inf:
+            return IDLE
+        lane = ends.index(end)
+        if end > self.now:
+            self.now = ceil(end)
+        ends[lane] = inf
+        self._change(lane, IDLE)
+        return lane
 
-    def _pass(self, now: int) -> None:
-        passed = now - self.now
-        if passed:
-            self._left = [
-                max(0.0, left - passed * rate) for left, rate in zip(self._left, self._rates, strict=True)
-            ]
-            self.now = now
+    def _change(self, lane: int, kind: int) -> None:
+        """Note what a lane does from now on."""
+        mix = self._mix
+        change = kind * len(self._ends) + lane
+        following = mix.following.get(change)
+        if following is None:
+            following = self._mix_of((*mix.kinds[:lane], kind, *mix.kinds[lane + 1 :]))
+            mix.following[change] = following
+        self._mix = following
 
-    def _share(self) -> None:
-        kinds = tuple([task.work.mix for task in self._tasks])
-        rates = self._known.get(kinds)
-        if rates is None:
-            rates = self._known[kinds] = fair_rates([task.work.demand for task in self._tasks])
-        self._rates = rates
+    def _rate(self) -> None:
+        """Have all ends be as they will if what runs now goes on: so far they are for the rates of another mix."""
+        before, mix = self._rated, self._mix
+        slower = before.slower.get(mix)
+        if slower is None:
+            ratios = [old / new for old, new in zip(before.rates, mix.rates, strict=True)]
+            slower = [(lane, ratio) for lane, ratio in enumerate(ratios) if ratio != 1.0]
+            before.slower[mix] = slower
+        ends, now = self._ends, self.now
+        for lane, ratio in slower:
+            left = ends[lane] - now
+            if left > 0:
+                ends[lane] = now + left * ratio
+        self._rated = mix
+
+    def _mix_of(self, kinds: tuple[int, ...]) -> _Mix:
+        mix = self._mixes.get(kinds)
+        if mix is None:
+            running = [lane for lane, kind in enumerate(kinds) if kind != IDLE]
+            rates = [1.0] * len(kinds)
+            for lane, rate in zip(
+                running, fair_rates([self._demands[kinds[lane]] for lane in running]), strict=True
+            ):
+                rates[lane] = rate
+            mix = self._mixes[kinds] = _Mix(kinds, tuple(rates))
+        return mix
+
+    def _kind(self, demand: Demand) -> int:
+        """Works that ask for the same shares are of one kind, whatever their time."""
+        for kind, known in enumerate(self._demands):
+            if known[1:] == demand[1:]:
+                return kind
+        self._demands.append(demand)
+        return len(self._demands) - 1

@@ -15,7 +15,7 @@ from typing import Any
 from moesched.drivers.policies import PolicyRun
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
-from moesched.drivers.sharing import Shared
+from moesched.drivers.sharing import IDLE, Shared
 from moesched.engine import Engine
 from moesched.errors import PolicyError
 from moesched.seams import CostModel, Observer
@@ -55,7 +55,8 @@ class VirtualDriver:
         self._rendezvous = Rendezvous(self._engines)
         self._advance = self._advance_shared if sharing else self._advance_alone
         self._events: list[tuple[int, int, Task]] = []
-        self._shared = Shared()
+        self._lanes = [lane for engine in self._engines for lane in engine.lanes]
+        self._shared = Shared(len(self._lanes))
         self._started: list[Task] = []
         self._awaited: list[Task] = []
         self._owners: list[Engine] = []
@@ -130,28 +131,33 @@ class VirtualDriver:
         """The same, with tasks that run at once sharing what they use."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
-        cost = self._cost
+        cost, lanes = self._cost, self._lanes
         while True:
             for task in started:
                 task.start = self.now
-                nanoseconds(task.work, cost)
-            shared.start(started, self.now)
+                work = task.work
+                if work.nanoseconds < 0:
+                    nanoseconds(work, cost)
+                shared.start(task.lane.index, work)
             started.clear()
             if arrived:
                 self._rendezvous.collect()
                 continue
             if awaited:
                 return
-            ended = shared.end_next()
-            if ended is None:
+            index = shared.end_next()
+            if index == IDLE:
                 return
+            lane = lanes[index]
+            ended = lane.running
+            assert ended is not None
             self.now = ended.end = shared.now
-            ended.lane.busy += ended.end - ended.start
+            lane.busy += ended.end - ended.start
             action = perform.get(type(ended))
             if action is None:
-                owners[ended.lane.index].finish(ended)
+                owners[index].finish(ended)
             else:
-                _act(owners[ended.lane.index], ended, action)
+                _act(owners[index], ended, action)
             for observer in observers:
                 observer(ended)
 
