@@ -63,7 +63,7 @@ def offload_disk(result: dict[str, Any]) -> Iterator[str]:
     """Decoding against the disk and against Hugging Face."""
     yield "measure | value | bar | reached"
     yield "--- | --- | --- | ---"
-    for name, bar in result["bars"].items():
+    for name, bar in result["summary"].items():
         yield f"{name} | {bar['value']:.3f} | {bar['bar']} | {'yes' if bar['reached'] else 'no'}"
 
 

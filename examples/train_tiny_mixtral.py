@@ -53,9 +53,9 @@ The seed fixes weights and order of text. The number of steps depends on the mac
 """
 EXAMPLES = """\
 examples:
-  python examples/train_tiny_mixtral.py --out /tmp/mine                  the shipped recipe, under 15 minutes on 2 cores
-  python examples/train_tiny_mixtral.py --out /tmp/quick --minutes 1     a rough one, to see it work
-  python examples/train_tiny_mixtral.py --out /tmp/even --balance 0.05   experts used more evenly
+  python examples/train_tiny_mixtral.py --out out/mine                  the shipped recipe, under 15 minutes on 2 cores
+  python examples/train_tiny_mixtral.py --out out/quick --minutes 1     a rough one, to see it work
+  python examples/train_tiny_mixtral.py --out out/even --balance 0.05   experts used more evenly
 """
 
 Model: TypeAlias = MixtralForCausalLM
