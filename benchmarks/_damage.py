@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any, Literal, NamedTuple
 
 from moesched.errors import PolicyError
+from moesched.memory import Pool
 from moesched.plan import Plan
 from moesched.seams import Policy
 from moesched.step import Step
 
-Kind = Literal["drop", "repeat", "swap", "exchange", "mistake"]
-KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange", "mistake")
+Kind = Literal["drop", "repeat", "swap", "exchange", "mistake", "insist"]
+KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange", "mistake", "insist")
 MEANINGS = {
     "drop": "the call was left out",
     "repeat": "the call was made twice",
     "swap": "the call was made after the one that follows it",
     "exchange": "the call named another micro-batch, and the next such call of the same verb the first one",
     "mistake": "the call named another layer, another expert, or the pages of another layer",
+    "insist": "six random calls were made before it, and refusals ignored: a call that is refused must leave no trace",
 }
 VERBS = (
     "embed",
@@ -39,6 +42,8 @@ VERBS = (
     "pin",
     "evict",
 )
+MOVES = ("fetch", "pin", "evict")
+"""The verbs that take pages and a pool."""
 
 
 class Damage(NamedTuple):
@@ -66,6 +71,7 @@ class Damaged:
         self.struck = ""
         self._held: Late | None = None
         self._exchange: tuple[str, Any, Any] | None = None
+        self._pools: list[Pool] = []
 
     def plan(self, plan: Plan) -> None:
         """The policy's own plan."""
@@ -82,6 +88,7 @@ class Damaged:
     def call(self, step: Step, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Make a call, or whatever the damage makes of it."""
         self.calls.append(verb)
+        self._pools += [each for each in (*arguments, *named.values()) if isinstance(each, Pool)]
         if len(self.calls) - 1 == self.damage.call:
             return self._strike(step, verb, arguments, named)
         result = getattr(step, verb)(*self._exchanged(verb, arguments), **named)
@@ -101,6 +108,10 @@ class Damaged:
         if self.damage.kind == "swap":
             self._held = Late(verb, lambda: method(*arguments, **named))
             return self._held
+        if self.damage.kind == "insist":
+            for number in range(6):
+                self._intrude(step, 6 * self.damage.call + number)
+            return method(*arguments, **named)
         if self.damage.kind == "mistake":
             return method(*_mistaken(step, verb, arguments), **named)
         position = micro_batch_position(verb)
@@ -108,6 +119,23 @@ class Damaged:
         other = (mine + 1) % len(step.micro_batches)
         self._exchange = (verb, other, mine)
         return method(*arguments[:position], other, *arguments[position + 1 :], **named)
+
+    def _intrude(self, step: Step, seed: int) -> None:
+        """Make a random call; the policy does not care whether it is refused."""
+        choose = Random(seed)
+        i, j = choose.choice(step.layers), choose.choice(step.micro_batches)
+        verb = choose.choice([verb for verb in VERBS if self._pools or verb not in MOVES])
+        arguments: tuple[Any, ...] = (i, j)
+        named: dict[str, Any] = {}
+        if verb in MOVES:
+            arguments = (choose.sample(step.pages(i), choose.randint(1, 2)), choose.choice(self._pools))
+            named = {"source": choose.choice([None, *self._pools])} if verb == "fetch" else {}
+        elif verb in ("embed", "sample"):
+            arguments = (j,)
+        elif verb == "run_expert":
+            arguments = (i, choose.choice(step.pages(i)).expert, j)
+        with suppress(PolicyError):
+            getattr(step, verb)(*arguments, **named)
 
     def _exchanged(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call; the second half of an exchange gets the other micro-batch."""
@@ -203,7 +231,7 @@ def _mistaken(step: Step, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, .
         return (layer, (expert + 1) % experts, *others)
     if verb in ("embed", "sample"):
         return ((arguments[0] + 1) % len(step.micro_batches), *arguments[1:])
-    if verb in ("fetch", "pin", "evict"):
+    if verb in MOVES:
         pages, *others = arguments
         moved = [step.pages((page.layer + 1) % layers)[_place(step, page)] for page in pages]
         return (moved, *others)

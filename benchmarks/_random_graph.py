@@ -17,13 +17,13 @@ from random import Random
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from moesched.cost import Demand
 from moesched.drivers.lanes import ThreadQueue
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
 from moesched.memory import Memory, Pool, Views
 from moesched.models.layout import Page
+from moesched.seams import Demand
 from moesched.tasks import (
     CANCELLED,
     DONE,

@@ -7,36 +7,18 @@ were measured. Nothing is free: work that the machine does not describe is refus
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
 
 from moesched.errors import BadInput
 from moesched.machines import CostPoint, Machine
-from moesched.seams import CostModel
+from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
 DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
 ATTENTIONS = ("attention", "attention call", "attention step", "attention prompt")
-
-
-class Demand(NamedTuple):
-    """What one task asks of the machine.
-
-    Attributes:
-        seconds: its time alone on the machine.
-        shares: the share of each resource that it takes meanwhile, between 0 and 1, to three decimals, so that
-            tasks of nearly the same kind share alike.
-        sort: what others that run beside it are slowed by; empty where that was not measured.
-        slowed: its speed beside a task of another sort, relative to being alone, as (sort, speed).
-    """
-
-    seconds: float
-    shares: tuple[tuple[str, float], ...]
-    sort: str = ""
-    slowed: tuple[tuple[str, float], ...] = ()
 
 
 def cost_model(machine: Machine, dtype: str) -> CostModel:
@@ -121,11 +103,11 @@ class Calibrated:
         """
         if not work.parts:
             return self._roofline.work(work)
-        seconds = [part.times * self.seconds(part) for part in work.parts]
-        sort = self._sort(work, seconds)
+        seconds = sum(part.times * self.seconds(part) for part in work.parts)
         if DISPATCH in self._surfaces:
-            seconds.append(self.seconds(Part(DISPATCH, 0)))
-        return Demand(sum(seconds), (), sort, tuple(self._slowed.get(sort, ())))
+            seconds += self.seconds(Part(DISPATCH, 0))
+        sort = self._sort(work)
+        return Demand(seconds, (), sort, tuple(self._slowed.get(sort, ())))
 
     def seconds(self, part: Part) -> float:
         """What one of a part's operations takes.
@@ -141,12 +123,12 @@ class Calibrated:
             )
         return surface(part.size, part.rows)
 
-    def _sort(self, work: Work, seconds: Sequence[float]) -> str:
-        """What most of the work is, as far as others that run beside it are concerned."""
-        part = max(zip(seconds, work.parts, strict=True))[1]
-        if part.operation in ATTENTIONS:
+    def _sort(self, work: Work) -> str:
+        """What the work is, as far as others that run beside it are concerned: what its first part says."""
+        operation = work.parts[0].operation
+        if operation in ATTENTIONS:
             return ATTENTION
-        return part.operation if part.operation == work.resource else COMPUTE
+        return operation if operation == work.resource else COMPUTE
 
 
 class Curve:

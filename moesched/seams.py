@@ -5,12 +5,11 @@ All of them are structural: no base class is needed. Each has a conformance suit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moesched.cost import Demand
     from moesched.drivers.lanes import LaneKind, Streams
     from moesched.plan import Plan
     from moesched.step import Step
@@ -32,6 +31,23 @@ class Policy(Protocol):
 
     async def decode(self, step: Step) -> None:
         """Schedule one more token of each sequence, up to and including each micro-batch's `sample`."""
+
+
+class Demand(NamedTuple):
+    """What one task asks of the machine.
+
+    Attributes:
+        seconds: its time alone on the machine.
+        shares: the share of each resource that it takes meanwhile, between 0 and 1, to three decimals, so that
+            tasks of nearly the same kind share alike.
+        sort: what others that run beside it are slowed by; empty where that was not measured.
+        slowed: its speed beside a task of another sort, relative to being alone, as (sort, speed).
+    """
+
+    seconds: float
+    shares: tuple[tuple[str, float], ...]
+    sort: str = ""
+    slowed: tuple[tuple[str, float], ...] = ()
 
 
 class CostModel(Protocol):

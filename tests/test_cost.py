@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.cost import Calibrated, Curve, Demand, Roofline, Surface, cost_model
+from moesched.cost import Calibrated, Curve, Roofline, Surface, cost_model
 from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Link, Machine, Processor, Roles, Tier
 from moesched.models.operations import Kept, Operations
 from moesched.models.shapes import SHAPES
+from moesched.seams import Demand
 from moesched.tasks import Part, Work
 
 GB = 1e9

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine_script import WORK, Script, meet
-from moesched.cost import Demand
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
+from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
 from moesched.testing import check_transport
 from moesched.transports.inproc import InprocTransport

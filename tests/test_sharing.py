@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.cost import Demand
 from moesched.drivers.sharing import fair_rates
 from moesched.drivers.virtual import VirtualDriver
+from moesched.seams import Demand
 from moesched.tasks import Kernel, Lane, Work
 from moesched.validation import CheckedEngine
 

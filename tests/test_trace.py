@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from moesched.cost import Demand
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, TaskFailed
 from moesched.plugins import make_policy
 from moesched.runs import simulate
+from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import (
     About,

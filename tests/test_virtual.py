@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moesched.cost import Demand
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
+from moesched.seams import Demand
 from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task, Work
 from moesched.validation import CheckedEngine
 

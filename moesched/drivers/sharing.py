@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, inf
 
-from moesched.cost import Demand
+from moesched.seams import Demand
 from moesched.tasks import Work
 
 IDLE = -1
