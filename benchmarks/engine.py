@@ -34,8 +34,8 @@ from moesched.models.shapes import SHAPES
 from moesched.plan import Plan, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run, simulate
+from moesched.schedule import Schedule
 from moesched.seams import Policy
-from moesched.step import Schedule
 from moesched.tasks import Block, Kernel, Lane, Task, Work
 from moesched.trace import Recorder
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from moesched.schedule import Schedule
 from moesched.seams import Policy
-from moesched.step import Schedule, Step
+from moesched.step import Step
 from moesched.tasks import Task
 
 OnTokens = Callable[[dict[int, int]], object]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.memory import Fixed, Memory, Pool, Replacement
 from moesched.models.layout import Page, WeightLayout
@@ -158,10 +158,10 @@ class Plan:
         """Whether the plan can run.
 
         Raises:
-            BadInput: the policy forgot to place the KV cache.
+            PolicyError: the policy forgot to place the KV cache.
         """
         if self.kv_role is None:
-            raise BadInput(
+            raise PolicyError(
                 "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
             )
 

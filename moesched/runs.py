@@ -26,8 +26,8 @@ from moesched.outcome import Outcome, Report, make_report
 from moesched.plan import Batch, Plan
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
+from moesched.schedule import Schedule
 from moesched.seams import CostModel, Observer, Policy, Routing
-from moesched.step import Schedule
 from moesched.tasks import Decision, Lane, Task
 from moesched.trace import LastSteps, Recorder
 from moesched.validation import new_engine, new_shared_engine, watching

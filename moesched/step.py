@@ -17,15 +17,13 @@ nothing to move: they check and set tags, and return the task that made the data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, TypeVar
 
-from moesched.engine import Engine
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
-from moesched.memory import Fixed, Pool, View, Views, describe
+from moesched.memory import Pool, View, Views, describe
 from moesched.models.layout import Page
-from moesched.models.operations import Amount, Kept, Operations
-from moesched.plan import Plan
+from moesched.schedule import STRIDE, Kind, MicroBatch, Schedule
 from moesched.tasks import (
     DEMAND,
     DONE,
@@ -36,166 +34,15 @@ from moesched.tasks import (
     Kernel,
     Lane,
     PageTransfer,
-    Part,
     Task,
     Work,
 )
 
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 STAGES = ("input", "qkv", "qkv on the host", "attended on the host", "attended", "routed")
-_STRIDE = 8
-_TO_THE_HOST_AND_BACK = Part("hop", 0, times=2)
 
-Kind = Literal["prefill", "decode"]
 At = Literal["accelerator", "host"]
 K = TypeVar("K", bound=Hashable)
-
-
-class MicroBatch:
-    """One micro-batch's data: its blocks, and the tag that says how far it is."""
-
-    __slots__ = (
-        "attention",
-        "attention_host",
-        "expert_outputs",
-        "hidden",
-        "index",
-        "kv",
-        "last",
-        "load_hidden",
-        "normed",
-        "offload_kv",
-        "offload_qkv",
-        "pending",
-        "positions",
-        "qkv",
-        "qkv_host",
-        "requests",
-        "routed",
-        "tag",
-        "tokens",
-        "unsaved",
-        "works",
-    )
-
-    def __init__(self, index: int, requests: tuple[int, ...], layers: int, *, unified: bool) -> None:
-        self.index = index
-        self.requests = requests
-        self.tokens = Block(f"tokens mb{index}")
-        self.positions = Block(f"positions mb{index}")
-        self.hidden = Block(f"hidden mb{index}")
-        self.qkv = Block(f"qkv mb{index}")
-        self.qkv_host = self.qkv if unified else Block(f"qkv on the host mb{index}")
-        self.attention = Block(f"attention mb{index}")
-        self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
-        self.normed = Block(f"normed mb{index}")
-        self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
-        self.tag = -1
-        self.unsaved = -1
-        self.last: Task | None = None
-        self.routed: Task | None = None
-        self.pending: set[int] | None = None
-        self.expert_outputs: list[Block] = []
-        self.works: dict[str, Work] = {}
-        self.offload_qkv: tuple[Lane, Work]
-        self.offload_kv: tuple[Lane, Work]
-        self.load_hidden: tuple[Lane, Work]
-
-
-class Schedule:
-    """What all steps of a run share: the engine, the lanes, the micro-batches, the views of the weights."""
-
-    def __init__(self, plan: Plan, engine: Engine, lanes: dict[str, Lane]) -> None:
-        plan.check()
-        self.plan = plan
-        self.operations = Operations(plan.layout.config, plan.layout.dtype, _kept(plan))
-        self.engine = engine
-        self.lanes = lanes
-        roles = plan.machine.roles
-        self.processors = {"accelerator": roles.accelerator, "host": roles.host}
-        self.unified = plan.machine.unified
-        self.kv_on_accelerator = plan.kv_role == "accelerator"
-        layout, fast, host = plan.layout, plan.memory("accelerator"), plan.memory("host")
-        self.dense = Views(fast, layout.dense)
-        self.whole = Views(fast, layout.layer)
-        self.expert: dict[str, Views[tuple[int, int]]] = {
-            "accelerator": Views(fast, lambda key: layout.expert(*key)),
-            "host": Views(host, lambda key: layout.expert(*key)),
-        }
-        self.micro_batches = [
-            MicroBatch(index, requests, len(plan.layers), unified=self.unified)
-            for index, requests in enumerate(plan.batch.micro_batches)
-        ]
-        self.stride = (len(plan.layers) + 1) * _STRIDE
-        self._sized_for: Kind | None = None
-        self._works: dict[tuple[str, int], Work] = {}
-        self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
-
-    def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
-        """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
-        work = self._works.get((kind, tokens))
-        if work is None:
-            flops, nbytes, parts = amount(tokens)
-            work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
-        return work
-
-    def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
-        """The lane and the work of moving bytes between two memories, in so many pieces of the same size."""
-        known = self._moves.get((source, destination, nbytes, pieces))
-        if known is None:
-            lane = self.lanes[self.plan.machine.link(source, destination).lane]
-            link = f"{source}->{destination}"
-            parts = (Part(link, nbytes / pieces, times=pieces),)
-            known = lane, Work(link, link, nbytes=nbytes, parts=parts)
-            self._moves[source, destination, nbytes, pieces] = known
-        return known
-
-    def size(self, index: int) -> None:
-        """Set the micro-batches' works for a step: the same objects as in the step before, but for attention's."""
-        kind: Kind = "decode" if index else "prefill"
-        for batch in self.micro_batches:
-            if kind != self._sized_for:
-                _size_works(self, batch, kind)
-            _size_attention(self, batch, index)
-        self._sized_for = kind
-
-    def skip(self, steps: int) -> None:
-        """Go on as if that many more steps had been scheduled, each like the one before."""
-        for batch in self.micro_batches:
-            batch.tag += steps * self.stride
-
-    def close(self) -> None:
-        """Let go of the run's tasks and of what the device made of the slots' bytes.
-
-        Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
-        """
-        plan = self.plan
-        for pool in (*plan.pools, *plan.kept):
-            for slot in pool.slots:
-                slot.forget()
-        self.dense.open.clear()
-        self.whole.open.clear()
-        for experts in self.expert.values():
-            experts.open.clear()
-
-    def load(self, kept: Fixed) -> list[PageTransfer]:
-        """Submit the transfers that fill kept pages from where the weights come from."""
-        source = self.plan.machine.roles.weights
-        tasks = []
-        for page, slot in zip(kept.pages(), kept.slots, strict=True):
-            lane, work = self.move(source, kept.memory.name, page.nbytes)
-            task = PageTransfer(
-                lane,
-                work,
-                "load",
-                page.layer,
-                -1,
-                page.expert,
-                pages=(page,),
-                slots=(slot,),
-            )
-            tasks.append(self.engine.submit(task, (), (slot,)))
-        return tasks
 
 
 class Step:
@@ -324,7 +171,7 @@ class Step:
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
         """Norm, QKV projection and rotary embedding, on the accelerator."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE
+        tag = self._base + layer * STRIDE
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("pre_attention", layer, batch, tag)
         view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
@@ -349,7 +196,7 @@ class Step:
         """
         schedule = self._schedule
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + QKV
+        tag = self._base + layer * STRIDE + QKV
         if batch.tag != tag:
             raise self._out_of_order("attention", layer, batch, tag)
         if not schedule.kv_on_accelerator:
@@ -366,7 +213,7 @@ class Step:
     def offload_qkv(self, layer: int, micro_batch: int) -> Task:
         """Move queries, keys and values to the host (D1 of MoE-Lightning)."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + QKV
+        tag = self._base + layer * STRIDE + QKV
         if batch.tag != tag:
             raise self._out_of_order("offload_qkv", layer, batch, tag)
         batch.tag = tag - QKV + QKV_HOST
@@ -380,7 +227,7 @@ class Step:
         """Attention on the host, over the KV cache in host memory."""
         schedule = self._schedule
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + QKV_HOST
+        tag = self._base + layer * STRIDE + QKV_HOST
         if batch.tag != tag:
             raise self._out_of_order("cpu_attention", layer, batch, tag)
         if schedule.kv_on_accelerator and not schedule.unified:
@@ -402,7 +249,7 @@ class Step:
     def load_hidden(self, layer: int, micro_batch: int) -> Task:
         """Move the host's attention output to the accelerator (D2 of MoE-Lightning)."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + ATTENDED_HOST
+        tag = self._base + layer * STRIDE + ATTENDED_HOST
         if batch.tag != tag:
             raise self._out_of_order("load_hidden", layer, batch, tag)
         batch.tag = tag - ATTENDED_HOST + ATTENDED
@@ -429,11 +276,11 @@ class Step:
     def post_attention(self, layer: int, micro_batch: int) -> Task:
         """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + ATTENDED
+        tag = self._base + layer * STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("post_attention", layer, batch, tag)
         view = self._whole.get(layer) or self._view(self._schedule.whole, layer)
-        batch.tag = tag - ATTENDED + _STRIDE
+        batch.tag = tag - ATTENDED + STRIDE
         batch.last = task = Kernel(
             self._accelerator,
             batch.works["post_attention"],
@@ -449,7 +296,7 @@ class Step:
     def route(self, layer: int, micro_batch: int) -> Task:
         """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + ATTENDED
+        tag = self._base + layer * STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("route", layer, batch, tag)
         view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
@@ -465,7 +312,7 @@ class Step:
         """One expert on those tokens of the micro-batch that were routed to it."""
         schedule = self._schedule
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + ROUTED
+        tag = self._base + layer * STRIDE + ROUTED
         routed = batch.routed
         if batch.tag != tag or routed is None:
             raise self._out_of_order("run_expert", layer, batch, tag)
@@ -496,13 +343,13 @@ class Step:
     def combine(self, layer: int, micro_batch: int) -> Task:
         """The weighted sum of the experts' outputs, in ascending order of expert, and the residual."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * _STRIDE + ROUTED
+        tag = self._base + layer * STRIDE + ROUTED
         if batch.tag != tag or batch.pending is None:
             raise self._out_of_order("combine", layer, batch, tag)
         if batch.pending:
             missing = ", ".join(f"E{expert}" for expert in sorted(batch.pending))
             raise OutOfOrder(f"combine: L{layer} mb{micro_batch} was routed to {missing}, which did not run")
-        batch.tag = tag - ROUTED + _STRIDE
+        batch.tag = tag - ROUTED + STRIDE
         batch.pending = batch.routed = None
         outputs, batch.expert_outputs = batch.expert_outputs, []
         batch.last = task = Kernel(
@@ -513,7 +360,7 @@ class Step:
     def sample(self, micro_batch: int) -> Task:
         """LM head and the choice of each sequence's next token; the value is the list of tokens."""
         batch = self._batches[micro_batch]
-        tag = self._base + len(self.layers) * _STRIDE
+        tag = self._base + len(self.layers) * STRIDE
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("sample", len(self.layers), batch, tag)
         batch.tag = self._base + self._schedule.stride - 1
@@ -564,7 +411,7 @@ class Step:
         step, rest = divmod(batch.tag + 1, self._schedule.stride)
         if not rest:
             return f"the end of step {step - 1}" if step else "the start"
-        layer, stage = divmod(rest - 1, _STRIDE)
+        layer, stage = divmod(rest - 1, STRIDE)
         unsaved = ", its keys and values not saved: offload_kv them" if batch.unsaved >= 0 else ""
         return f"step {step} L{layer} {STAGES[stage]}{unsaved}"
 
@@ -572,56 +419,9 @@ class Step:
         needs = (
             "the end of the step before"
             if verb == "embed"
-            else f"step {self.index} L{layer} {STAGES[needed % _STRIDE]}"
+            else f"step {self.index} L{layer} {STAGES[needed % STRIDE]}"
         )
         where = self._where(batch)
         return OutOfOrder(
             f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {where}"
         )
-
-
-def _kept(plan: Plan) -> Kept:
-    """How much of the weights stays in the accelerator's memory."""
-    kept = {True: 0, False: 0}
-    for fixed in plan.kept:
-        if fixed.memory is plan.memory("accelerator"):
-            for page in fixed.pages():
-                kept[page.expert < 0] += page.nbytes
-    dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
-    experts = sum(page.nbytes for page in plan.layout.layer(0)) * len(plan.layers) - dense
-    return Kept(kept[True] / dense, kept[False] / experts)
-
-
-def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
-    """Set a micro-batch's works that are the same in all steps of a kind."""
-    plan = schedule.plan
-    operations = schedule.operations
-    accelerator = schedule.processors["accelerator"]
-    sequences = len(batch.requests)
-    tokens = sequences
-    if kind == "prefill":
-        tokens = sum(plan.batch.prompts[request] for request in batch.requests)
-    batch.works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
-    for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
-        batch.works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
-    if not schedule.unified:
-        fast, slow = plan.memory("accelerator").name, plan.memory("host").name
-        batch.offload_qkv = schedule.move(fast, slow, tokens * operations.qkv_bytes)
-        batch.offload_kv = schedule.move(fast, slow, tokens * operations.kv_bytes)
-        batch.load_hidden = schedule.move(slow, fast, tokens * operations.attention_bytes)
-
-
-def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
-    """Set a micro-batch's works that grow from step to step."""
-    prompts = schedule.plan.batch.prompts
-    lengths = [prompts[request] + index for request in batch.requests]
-    tokens = len(lengths) if index else sum(lengths)
-    if index:
-        amount = schedule.operations.attention_step(lengths)
-    else:
-        amount = schedule.operations.attention([(length, length) for length in lengths])
-    flops, nbytes, parts = amount
-    accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
-    there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
-    batch.works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
-    batch.works["cpu_attention"] = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)

@@ -31,8 +31,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.plan import Plan, split_batch
 from moesched.runs import make_lanes, plan_run
+from moesched.schedule import Schedule
 from moesched.seams import Observer, Policy, Transport
-from moesched.step import Schedule
 from moesched.symbolic import SymbolicDevice, expected_tokens
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
 from moesched.validation import CheckedEngine, CheckedSharedEngine, watching

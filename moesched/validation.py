@@ -17,7 +17,7 @@ from moesched.drivers.realtime import SharedEngine
 from moesched.engine import Engine, T
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.memory import Memory, Pool, Views
-from moesched.step import Schedule
+from moesched.schedule import Schedule
 from moesched.tasks import (
     CANCELLED,
     DONE,

@@ -18,8 +18,8 @@ from moesched.plan import Plan, split_batch
 from moesched.plugins import make_policy
 from moesched.routing import SeededRouting
 from moesched.runs import make_lanes
+from moesched.schedule import Schedule
 from moesched.seams import Policy
-from moesched.step import Schedule
 from moesched.tasks import Decision, Task
 from moesched.trace import About, LastSteps, Recorder, Recording
 

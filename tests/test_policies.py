@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from moesched import plugins
-from moesched.errors import BadInput, OutOfOrder
+from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -99,6 +99,19 @@ def test_a_plan_that_does_not_fit_says_what_to_do() -> None:
         BadInput, match=r"policy Resident does not fit: page .* bytes too few: raise --budget"
     ):
         plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), make_policy("resident"))
+
+
+class Homeless(Forgetful):
+    """Says nothing of the KV cache."""
+
+    def plan(self, plan: Plan) -> None:
+        pass
+
+
+def test_a_plan_without_a_place_for_the_cache_is_refused() -> None:
+    layout = weight_layout(SHAPES["mixtral-8x7b"])
+    with pytest.raises(PolicyError, match=r"says nothing of the KV cache: call plan.place_kv"):
+        plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), Homeless())
 
 
 # -- Algorithm 1 -----------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import msgspec
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
+from moesched.schedule import Schedule
 from moesched.seams import CostModel, Policy
-from moesched.step import Schedule, Step
+from moesched.step import Step
 from moesched.tasks import DONE, Lane, Task, Work, link_class
 
 Price = Callable[[Work], int]

@@ -1,0 +1,212 @@
+"""What all steps of a run share: the engine, the lanes, the micro-batches with their data, the sizes of their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from moesched.engine import Engine
+from moesched.memory import Fixed, Views
+from moesched.models.operations import Amount, Kept, Operations
+from moesched.plan import Plan
+from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
+
+STRIDE = 8
+"""How many tags a micro-batch may have within one layer."""
+_TO_THE_HOST_AND_BACK = Part("hop", 0, times=2)
+
+Kind = Literal["prefill", "decode"]
+
+
+class MicroBatch:
+    """One micro-batch's data: its blocks, and the tag that says how far it is."""
+
+    __slots__ = (
+        "attention",
+        "attention_host",
+        "expert_outputs",
+        "hidden",
+        "index",
+        "kv",
+        "last",
+        "load_hidden",
+        "normed",
+        "offload_kv",
+        "offload_qkv",
+        "pending",
+        "positions",
+        "qkv",
+        "qkv_host",
+        "requests",
+        "routed",
+        "tag",
+        "tokens",
+        "unsaved",
+        "works",
+    )
+
+    def __init__(self, index: int, requests: tuple[int, ...], layers: int, *, unified: bool) -> None:
+        self.index = index
+        self.requests = requests
+        self.tokens = Block(f"tokens mb{index}")
+        self.positions = Block(f"positions mb{index}")
+        self.hidden = Block(f"hidden mb{index}")
+        self.qkv = Block(f"qkv mb{index}")
+        self.qkv_host = self.qkv if unified else Block(f"qkv on the host mb{index}")
+        self.attention = Block(f"attention mb{index}")
+        self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
+        self.normed = Block(f"normed mb{index}")
+        self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
+        self.tag = -1
+        self.unsaved = -1
+        self.last: Task | None = None
+        self.routed: Task | None = None
+        self.pending: set[int] | None = None
+        self.expert_outputs: list[Block] = []
+        self.works: dict[str, Work] = {}
+        self.offload_qkv: tuple[Lane, Work]
+        self.offload_kv: tuple[Lane, Work]
+        self.load_hidden: tuple[Lane, Work]
+
+
+class Schedule:
+    """What all steps of a run share: the engine, the lanes, the micro-batches, the views of the weights."""
+
+    def __init__(self, plan: Plan, engine: Engine, lanes: dict[str, Lane]) -> None:
+        plan.check()
+        self.plan = plan
+        self.operations = Operations(plan.layout.config, plan.layout.dtype, _kept(plan))
+        self.engine = engine
+        self.lanes = lanes
+        roles = plan.machine.roles
+        self.processors = {"accelerator": roles.accelerator, "host": roles.host}
+        self.unified = plan.machine.unified
+        self.kv_on_accelerator = plan.kv_role == "accelerator"
+        layout, fast, host = plan.layout, plan.memory("accelerator"), plan.memory("host")
+        self.dense = Views(fast, layout.dense)
+        self.whole = Views(fast, layout.layer)
+        self.expert: dict[str, Views[tuple[int, int]]] = {
+            "accelerator": Views(fast, lambda key: layout.expert(*key)),
+            "host": Views(host, lambda key: layout.expert(*key)),
+        }
+        self.micro_batches = [
+            MicroBatch(index, requests, len(plan.layers), unified=self.unified)
+            for index, requests in enumerate(plan.batch.micro_batches)
+        ]
+        self.stride = (len(plan.layers) + 1) * STRIDE
+        self._sized_for: Kind | None = None
+        self._works: dict[tuple[str, int], Work] = {}
+        self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
+
+    def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
+        """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
+        work = self._works.get((kind, tokens))
+        if work is None:
+            flops, nbytes, parts = amount(tokens)
+            work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
+        return work
+
+    def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
+        """The lane and the work of moving bytes between two memories, in so many pieces of the same size."""
+        known = self._moves.get((source, destination, nbytes, pieces))
+        if known is None:
+            lane = self.lanes[self.plan.machine.link(source, destination).lane]
+            link = f"{source}->{destination}"
+            parts = (Part(link, nbytes / pieces, times=pieces),)
+            known = lane, Work(link, link, nbytes=nbytes, parts=parts)
+            self._moves[source, destination, nbytes, pieces] = known
+        return known
+
+    def size(self, index: int) -> None:
+        """Set the micro-batches' works for a step: the same objects as in the step before, but for attention's."""
+        kind: Kind = "decode" if index else "prefill"
+        for batch in self.micro_batches:
+            if kind != self._sized_for:
+                _size_works(self, batch, kind)
+            _size_attention(self, batch, index)
+        self._sized_for = kind
+
+    def skip(self, steps: int) -> None:
+        """Go on as if that many more steps had been scheduled, each like the one before."""
+        for batch in self.micro_batches:
+            batch.tag += steps * self.stride
+
+    def close(self) -> None:
+        """Let go of the run's tasks and of what the device made of the slots' bytes.
+
+        Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
+        """
+        plan = self.plan
+        for pool in (*plan.pools, *plan.kept):
+            for slot in pool.slots:
+                slot.forget()
+        self.dense.open.clear()
+        self.whole.open.clear()
+        for experts in self.expert.values():
+            experts.open.clear()
+
+    def load(self, kept: Fixed) -> list[PageTransfer]:
+        """Submit the transfers that fill kept pages from where the weights come from."""
+        source = self.plan.machine.roles.weights
+        tasks = []
+        for page, slot in zip(kept.pages(), kept.slots, strict=True):
+            lane, work = self.move(source, kept.memory.name, page.nbytes)
+            task = PageTransfer(
+                lane,
+                work,
+                "load",
+                page.layer,
+                -1,
+                page.expert,
+                pages=(page,),
+                slots=(slot,),
+            )
+            tasks.append(self.engine.submit(task, (), (slot,)))
+        return tasks
+
+
+def _kept(plan: Plan) -> Kept:
+    """How much of the weights stays in the accelerator's memory."""
+    kept = {True: 0, False: 0}
+    for fixed in plan.kept:
+        if fixed.memory is plan.memory("accelerator"):
+            for page in fixed.pages():
+                kept[page.expert < 0] += page.nbytes
+    dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
+    experts = sum(page.nbytes for page in plan.layout.layer(0)) * len(plan.layers) - dense
+    return Kept(kept[True] / dense, kept[False] / experts)
+
+
+def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
+    """Set a micro-batch's works that are the same in all steps of a kind."""
+    plan = schedule.plan
+    operations = schedule.operations
+    accelerator = schedule.processors["accelerator"]
+    sequences = len(batch.requests)
+    tokens = sequences
+    if kind == "prefill":
+        tokens = sum(plan.batch.prompts[request] for request in batch.requests)
+    batch.works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
+    for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
+        batch.works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
+    if not schedule.unified:
+        fast, slow = plan.memory("accelerator").name, plan.memory("host").name
+        batch.offload_qkv = schedule.move(fast, slow, tokens * operations.qkv_bytes)
+        batch.offload_kv = schedule.move(fast, slow, tokens * operations.kv_bytes)
+        batch.load_hidden = schedule.move(slow, fast, tokens * operations.attention_bytes)
+
+
+def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
+    """Set a micro-batch's works that grow from step to step."""
+    prompts = schedule.plan.batch.prompts
+    lengths = [prompts[request] + index for request in batch.requests]
+    tokens = len(lengths) if index else sum(lengths)
+    if index:
+        amount = schedule.operations.attention_step(lengths)
+    else:
+        amount = schedule.operations.attention([(length, length) for length in lengths])
+    flops, nbytes, parts = amount
+    accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
+    there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
+    batch.works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
+    batch.works["cpu_attention"] = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)
