@@ -32,6 +32,7 @@ VERBS = (
     "offload_qkv",
     "cpu_attention",
     "load_hidden",
+    "load_kv",
     "offload_kv",
     "post_attention",
     "route",

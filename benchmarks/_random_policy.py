@@ -14,7 +14,7 @@ from moesched.symbolic import SymbolicDevice
 from moesched.tasks import CANCELLED, DONE, FAILED, Task
 from moesched.testing import Case, Clock, policy_cases, run_on_symbols
 
-POLICIES = ("adversarial", "adversarial", "adversarial", "cgopipe", "layer_streaming", "resident")
+POLICIES = ("adversarial", "adversarial", "adversarial", "cgopipe", "flexgen", "layer_streaming", "resident")
 
 
 def run_policy(choose: Random, shape: Shape) -> Verdict:

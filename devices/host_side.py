@@ -29,6 +29,7 @@ class HostSide:
         pages: those that stream; they are read into host memory at once.
         slot: the bytes of a slot, by its task's slots.
         cache: the KV cache, on the host if `cache_on_host`.
+        kv_slots: room for keys and values that are loaded from there.
     """
 
     def __init__(
@@ -40,12 +41,15 @@ class HostSide:
         slot: Callable[[Any], Tensor],
         cache: BlockedKV,
         cache_on_host: bool,
+        kv_slots: Sequence[Tensor],
         states: Sequence[MicroBatchState],
     ) -> None:
         self._accelerator = accelerator
         self._config = config
         self._slot = slot
         self._cache = cache
+        self._kv_slots = kv_slots
+        self._loaded: dict[int, list[KVView]] = {}
         self._states = states
         self._home = {page.id: _read(reader, page) for page in pages}
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
@@ -57,7 +61,7 @@ class HostSide:
             "offload_kv": self._offload_kv,
         }
         if cache_on_host:
-            self.verbs = {**self.verbs, "attention": self._attend_to_prompt}
+            self.verbs = {**self.verbs, "attention": self._attention, "load_kv": self._load_kv}
 
     def _bring(self, task: PageTransfer) -> None:
         """Copy pages into slots: from the slots that the task reads, or from their home."""
@@ -68,6 +72,39 @@ class HostSide:
             target = self._slot(slot)
             nbytes = min(len(source), len(target))
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+    def _load_kv(self, task: Task) -> None:
+        """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""
+        views = self._cache.views(task.layer, self._states[task.micro_batch].step)
+        memory = self._kv_slots[task.operands]
+        loaded = []
+        for keys, values, new in views:
+            keys_there, memory = _carve(memory, keys)
+            values_there, memory = _carve(memory, values)
+            keys_there[:, :-new].copy_(keys[:, :-new], non_blocking=True)
+            values_there[:, :-new].copy_(values[:, :-new], non_blocking=True)
+            loaded.append(KVView(keys_there, values_there, new))
+        self._loaded[task.operands] = loaded
+
+    def _attention(self, task: Task) -> None:
+        if task.operands is None:
+            self._attend_to_prompt(task)
+        else:
+            self._attend_to_loaded(task)
+
+    def _attend_to_loaded(self, task: Task) -> None:
+        """Attention over keys and values that were loaded, and the new tokens' own."""
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        views = self._loaded[task.operands]
+        start = 0
+        for keys_SLKd, values_SLKd, new in views:
+            end = start + len(keys_SLKd) * new
+            shape = keys_SLKd[:, -new:].shape
+            keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)
+            values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)
+            start = end
+        state.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
 
     def _attend_to_prompt(self, task: Task) -> None:
         """Attention within the prompts, from the keys and values at hand: the cache is on the host."""
@@ -106,6 +143,11 @@ def _read(reader: PageReader, page: Page) -> Tensor:
     memory = aligned_bytes(reader.bytes_in_slot(page))
     reader.read(page, memory)
     return memory
+
+
+def _carve(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor shaped as another one at the start of flat memory, and the memory behind it."""
+    return memory[: like.numel()].view(like.shape), memory[like.numel() :]
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

@@ -83,6 +83,7 @@ class TorchDevice:
         self._verbs: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
+            "pin": self._fetch,
             "embed": self._embed,
             "pre_attention": self._pre_attention,
             "attention": self._attention,
@@ -225,8 +226,13 @@ class TorchDevice:
             self._bytes,
             self._cache,
             plan.kv_role == "host",
+            [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
         )
+
+    def _kv_slot(self, plan: Plan) -> Tensor:
+        elements = plan.kv_slot_bytes // self._dtype.itemsize
+        return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
     def _bytes(self, slot: Slot) -> Tensor:
         return self._arenas[slot.pool].slot(slot.index)

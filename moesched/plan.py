@@ -7,7 +7,7 @@ Every reservation is checked against the memory's budget at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -42,9 +42,12 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def cache_tokens(self) -> int:
         """Tokens that the KV cache must hold at the end, whole blocks of it."""
-        return sum(
-            -(-(prompt + self.new_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS for prompt in self.prompts
-        )
+        return self.tokens_at_end(range(len(self.prompts)))
+
+    def tokens_at_end(self, requests: Iterable[int]) -> int:
+        """What these requests have in the KV cache at the end, in whole blocks."""
+        lengths = (self.prompts[request] + self.new_tokens for request in requests)
+        return sum(-(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS for length in lengths)
 
     @property
     def largest(self) -> int:
@@ -90,6 +93,8 @@ class Plan:
         self.pools: list[Pool] = []
         self.kept: list[Fixed] = []
         self.kv_role: Role | None = None
+        self.kv_slots = 0
+        self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
         if machine.roles.weights == machine.host.memory:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
@@ -135,6 +140,18 @@ class Plan:
         nbytes = self.batch.cache_tokens * self.layout.config.layers * self.operations.kv_bytes
         self.memory(role).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
         self.kv_role = role
+
+    def stage_kv(self, slots: int) -> None:
+        """Room beside the accelerator for what `Step.load_kv` brings from the host's KV cache.
+
+        slots: how many micro-batches' keys and values of one layer may be there at once.
+        """
+        self.kv_slots = slots
+        if self.machine.unified:
+            return
+        longest = max(map(self.batch.tokens_at_end, self.batch.micro_batches))
+        self.kv_slot_bytes = longest * self.operations.kv_bytes
+        self.memory("accelerator").reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
 
     def pool(
         self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring"

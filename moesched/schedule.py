@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,6 +15,9 @@ from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
 STRIDE = 8
 """How many tags a micro-batch may have within one layer."""
 _TO_THE_HOST_AND_BACK = Part("hop", 0, times=2)
+
+GROWING = ("attention", "cpu_attention", "load_kv")
+"""Verbs whose work is another one in every step, since the KV cache grows."""
 
 Kind = Literal["prefill", "decode"]
 
@@ -30,6 +34,7 @@ class MicroBatch:
         "kv",
         "last",
         "load_hidden",
+        "load_kv_lane",
         "normed",
         "offload_kv",
         "offload_qkv",
@@ -39,6 +44,7 @@ class MicroBatch:
         "qkv_host",
         "requests",
         "routed",
+        "staged",
         "tag",
         "tokens",
         "unsaved",
@@ -59,6 +65,7 @@ class MicroBatch:
         self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
         self.tag = -1
         self.unsaved = -1
+        self.staged: dict[int, int] = {}
         self.last: Task | None = None
         self.routed: Task | None = None
         self.pending: set[int] | None = None
@@ -67,6 +74,7 @@ class MicroBatch:
         self.offload_qkv: tuple[Lane, Work]
         self.offload_kv: tuple[Lane, Work]
         self.load_hidden: tuple[Lane, Work]
+        self.load_kv_lane: Lane
 
 
 class Schedule:
@@ -93,6 +101,8 @@ class Schedule:
             MicroBatch(index, requests, len(plan.layers), unified=self.unified)
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
+        self.kv_slots = [Block(f"keys and values [{number}]") for number in range(plan.kv_slots)]
+        self.empty_kv_slots = deque(range(plan.kv_slots))
         self.stride = (len(plan.layers) + 1) * STRIDE
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, int], Work] = {}
@@ -210,3 +220,7 @@ def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
     batch.works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
     batch.works["cpu_attention"] = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)
+    if index and schedule.kv_slots and not schedule.unified:
+        fast, slow = schedule.plan.memory("accelerator").name, schedule.plan.memory("host").name
+        cached = (sum(lengths) - tokens) * schedule.operations.kv_bytes
+        batch.load_kv_lane, batch.works["load_kv"] = schedule.move(slow, fast, cached)

@@ -191,24 +191,55 @@ class Step:
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
 
-        In a decode step the KV cache must live there. In prefill the prompt's keys and values are at hand; where the
-        cache lives on the host, `offload_kv` must follow.
+        Where the KV cache lives on the host, a decode step must `load_kv` before; in prefill the prompt's keys and
+        values are at hand. In both `offload_kv` must follow.
         """
         schedule = self._schedule
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE + QKV
         if batch.tag != tag:
             raise self._out_of_order("attention", layer, batch, tag)
+        cache = batch.kv[layer]
+        slot = None
         if not schedule.kv_on_accelerator:
             if self.index:
-                raise PolicyError("attention: the KV cache lives on the host: use cpu_attention in decode")
+                slot = self._take_staged(batch, layer)
+                cache = cache if schedule.unified else schedule.kv_slots[slot]
             batch.unsaved = layer
         batch.tag = tag - QKV + ATTENDED
-        cache = batch.kv[layer]
         batch.last = task = Kernel(
-            self._accelerator, batch.works["attention"], "attention", layer, micro_batch, -1, None, self.index
+            self._accelerator, batch.works["attention"], "attention", layer, micro_batch, -1, slot, self.index
         )
         return self._submit(task, (batch.qkv, cache), (batch.attention, cache))
+
+    def load_kv(self, layer: int, micro_batch: int) -> Task:
+        """Bring a micro-batch's cached keys and values of a layer to the accelerator, for `attention` in decode.
+
+        This is D4 of MoE-Lightning, and what FlexGen prefetches for the next micro-batch. A slot of `Plan.stage_kv`
+        is taken until that `attention`.
+        """
+        schedule = self._schedule
+        batch = self._batches[micro_batch]
+        tag = self._base + layer * STRIDE + QKV
+        if not self.index or schedule.kv_on_accelerator:
+            where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
+            raise PolicyError(f"load_kv: {where}: leave it out")
+        if not self._base <= batch.tag <= tag:
+            raise self._out_of_order("load_kv", layer, batch, tag)
+        if layer in batch.staged:
+            raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
+        if not schedule.empty_kv_slots:
+            raise OverBudget(
+                f"load_kv: all {len(schedule.kv_slots)} slots for keys and values are taken: call attention for one "
+                "of them first, or plan.stage_kv more"
+            )
+        slot = batch.staged[layer] = schedule.empty_kv_slots.popleft()
+        if schedule.unified:
+            return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
+        work = batch.works["load_kv"]
+        task = PageTransfer(batch.load_kv_lane, work, "load_kv", layer, micro_batch, -1, slot, self.index)
+        # The positions say where in the cache the keys and values lie.
+        return self._submit(task, (batch.kv[layer], batch.positions), (schedule.kv_slots[slot],))
 
     def offload_qkv(self, layer: int, micro_batch: int) -> Task:
         """Move queries, keys and values to the host (D1 of MoE-Lightning)."""
@@ -232,6 +263,8 @@ class Step:
             raise self._out_of_order("cpu_attention", layer, batch, tag)
         if schedule.kv_on_accelerator and not schedule.unified:
             raise PolicyError("cpu_attention: the KV cache lives on the accelerator: use attention")
+        if layer in batch.staged:
+            raise OutOfOrder(f"cpu_attention: L{layer} mb{micro_batch} was loaded by load_kv: use attention")
         batch.tag = tag - QKV_HOST + ATTENDED_HOST
         cache = batch.kv[layer]
         batch.last = task = HostKernel(
@@ -260,7 +293,7 @@ class Step:
         return self._submit(task, (batch.attention_host,), (batch.attention,))
 
     def offload_kv(self, layer: int, micro_batch: int) -> Task:
-        """Move a prompt's keys and values to the cache on the host, after `attention` in prefill."""
+        """Move the new tokens' keys and values to the cache on the host, after `attention`."""
         batch = self._batches[micro_batch]
         if batch.unsaved != layer:
             raise OutOfOrder(f"offload_kv: L{layer} mb{micro_batch} has no keys and values to save")
@@ -403,6 +436,16 @@ class Step:
             nbytes += page.nbytes
         lane, work = self._schedule.move(origin, pool.memory.name, nbytes, len(slots))
         return lane, work, slots
+
+    def _take_staged(self, batch: MicroBatch, layer: int) -> int:
+        """The slot with a layer's keys and values, which is empty for the next `load_kv` from here on."""
+        slot = batch.staged.pop(layer, None)
+        if slot is None:
+            raise PolicyError(
+                "attention: the KV cache lives on the host: load_kv before, or use cpu_attention in decode"
+            )
+        self._schedule.empty_kv_slots.append(slot)
+        return slot
 
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._engine)

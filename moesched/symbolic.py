@@ -108,10 +108,16 @@ class SymbolicDevice:
     def _attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv", j))
-        cache = append(data.read(("kv", i, j)), qkv, data.read(("positions", j)))
-        if not self._offloads_kv:
-            data.write(("kv", i, j), cache)
+        slot = task.operands if self._offloads_kv else None
+        key: Key = ("kv", i, j) if slot is None else ("kv slot", slot)
+        cache = append(data.read(key), qkv, data.read(("positions", j)))
+        if slot is not None or not self._offloads_kv:
+            data.write(key, cache)
         data.write(("attention", j), attend(i, qkv, cache))
+
+    def _load_kv(self, task: Task, data: _Access) -> None:
+        data.read(("positions", task.micro_batch))
+        data.write(("kv slot", task.operands), data.read(("kv", task.layer, task.micro_batch)))
 
     def _offload_kv(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch

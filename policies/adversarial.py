@@ -30,6 +30,8 @@ class Adversarial:
         plan.discipline = choose.choice(("in_order", "ready_first"))
         self.kv_on_host = choose.random() < 0.5
         plan.place_kv("host" if self.kv_on_host else "accelerator")
+        self.kv_slots = choose.randint(0, 3) if self.kv_on_host else 0
+        plan.stage_kv(self.kv_slots)
         self.unified = plan.machine.unified
         layer = plan.layout.layer(0)
         room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
@@ -67,9 +69,15 @@ class Adversarial:
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
+            early = choose.random() < 0.5 and self._takes_slot(step)
+            if early:
+                yield step.load_kv(i, j)
             self._hold(step, step.dense_pages(i))
             yield step.pre_attention(i, j)
-            yield from self._attend(step, i, j)
+            if early or self._takes_slot(step):
+                yield from self._attend_loaded(step, i, j, early)
+            else:
+                yield from self._attend(step, i, j)
             if choose.random() < 0.5:
                 self._hold(step, step.pages(i))
                 yield step.post_attention(i, j)
@@ -94,6 +102,22 @@ class Adversarial:
             yield step.attention(i, j)
             if self.kv_on_host:
                 yield step.offload_kv(i, j)
+
+    def _takes_slot(self, step: Step) -> bool:
+        """Whether attention is to run on the accelerator on keys and values loaded for it; takes a slot if so."""
+        taken = step.kind == "decode" and self.kv_slots > 0 and self.random.random() < 0.5
+        self.kv_slots -= taken
+        return taken
+
+    def _attend_loaded(
+        self, step: Step, i: int, j: int, early: bool
+    ) -> Generator[Task, dict[int, int], None]:
+        """Attention on the accelerator, of a decode step, with the KV cache on the host."""
+        if not early:
+            yield step.load_kv(i, j)
+        yield step.attention(i, j)
+        self.kv_slots += 1
+        yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
         """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing."""

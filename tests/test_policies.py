@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -11,7 +11,7 @@ from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan, Role, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from moesched.seams import Policy
@@ -20,6 +20,7 @@ from moesched.tasks import Task
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 
 SHIPPED = plugins.names("policies")
+ROOMY = {"t4": "GPU", "unified": "unified memory"}
 
 # -- conformance -----------------------------------------------------------------------------------
 
@@ -249,6 +250,90 @@ def test_resident_moves_nothing_once_it_has_loaded() -> None:
     assert run.ended.tokens == run.ended.expected
     assert {task.lane.name for task in run.step} == {"accelerator"}
     assert run.share(*GPU, "embed", "sample") == 1
+
+
+def test_flexgen_loads_the_next_micro_batchs_keys_and_values_while_one_computes() -> None:
+    run = Watched(make_policy("flexgen"), "mixtral-8x7b")
+    assert run.ended.tokens == run.ended.expected
+    loads = [(task.layer, task.micro_batch) for task in run.step if task.verb == "load_kv"]
+    assert loads == [(i, j) for i in range(32) for j in range(4)]
+    computed = {(task.layer, task.micro_batch): task for task in run.step if task.verb == "pre_attention"}
+    for load in run.step:
+        if load.verb == "load_kv" and load.micro_batch > 0:
+            assert load.id < computed[load.layer, load.micro_batch - 1].id, "it is asked for one ahead"
+
+
+def test_flexgen_on_the_cpu_runs_one_micro_batch_at_a_time() -> None:
+    run = Watched(make_policy("flexgen_cpu"), "mixtral-8x7b")
+    assert run.ended.tokens == run.ended.expected
+    assert overlap(run.busy("cpu_attention"), run.busy(*GPU)) == 0
+
+
+def test_without_paging_hidden_states_wait_behind_a_layers_weights() -> None:
+    paged, whole = (Watched(make_policy(name), "mixtral-8x7b") for name in ("cgopipe", "fastdecode"))
+    assert whole.ended.tokens == whole.ended.expected
+    assert whole.hidden("cpu_attention", GPU) > 0, "attention runs ahead on the CPU all the same"
+    assert [task.layer for task in whole.step if task.verb == "fetch"] == [*range(1, 32), 0]
+    assert paged.end - paged.start < 0.9 * (whole.end - whole.start)
+
+
+def test_at_the_same_batch_cgopipe_is_the_fastest_of_the_four_schedules_of_figure_6() -> None:
+    names = ("cgopipe", "fastdecode", "flexgen_cpu", "flexgen")
+    runs = {name: Watched(make_policy(name), "mixtral-8x7b", requests=240) for name in names}
+    seconds = {name: run.end - run.start for name, run in runs.items()}
+    assert min(seconds, key=seconds.__getitem__) == "cgopipe"
+    assert seconds["fastdecode"] <= seconds["flexgen_cpu"]
+
+
+class Loads:
+    """Says a number of `load_kv` at the start of the first decode step."""
+
+    def __init__(self, role: Role, loads: Sequence[tuple[int, int]]) -> None:
+        self.role = role
+        self.loads = loads
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv(self.role)
+        plan.stage_kv(2)
+        plan.keep([page for i in plan.layers for page in plan.layout.layer(i)])
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                if self.role == "host":
+                    step.offload_kv(i, j)
+                step.post_attention(i, j)
+            step.sample(j)
+
+    async def decode(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i, j in self.loads:
+            step.load_kv(i, j)
+        step.pre_attention(0, 0)
+        step.offload_qkv(0, 0)
+        step.cpu_attention(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("role", "loads", "says"),
+    [
+        ("accelerator", [(0, 0)], "load_kv: the KV cache lives on the accelerator: leave it out"),
+        ("host", [(0, 0), (0, 1), (1, 0)], r"all 2 slots .* taken: call attention for one of them first"),
+        ("host", [(0, 0)], "cpu_attention: L0 mb0 was loaded by load_kv: use attention"),
+    ],
+)
+@pytest.mark.parametrize("machine", ["t4", "unified"])
+def test_keys_and_values_are_loaded_for_attention_that_follows(
+    role: Role, loads: Sequence[tuple[int, int]], says: str, machine: str
+) -> None:
+    policy = Loads(role, loads)
+    case = next(case for case in policy_cases() if case.name == "roomy " + ROOMY[machine])
+    with pytest.raises(PolicyError, match=says):
+        run_on_symbols(policy, case.plan(policy))
 
 
 def test_cgopipe_beats_layer_streaming_where_it_has_the_same_memory() -> None:

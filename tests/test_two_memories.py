@@ -62,7 +62,10 @@ POLICIES = [
     ("resident", {}),
     ("layer_streaming", {}),
     ("cgopipe", {}),
-    *(("adversarial", {"seed": n}) for n in range(6)),
+    ("fastdecode", {}),
+    ("flexgen", {}),
+    ("flexgen_cpu", {}),
+    *(("adversarial", {"seed": n}) for n in range(12)),
 ]
 
 

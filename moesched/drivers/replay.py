@@ -18,7 +18,7 @@ import msgspec
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
-from moesched.schedule import Schedule
+from moesched.schedule import GROWING, Schedule
 from moesched.seams import CostModel, Policy
 from moesched.step import Step
 from moesched.tasks import DONE, Lane, Task, Work, link_class
@@ -90,7 +90,7 @@ class Template:
         self.later = [tuple(each) for each in later]
         self.sized: dict[tuple[int, str], list[int]] = {}
         for position, task in enumerate(tasks):
-            if task.verb in ("attention", "cpu_attention"):
+            if task.verb in GROWING:
                 self.sized.setdefault((task.micro_batch, task.verb), []).append(position)
         self._durations: list[int] = []
 

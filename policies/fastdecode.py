@@ -1,0 +1,31 @@
+"""FastDecode with offloaded weights (the second schedule of MoE-Lightning's Fig. 6).
+
+CPU attention overlaps with the GPU as in CGOPipe, but a layer's weights come as one transfer. The hidden states behind
+it on the link wait until it is through.
+"""
+
+from __future__ import annotations
+
+from moesched.models.layout import Page
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .cgopipe import CGOPipe
+
+
+class FastDecode(CGOPipe):
+    """CGOPipe without the paging of weights.
+
+    Settings:
+        ahead: how many micro-batches CPU attention runs ahead of the accelerator.
+    """
+
+    def plan(self, plan: Plan) -> None:
+        plan.discipline = "in_order"
+        super().plan(plan)
+
+    def _page(self, step: Step, i: int, j: int) -> list[Page]:
+        """A layer's weights, all with the first micro-batch."""
+        if j > 0 or (i == len(step.layers) and step.last):
+            return []
+        return self.streamed[i % len(step.layers)]

@@ -1,0 +1,38 @@
+"""FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
+
+The keys and values stay where they are, but nothing runs ahead: a micro-batch goes to the CPU and comes back before the
+next one begins, and its hidden states wait behind the next layer's weights.
+"""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .flexgen import FlexGen
+from .placement import keep_beside_buffer
+
+
+class FlexGenCPU(FlexGen):
+    """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.discipline = "in_order"
+        plan.place_kv("host")
+        self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
+        most = max(self.streamed, key=len)
+        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
+
+    async def decode(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            self._fetch(step, i + 1)
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                step.offload_qkv(i, j)
+                step.cpu_attention(i, j)
+                step.load_hidden(i, j)
+                step.post_attention(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
