@@ -164,6 +164,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether accelerator and host compute from the same memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
 
+    def peak(self, processor: str, dtype: str) -> float:
+        """FLOP/s of one of its processors in a dtype.
+
+        Raises:
+            BadInput: the machine has no rate for it.
+        """
+        rate = self.processors[processor].flops.get(dtype)
+        if rate is None:
+            raise BadInput(
+                f"machine {self.name}: processor {processor} has no rate for {dtype}: add it to its flops"
+            )
+        return rate
+
     def link(self, source: str, destination: str) -> Link:
         """The link from one memory to another.
 
