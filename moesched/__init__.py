@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from moesched.models.layout import Page
     from moesched.models.random_model import write_random_model
     from moesched.plan import Plan
+    from moesched.roofline import roofline_of
+    from moesched.roofline_picture import draw_roofline
     from moesched.sampling import Sampling
     from moesched.step import Step
     from moesched.trace import check_trace, read_trace
@@ -38,6 +40,8 @@ _HOMES = {
     "write_random_model": "moesched.models.random_model",
     "compare_runs": "moesched.compare:compare",
     "calibrate_machine": "moesched.calibrate:calibrate",
+    "roofline_of": "moesched.roofline",
+    "draw_roofline": "moesched.roofline_picture",
     # what they take and give
     "JobReport": "moesched.job_report",
     "Listener": "moesched.listeners",
@@ -78,11 +82,13 @@ __all__ = [
     "calibrate_machine",
     "check_trace",
     "compare_runs",
+    "draw_roofline",
     "given_lengths",
     "load_machine",
     "load_workload",
     "local_machine",
     "read_trace",
+    "roofline_of",
     "run_model",
     "simulate_model",
     "write_random_model",

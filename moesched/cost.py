@@ -44,12 +44,7 @@ class Roofline:
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:
-            if self.dtype not in processor.flops:
-                raise BadInput(
-                    f"machine {self.machine.name}: processor {work.resource} has no rate for {self.dtype}: "
-                    "add it to its flops"
-                )
-            computing = work.flops / processor.flops[self.dtype]
+            computing = work.flops / self.machine.peak(work.resource, self.dtype)
             moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
             seconds = max(computing, moving) + processor.launch_seconds
             return _demand(seconds, ((work.resource, computing), (processor.memory, moving)))

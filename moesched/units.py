@@ -35,6 +35,14 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_flops(rate: float) -> str:
+    """FLOP/s in the largest unit that keeps the number at one or more, such as "1.6 TFLOP/s"."""
+    for name, factor in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6)):
+        if abs(rate) >= factor:
+            return f"{rate / factor:.3g} {name}"
+    return f"{rate:.0f} FLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration with a unit that fits it, such as "12.3 ms"."""
     if abs(seconds) >= 1000:

@@ -586,7 +586,9 @@ def test_list_shows_plugins_of_others_and_why_one_cannot_load(
     assert re.search(r"theirs +cannot load: .*theirs_is_not_installed", moesched("list", "policies").out)
 
 
-@pytest.mark.parametrize("command", ["run", "simulate", "random-model", "list", "compare", "calibrate"])
+@pytest.mark.parametrize(
+    "command", ["run", "simulate", "random-model", "list", "compare", "calibrate", "roofline"]
+)
 def test_each_command_explains_itself_with_an_example(moesched: Any, command: str) -> None:
     said = moesched(command, "--help")
     assert said.code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
@@ -38,8 +39,11 @@ def list_kind(
     if json:
         print_json({kind: entries})
         return
-    rows = [[entry["name"], _state(entry)] for entry in entries]
-    print_table([kind, ""], rows)
+    if kind == "machines":
+        rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
+        print_table([kind, "memories", "links", ""], rows)
+    else:
+        print_table([kind, ""], [[entry["name"], _state(entry)] for entry in entries])
 
 
 def entries_of(kind: Kind) -> list[dict[str, Any]]:
@@ -89,10 +93,35 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _machines() -> list[dict[str, Any]]:
+    """With the bytes of each memory, the bytes per second of each link, and how many accelerators there are."""
+    from moesched.errors import BadInput
     from moesched.jobs import find_machine
     from moesched.machines import machine_names
 
-    return [_loaded(name, find_machine) for name in ("auto", *machine_names())]
+    entries = []
+    for name in ("auto", *machine_names()):
+        entry = _loaded(name, find_machine)
+        with suppress(BadInput):
+            machine = find_machine(name)
+            entry["accelerators"] = machine.accelerator_group.count
+            entry["accelerator_memory"] = machine.accelerator.memory
+            entry["memories"] = {name: tier.nbytes for name, tier in machine.memories.items()}
+            entry["links"] = {f"{link.source}->{link.destination}": link.bandwidth for link in machine.links}
+        entries.append(entry)
+    return entries
+
+
+def _machine_figures(entry: dict[str, Any]) -> list[str]:
+    """Its memories' sizes and its links' rates; those of several accelerators are of each."""
+    from moesched.units import format_bytes
+
+    memories = []
+    for name, nbytes in entry.get("memories", {}).items():
+        several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
+        times = f"{entry['accelerators']} x " if several else ""
+        memories.append(f"{name} {times}{format_bytes(nbytes)}")
+    links = [f"{name} {format_bytes(rate)}/s" for name, rate in entry.get("links", {}).items()]
+    return [", ".join(memories), ", ".join(links)]
 
 
 def _workloads() -> list[dict[str, Any]]:

@@ -6,14 +6,21 @@ weights come from). Every figure of a shipped profile states its source in the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.units import parse_bytes
+
+T = TypeVar("T")
+ABSURD = 1e30  # stands for infinity, which TOML can write and msgspec cannot name as a limit
+Positive = Annotated[float, Meta(gt=0, lt=ABSURD)]
+NotNegative = Annotated[float, Meta(ge=0, lt=ABSURD)]
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,14 +34,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     memory: str
     flops: dict[str, float]
-    launch_seconds: float = 0.0
+    launch_seconds: NotNegative = 0.0
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One memory: `capacity` in bytes (a number, or text with a unit), `bandwidth` in bytes per second."""
 
     capacity: int | str
-    bandwidth: float
+    bandwidth: Positive
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +60,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     source: str
     destination: str
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: Positive
+    latency: NotNegative = 0.0
     path: str = ""
 
     @property
@@ -72,6 +79,32 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pinned: str | None = None
 
 
+class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins equal accelerators: between any two of them, each direction by itself.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds per transfer.
+    """
+
+    bandwidth: Positive
+    latency: NotNegative = 0.0
+
+
+class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many equal accelerators there are.
+
+    What the machine says of its accelerator holds for each of them: the processor, its memory, and the links that
+    begin or end there, so that links to different accelerators do not share a lane. Host memory they share.
+
+    Attributes:
+        interconnect: what joins them; without one, what passes between them goes through the host's memory.
+    """
+
+    count: Annotated[int, Meta(ge=1)] = 1
+    interconnect: Interconnect | None = None
+
+
 class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured operation, alone on the machine.
 
@@ -84,10 +117,10 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     operation: str
-    size: float
-    seconds: float
+    size: NotNegative
+    seconds: NotNegative
     dtype: str = ""
-    rows: float = 1
+    rows: NotNegative = 1
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +133,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     work: str
     beside: str
-    rate: float
+    rate: Positive
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +145,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     links: list[Link]
     roles: Roles
     description: str = ""
+    accelerator_group: AcceleratorGroup = AcceleratorGroup()
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
 
@@ -129,6 +163,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def unified(self) -> bool:
         """Whether accelerator and host compute from the same memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
+
+    def peak(self, processor: str, dtype: str) -> float:
+        """FLOP/s of one of its processors in a dtype.
+
+        Raises:
+            BadInput: the machine has no rate for it.
+        """
+        rate = self.processors[processor].flops.get(dtype)
+        if rate is None:
+            raise BadInput(
+                f"machine {self.name}: processor {processor} has no rate for {dtype}: add it to its flops"
+            )
+        return rate
 
     def link(self, source: str, destination: str) -> Link:
         """The link from one memory to another.
@@ -162,7 +209,10 @@ def load_machine(name_or_file: str) -> Machine:
     if name_or_file in machine_names():
         text = (resources.files("moesched.machines") / f"{name_or_file}.toml").read_bytes()
     elif path.is_file():
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise BadInput(f"cannot read machine {path}: {error.strerror}: check its permissions") from error
     else:
         raise BadInput(
             f"no machine {name_or_file!r}: name a TOML file or one of {', '.join(machine_names())}"
@@ -174,22 +224,78 @@ def parse_machine(text: bytes, where: str) -> Machine:
     """A machine from the text of its TOML file.
 
     Raises:
-        BadInput: the text is no TOML, lacks a field, or names a processor, memory or link end that is not there.
+        BadInput: the text is no TOML, lacks a figure or has one that cannot be, or names a processor or a memory
+            that is not there. The message names `where` and the key.
     """
     try:
-        machine = msgspec.toml.decode(text, type=Machine)
+        raw = msgspec.toml.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{where}: not a machine: {error}") from None
-    named: list[tuple[str, Mapping[str, object]]] = [
-        (machine.roles.accelerator, machine.processors),
-        (machine.roles.host, machine.processors),
-    ]
-    named += [(processor.memory, machine.memories) for processor in machine.processors.values()]
-    named += [(end, machine.memories) for link in machine.links for end in (link.source, link.destination)]
-    named += [
-        (role, machine.memories) for role in (machine.roles.weights, machine.roles.pinned) if role is not None
-    ]
-    for name, known in named:
-        if name not in known:
-            raise BadInput(f"{where}: {name!r} is named but not described: it is none of {', '.join(known)}")
+    for section, kind in (("processors", Processor), ("memories", Tier)):
+        entries = raw.get(section)
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            _convert(entry, kind, f"{section}.{name}", where)
+    machine = _convert(raw, Machine, "", where)
+    for problem in _problems(machine):
+        raise BadInput(f"{where}: {problem}")
     return machine
+
+
+def _convert(raw: Any, kind: type[T], key: str, where: str) -> T:
+    """The value at `key`; what is wrong with it is said with the whole key, which msgspec leaves out of tables."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        at = (key + path.rstrip("`")).lstrip(".")
+        raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
+
+
+def _problems(machine: Machine) -> Iterator[str]:
+    """What is wrong with a machine all of whose keys are there, each beginning with its key."""
+    for name, processor in machine.processors.items():
+        key = f"processors.{name}"
+        yield from _unknown(f"{key}.memory", processor.memory, machine.memories)
+        if not processor.flops:
+            yield f"{key}.flops: it is empty: give a rate for each dtype, such as bfloat16 = 1e12"
+        for dtype, rate in processor.flops.items():
+            if not 0 < rate < ABSURD:
+                yield f"{key}.flops.{dtype}: {rate} is no rate: it must be positive"
+    for name, tier in machine.memories.items():
+        yield from _capacity_problems(f"memories.{name}.capacity", tier)
+    yield from _link_problems(machine)
+    roles = machine.roles
+    yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
+    yield from _unknown("roles.host", roles.host, machine.processors)
+    yield from _unknown("roles.weights", roles.weights, machine.memories)
+    if roles.pinned is not None:
+        yield from _unknown("roles.pinned", roles.pinned, machine.memories)
+    if machine.accelerator_group.count > 1 and machine.unified:
+        memory = machine.host.memory
+        yield f"accelerator_group.count: several accelerators need memories of their own, not the host's {memory!r}"
+
+
+def _link_problems(machine: Machine) -> Iterator[str]:
+    seen: set[tuple[str, str]] = set()
+    for number, link in enumerate(machine.links):
+        yield from _unknown(f"links[{number}].source", link.source, machine.memories)
+        yield from _unknown(f"links[{number}].destination", link.destination, machine.memories)
+        ends = (link.source, link.destination)
+        if link.source == link.destination:
+            yield f"links[{number}]: it joins {link.source!r} to itself: name two memories"
+        if ends in seen:
+            yield f"links[{number}]: a second link from {link.source!r} to {link.destination!r}: leave one out"
+        seen.add(ends)
+
+
+def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
+    try:
+        if tier.nbytes <= 0:
+            yield f"{key}: {tier.capacity} is no capacity: it must be positive"
+    except BadInput as error:
+        yield f"{key}: {error}"
+
+
+def _unknown(key: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        yield f"{key}: {name!r} is not described: it is none of {', '.join(known)}"

@@ -1,0 +1,289 @@
+"""The Hierarchical Roofline Model of MoE-Lightning (section 3): what bounds work whose data lies one memory away.
+
+Symbols, as in the paper: i the upper level (an accelerator and its memory), j the lower one (the host and its memory,
+or a disk, where nothing computes); P peak FLOP/s of a level's processor, B bytes/s from its memory, B^{j,i} bytes/s of
+the link from j to i; I^i and I^j a computation's operational intensities: its FLOPs over the bytes that it accesses in
+the memory of that level (Definition 3.1), in FLOP/byte. N requests are a batch, µ of them a micro-batch.
+
+The FLOPs and bytes are those that simulations use (`moesched.models.operations`), so they count what the paper leaves
+out as well: activations, and that a small batch reaches fewer experts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.models.operations import Amount, Operations
+
+KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of an element of the KV cache, without the scales of quantised ones."""
+
+LARGEST_BATCH = 1 << 40
+
+
+class Level(msgspec.Struct, frozen=True):
+    """A memory and the processor beside it.
+
+    Attributes:
+        name: of the memory.
+        peak: P, FLOP/s; 0 where nothing computes.
+        bandwidth: B, bytes per second.
+    """
+
+    name: str
+    peak: float
+    bandwidth: float
+
+
+class Hierarchy(msgspec.Struct, frozen=True):
+    """Two levels, and the bytes per second of the link from the lower to the upper one, B^{j,i}."""
+
+    upper: Level
+    lower: Level
+    link: float
+
+    @property
+    def link_name(self) -> str:
+        """The link as "lower->upper"."""
+        return f"{self.lower.name}->{self.upper.name}"
+
+
+class Intensity(msgspec.Struct, frozen=True):
+    """FLOPs per byte accessed in the memory of each level: I^i and I^j (Definition 3.1)."""
+
+    upper: float
+    lower: float
+
+
+class Bound(msgspec.Struct, frozen=True, order=True):
+    """The most that can be reached, in FLOP/s, and the roof that says so, such as "gpu memory"."""
+
+    performance: float
+    by: str
+
+
+# -- roofs and points (section 3.2) ------------------------------------------------------------------------------------
+
+
+def ridge(level: Level) -> float:
+    """The FLOP/byte from which computing binds a level, and not its memory (Eq. 3)."""
+    return level.peak / level.bandwidth
+
+
+def in_place(level: Level, intensity: float) -> Bound:
+    """FLOP/s of a computation on the level that holds its data (Eq. 8, from Eqs. 4 and 5)."""
+    return min(
+        Bound(level.peak, f"{level.name} compute"),
+        Bound(level.bandwidth * intensity, f"{level.name} memory"),
+    )
+
+
+def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
+    """FLOP/s of a computation on the upper level, its data coming from the lower one meanwhile (Eq. 7, with Eq. 6)."""
+    return min(
+        Bound(hierarchy.link * intensity.lower, hierarchy.link_name),
+        in_place(hierarchy.upper, intensity.upper),
+    )
+
+
+def first_turning_point(hierarchy: Hierarchy) -> float:
+    """P1 (Eq. 9): the I^j up to which fetching never pays, in FLOP/byte.
+
+    Eq. 9 asks where the link's roof B^{j,i} I meets what the lower level reaches itself, min(P^j, B^j I). A link that
+    is slower than the lower memory meets its compute roof only; a link that is not meets nothing, and P1 is 0.
+    """
+    if hierarchy.link >= hierarchy.lower.bandwidth:
+        return 0.0
+    return hierarchy.lower.peak / hierarchy.link
+
+
+def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
+    """P2 (Eq. 10): the I^j from which the link no longer binds a computation with this I^i, in FLOP/byte.
+
+    It is at least P1 exactly where the upper level reaches at least P^j. Where it is less, fetching never pays.
+    """
+    return in_place(hierarchy.upper, upper_intensity).performance / hierarchy.link
+
+
+def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
+    """The I^j where link and upper memory bind equally (Eq. 11), in FLOP/byte.
+
+    None where the upper level's processor binds first, so that more I^i would not help.
+    """
+    intensity = hierarchy.upper.bandwidth * upper_intensity / hierarchy.link
+    return intensity if upper_intensity <= ridge(hierarchy.upper) else None
+
+
+def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
+    """Whether the upper level is faster, fetching included, than computing where the data lies."""
+    return fetched(hierarchy, intensity).performance > in_place(hierarchy.lower, intensity.lower).performance
+
+
+# -- computations (section 3.3) ----------------------------------------------------------------------------------------
+
+
+def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> Intensity:
+    """Attention of one new token over `context` cached ones, without the projections (Fig. 4).
+
+    It does not depend on the batch: every request has a cache of its own. The upper level reads queries and writes
+    outputs too; at the lower one, where the cache lies, the cache alone counts.
+    """
+    amount, cache = _attention(operations, 1, context, kv_dtype)
+    return Intensity(amount.flops / amount.nbytes, amount.flops / cache)
+
+
+def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int) -> Intensity:
+    """All experts of a layer, for one new token of each request (Fig. 5).
+
+    The upper level reads the weights once for a micro-batch, and activations with them; from the lower level they come
+    once for the whole batch.
+    """
+    upper = operations.experts(min(micro_batch_size, batch_size))
+    return Intensity(
+        upper.flops / upper.nbytes,
+        operations.experts(batch_size).flops / touched_expert_bytes(operations, batch_size),
+    )
+
+
+def touched_expert_bytes(operations: Operations, tokens: int) -> float:
+    """Bytes of the weights of those experts of a layer that `tokens` tokens are expected to reach."""
+    return sum(part.size * part.times for part in operations.experts(tokens).parts)
+
+
+def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
+    """The smallest batch whose FFN has this I^j; None where no batch has."""
+
+    def reached(batch: int) -> float:
+        return ffn_intensity(operations, batch, 1).lower
+
+    batch = bisect_left(range(1, LARGEST_BATCH), lower_intensity, key=reached) + 1
+    return batch if batch < LARGEST_BATCH else None
+
+
+# -- time of a layer (section 4.2) -------------------------------------------------------------------------------------
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """How the decode work of a layer is split over the two levels: the 6-tuple of section 4.2.
+
+    Attributes:
+        batch_size, micro_batch_size: N and µ, requests.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g, whether the upper level computes it.
+        weights_on_gpu, kv_on_gpu: r_w and r_c, the shares of the experts' weights and of the KV cache, from 0 to 1,
+            that stay in the upper memory and need no fetching; they matter where the upper level computes.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+    attention_on_gpu: bool = False
+    ffn_on_gpu: bool = True
+    weights_on_gpu: float = 0.0
+    kv_on_gpu: float = 0.0
+
+
+class LayerTime(msgspec.Struct, frozen=True):
+    """Seconds that a layer keeps the link, the lower and the upper level busy, in one decode step."""
+
+    link: float
+    lower: float
+    upper: float
+
+    @property
+    def seconds(self) -> float:
+        """What the layer takes when all three overlap (Eq. 12)."""
+        return max(self.link, self.lower, self.upper)
+
+
+def compute_seconds(level: Level, amount: Amount) -> float:
+    """Seconds of a computation on a level, moving and computing at once (Eq. 14).
+
+    Raises:
+        BadInput: nothing computes there.
+    """
+    if not level.peak:
+        raise BadInput(f"nothing computes on {level.name}: leave attention and FFN to the upper level")
+    return max(amount.nbytes / level.bandwidth, amount.flops / level.peak)
+
+
+def layer_time(
+    hierarchy: Hierarchy, operations: Operations, split: Split, context: int, kv_dtype: str
+) -> LayerTime:
+    """One layer of a decode step, attention and FFN (Eqs. 12 to 14).
+
+    The link carries the experts' weights and the cache that the upper level needs and does not hold, and what the
+    lower level computed. As in the paper, projections are left out.
+
+    Args:
+        context: tokens in the cache of each request.
+
+    Raises:
+        BadInput: the lower level is to compute something, and has no processor.
+    """
+    batch = split.batch_size
+    attention, cache = _attention(operations, batch, context, kv_dtype)
+    seconds = {True: 0.0, False: 0.0}
+    levels = {True: hierarchy.upper, False: hierarchy.lower}
+    seconds[split.attention_on_gpu] += compute_seconds(levels[split.attention_on_gpu], attention)
+    for count, size in _micro_batches(split):
+        experts = operations.experts(size)
+        seconds[split.ffn_on_gpu] += count * compute_seconds(levels[split.ffn_on_gpu], experts)
+    weights = (1 - split.weights_on_gpu) * touched_expert_bytes(operations, batch)
+    moved = weights if split.ffn_on_gpu else batch * operations.hidden_bytes
+    moved += (1 - split.kv_on_gpu) * cache if split.attention_on_gpu else batch * operations.attention_bytes
+    return LayerTime(moved / hierarchy.link, seconds[False], seconds[True])
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
+    """The accelerator above the host; where they share a memory, that memory above the one that weights come from.
+
+    Several equal accelerators count as one that has all their rates, as with tensor parallelism (section 4.3): each
+    has its own link, and together they cannot fetch faster than the lower memory is read, or than pages are pinned.
+
+    Raises:
+        BadInput: the machine has no such memory, link or rate.
+    """
+    below = machine.roles.weights if machine.unified else machine.host.memory
+    above = machine.accelerator.memory
+    if below == above:
+        raise BadInput(f"machine {machine.name} has nothing below its memory {above!r}: describe its disk")
+    count = machine.accelerator_group.count
+    lower_peak = 0.0 if machine.unified else machine.peak(machine.roles.host, dtype)
+    return Hierarchy(
+        Level(
+            above,
+            count * machine.peak(machine.roles.accelerator, dtype),
+            count * machine.memories[above].bandwidth,
+        ),
+        Level(below, lower_peak, machine.memories[below].bandwidth),
+        min(machine.memories[below].bandwidth, _fetching_bandwidth(machine, below, above)),
+    )
+
+
+def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
+    """Bytes per second into the memories of all accelerators together, by way of pinned memory where there is one."""
+    count = machine.accelerator_group.count
+    pinned = machine.roles.pinned
+    if pinned is None or pinned == below:
+        return count * machine.link(below, above).bandwidth
+    return min(machine.link(below, pinned).bandwidth, count * machine.link(pinned, above).bandwidth)
+
+
+def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
+    """The work of a micro-batch with its cache in kv_dtype, and the bytes of the cache alone."""
+    amount = operations.attention_step([context] * requests)
+    around = requests * (operations.qkv_bytes + operations.attention_bytes)
+    cache = (amount.nbytes - around) * KV_BYTES[kv_dtype] / operations.element
+    return Amount(amount.flops, cache + around), cache
+
+
+def _micro_batches(split: Split) -> list[tuple[int, int]]:
+    """How many micro-batches there are of which size."""
+    whole, rest = divmod(split.batch_size, split.micro_batch_size)
+    return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

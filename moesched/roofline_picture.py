@@ -1,0 +1,192 @@
+"""Draws what the Hierarchical Roofline Model says: the pictures of MoE-Lightning's Figs. 4 and 5, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesched.errors import BadInput
+from moesched.hrm import first_turning_point
+from moesched.roofline import Computation, RooflineReport
+from moesched.trace.whole_file import whole_file
+from moesched.units import format_bytes, format_flops
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+UPPER, LOWER, LINK, KERNEL, MARK = "#1f5fa8", "#2e8b57", "#c0392b", "#e08a00", "#333333"
+LEFT, BELOW, SPARE = 0.4, 0.3, 3.0
+"""Room around what is drawn, as factors: to the left, below (where the vertical lines have their names), elsewhere."""
+
+
+def require_format(path: Path) -> None:
+    """Whether a picture can be drawn into a file of this name.
+
+    Raises:
+        BadInput: its name has another ending than .png or .svg, or matplotlib is not installed.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
+    _require_matplotlib()
+
+
+def draw_roofline(report: RooflineReport, path: Path | str) -> None:
+    """Draw attention and FFN, each with the roofs of both levels and of the link, into a .png or .svg file.
+
+    Raises:
+        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    require_format(path)
+    from matplotlib import rc_context
+
+    drawn = BytesIO()
+    kind = path.suffix.lower()[1:]
+    # Without a date and with names that are not drawn by lot, the same report gives the same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
+        _draw(report).savefig(drawn, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
+    with whole_file(path, "picture") as file:
+        file.write(drawn.getvalue())
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401  only tried
+    except ImportError:
+        raise BadInput(
+            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', or leave --out away"
+        ) from None
+
+
+def _draw(report: RooflineReport) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.5, 6.2), layout="constrained")
+    attention, ffn = figure.subplots(1, 2, sharey=True)
+    span = _span(report)
+    for axes, computations in ((attention, report.attention), (ffn, report.ffn)):
+        _roofs(axes, report, span)
+        _computations(axes, report, computations)
+        _frame(axes, report, span)
+    attention.set_title(f"Attention, context {report.context}, by dtype of the KV cache", fontsize=11)
+    attention.set_ylabel("attainable performance (FLOP/s)")
+    ffn.set_title(f"MoE FFN, µ = {report.micro_batch_size}, by batch size N", fontsize=11)
+    _first_turning_point(attention, report)
+    _first_turning_point(ffn, report)
+    _kernel(ffn, report, span)
+    figure.suptitle(f"{report.model} ({report.dtype}) on {report.machine}: one layer of a decode step")
+    handles, labels = ffn.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _span(report: RooflineReport) -> tuple[float, float]:
+    """From which to which FLOP/byte both pictures reach: all intensities and turning points lie inside."""
+    hierarchy = report.hierarchy
+    seen = [each.intensity.lower for each in (*report.attention, *report.ffn)]
+    points = [
+        first_turning_point(hierarchy),
+        report.upper_ffn.performance / hierarchy.link,
+        hierarchy.upper.peak / hierarchy.link,
+    ]
+    return LEFT * min(seen), SPARE * max(seen + points)
+
+
+def _roofs(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
+    upper, lower, link = report.hierarchy.upper, report.hierarchy.lower, report.hierarchy.link
+    _roof(
+        axes, span, upper.bandwidth, upper.peak, UPPER, f"{upper.name}: {_rates(upper.bandwidth, upper.peak)}"
+    )
+    if lower.peak:
+        label = f"{lower.name}: {_rates(lower.bandwidth, lower.peak)}"
+        _roof(axes, span, lower.bandwidth, lower.peak, LOWER, label)
+    name = f"link {report.hierarchy.link_name}: {format_bytes(link)}/s"
+    _roof(axes, span, link, upper.peak, LINK, name, dashes=(5, 2))
+
+
+def _roof(
+    axes: Axes,
+    span: tuple[float, float],
+    bandwidth: float,
+    peak: float,
+    color: str,
+    label: str,
+    dashes: tuple[int, ...] = (),
+) -> None:
+    start, end = span
+    ridge = min(max(peak / bandwidth, start), end)
+    xs = [start, ridge, end]
+    ys = [min(peak, bandwidth * x) for x in xs]
+    style: Any = (0, dashes) if dashes else "-"
+    axes.plot(xs, ys, color=color, linewidth=2, linestyle=style, label=label)
+
+
+def _computations(axes: Axes, report: RooflineReport, computations: Sequence[Computation]) -> None:
+    """A vertical line for each, with what is attained by fetching and in place."""
+    upper, lower = report.hierarchy.upper, report.hierarchy.lower
+    for number, each in enumerate(computations):
+        x = each.intensity.lower
+        axes.axvline(x, color=MARK, linewidth=0.9, linestyle=":")
+        axes.annotate(
+            each.variant,
+            (x, 0.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-3, 5),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="bottom",
+            fontsize=9,
+        )
+        label = f"fetched to {upper.name} (Eq. 7)" if number == 0 else None
+        _mark(axes, x, each.fetched.performance, LINK, "o", label)
+        if each.in_place is not None:
+            label = f"computed on {lower.name} (Eq. 8)" if number == 0 else None
+            _mark(axes, x, each.in_place.performance, LOWER, "s", label)
+
+
+def _mark(axes: Axes, x: float, y: float, color: str, marker: str, label: str | None) -> None:
+    axes.plot(x, y, marker, color=color, markersize=7, zorder=4, label=label)
+
+
+def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
+    point = first_turning_point(report.hierarchy)
+    if point:
+        _point(axes, point, report.hierarchy.lower.peak, "P1", "P1: above it fetching can pay (Eq. 9)", "D")
+
+
+def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
+    """What the upper level attains with a whole micro-batch, and where the link gives as much."""
+    performance = report.upper_ffn.performance
+    label = (
+        f"FFN of µ = {report.micro_batch_size} on {report.hierarchy.upper.name}: {format_flops(performance)}"
+    )
+    start = performance / report.hierarchy.upper.bandwidth
+    axes.plot((start, span[1]), (performance,) * 2, color=KERNEL, linewidth=1.5, linestyle="-.", label=label)
+    axes.plot(start, performance, "o", color=KERNEL, markerfacecolor="white", zorder=4)
+    point = performance / report.hierarchy.link
+    _point(axes, point, performance, "P2", "P2: above it the link no longer binds (Eq. 10)", "*")
+
+
+def _point(axes: Axes, x: float, y: float, name: str, label: str, marker: str) -> None:
+    size = 13 if marker == "*" else 8
+    axes.plot(x, y, marker, color=MARK, markersize=size, zorder=5, linestyle="none", label=label)
+    axes.annotate(name, (x, y), xytext=(7, -14), textcoords="offset points", fontweight="bold")
+
+
+def _frame(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
+    hierarchy = report.hierarchy
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(*span)
+    axes.set_ylim(BELOW * hierarchy.link * span[0], SPARE * max(hierarchy.upper.peak, hierarchy.lower.peak))
+    axes.set_xlabel(f"operational intensity (FLOP per byte; points: per byte of {hierarchy.lower.name})")
+    axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
+
+
+def _rates(bandwidth: float, peak: float) -> str:
+    return f"{format_bytes(bandwidth)}/s, {format_flops(peak)}"

@@ -1,0 +1,327 @@
+"""The Hierarchical Roofline Model: values computed by hand, relations that always hold, and what the paper states."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from moesched.errors import BadInput
+from moesched.hrm import (
+    KV_BYTES,
+    Bound,
+    Hierarchy,
+    Intensity,
+    LayerTime,
+    Level,
+    Split,
+    attention_intensity,
+    balance_point,
+    batch_reaching,
+    compute_seconds,
+    fetched,
+    ffn_intensity,
+    first_turning_point,
+    hierarchy_of,
+    in_place,
+    layer_time,
+    pays_to_fetch,
+    ridge,
+    second_turning_point,
+    touched_expert_bytes,
+)
+from moesched.machines import load_machine
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+
+# Round numbers instead of a machine: FLOP/s and bytes per second.
+SMALL = Hierarchy(Level("gpu", 1000.0, 100.0), Level("host", 50.0, 20.0), link=5.0)
+DISK = Hierarchy(Level("host", 1000.0, 100.0), Level("disk", 0.0, 5.0), link=5.0)
+
+# 4 heads and 2 KV heads of 2: queries are 8 wide, keys 4. An expert has 3 x 4 x 8 weights, 192 bytes in bfloat16.
+TINY = Operations(
+    msgspec.structs.replace(
+        SHAPES["mixtral-0.8b"],
+        name="tiny",
+        hidden=4,
+        intermediate=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=2,
+        experts=4,
+        top_k=2,
+    ),
+    "bfloat16",
+)
+MIXTRAL = Operations(SHAPES["mixtral-8x7b"], "bfloat16")
+L4 = hierarchy_of(load_machine("l4"), "bfloat16")
+
+
+# -- by hand
+
+
+def test_the_ridge_is_where_computing_begins_to_bind() -> None:
+    assert ridge(SMALL.upper) == 10
+    assert in_place(SMALL.upper, 9) == Bound(900, "gpu memory")
+    assert in_place(SMALL.upper, 11) == Bound(1000, "gpu compute")
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "bound"),
+    [
+        (4, 10, Bound(50, "host->gpu")),
+        (4, 79, Bound(395, "host->gpu")),
+        (4, 81, Bound(400, "gpu memory")),
+        (20, 300, Bound(1000, "gpu compute")),
+    ],
+)
+def test_fetching_is_bound_by_the_lowest_of_three_roofs(upper: float, lower: float, bound: Bound) -> None:
+    assert fetched(SMALL, Intensity(upper, lower)) == bound
+
+
+def test_the_points_of_a_small_hierarchy() -> None:
+    assert first_turning_point(SMALL) == 10
+    assert second_turning_point(SMALL, 4) == balance_point(SMALL, 4) == 80
+    assert second_turning_point(SMALL, 20) == 200
+
+
+def test_there_is_no_balance_where_the_processor_binds_first() -> None:
+    assert balance_point(SMALL, 10) == 200
+    assert balance_point(SMALL, 10.1) is None
+
+
+def test_where_nothing_computes_fetching_always_pays() -> None:
+    assert first_turning_point(DISK) == 0
+    assert pays_to_fetch(DISK, Intensity(0.1, 0.1))
+
+
+def test_a_link_as_fast_as_the_lower_memory_makes_fetching_pay_from_the_start() -> None:
+    assert first_turning_point(Hierarchy(SMALL.upper, SMALL.lower, link=20.0)) == 0
+
+
+def test_attention_reads_the_cache_below_and_queries_and_outputs_too_above() -> None:
+    flops, cache, around = 4 * 10 * 8, 10 * 16, (8 + 2 * 4 + 8) * 2
+    assert attention_intensity(TINY, 10, "bfloat16") == Intensity(flops / (cache + around), flops / cache)
+    assert attention_intensity(TINY, 10, "int4") == Intensity(flops / (cache / 4 + around), flops * 4 / cache)
+
+
+def test_an_ffn_reads_touched_experts_once_for_a_batch_below_and_for_a_micro_batch_above() -> None:
+    flops = 2 * 6 * 4 * 8  # of one token: two experts
+    activations = 2 * (2 * 4 + 3 * 8) * 2
+    assert touched_expert_bytes(TINY, 1) == 2 * 192
+    assert touched_expert_bytes(TINY, 2) == 3 * 192
+    assert ffn_intensity(TINY, 2, 1) == Intensity(flops / (2 * 192 + activations), 2 * flops / (3 * 192))
+
+
+def test_a_micro_batch_is_never_larger_than_the_batch() -> None:
+    assert ffn_intensity(TINY, 2, 128) == ffn_intensity(TINY, 2, 2)
+
+
+def test_a_layer_keeps_link_host_and_accelerator_busy() -> None:
+    split = Split(batch_size=2, micro_batch_size=1)
+    cache, qkv_and_output, experts = 2 * 10 * 16, 2 * 48, 2 * 192 + 128
+    assert layer_time(SMALL, TINY, split, 10, "bfloat16") == LayerTime(
+        link=(3 * 192 + 2 * 16) / 5,  # three experts down, attention's outputs too
+        lower=max((cache + qkv_and_output) / 20, 2 * 320 / 50),
+        upper=2 * max(experts / 100, 384 / 1000),
+    )
+
+
+def test_what_stays_in_the_upper_memory_is_not_fetched() -> None:
+    def link(**changes: float | bool) -> float:
+        split = Split(batch_size=2, micro_batch_size=2, **changes)  # type: ignore[arg-type]  # names come by keyword
+        return layer_time(SMALL, TINY, split, 10, "bfloat16").link
+
+    assert link(weights_on_gpu=0.5) == (3 * 192 / 2 + 32) / 5
+    assert link(attention_on_gpu=True, kv_on_gpu=0.25) == (3 * 192 + 0.75 * 320) / 5
+    assert link(attention_on_gpu=True, kv_on_gpu=1.0, weights_on_gpu=1.0) == 0
+    assert link(ffn_on_gpu=False) == (2 * 8 + 32) / 5
+
+
+def test_the_last_micro_batch_may_be_smaller() -> None:
+    whole = layer_time(SMALL, TINY, Split(batch_size=4, micro_batch_size=2), 10, "bfloat16")
+    odd = layer_time(SMALL, TINY, Split(batch_size=5, micro_batch_size=2), 10, "bfloat16")
+    assert odd.upper - whole.upper == pytest.approx(compute_seconds(SMALL.upper, TINY.experts(1)))
+
+
+def test_a_layer_takes_as_long_as_what_is_busy_longest() -> None:
+    assert LayerTime(link=3.0, lower=1.0, upper=2.0).seconds == 3.0
+
+
+def test_a_level_without_a_processor_computes_nothing() -> None:
+    with pytest.raises(BadInput, match="nothing computes on disk"):
+        layer_time(DISK, TINY, Split(batch_size=2, micro_batch_size=1), 10, "bfloat16")
+
+
+# -- of machines
+
+
+def test_a_gpu_stands_above_its_host() -> None:
+    hierarchy = hierarchy_of(load_machine("l4"), "bfloat16")
+    assert hierarchy == Hierarchy(Level("gpu", 121e12, 300e9), Level("host", 1.6e12, 100e9), link=24e9)
+
+
+def test_unified_memory_stands_above_the_disk_where_nothing_computes() -> None:
+    hierarchy = hierarchy_of(load_machine("m2-ultra"), "bfloat16")
+    assert hierarchy == Hierarchy(Level("unified", 54e12, 800e9), Level("disk", 0.0, 7.4e9), link=7.4e9)
+
+
+def test_four_gpus_have_four_times_the_rates_until_pinning_is_too_slow() -> None:
+    one, two, four = (hierarchy_of(load_machine(name), "bfloat16") for name in ("t4", "t4x2", "t4x4"))
+    assert four.upper == Level("gpu", 4 * one.upper.peak, 4 * one.upper.bandwidth)
+    assert (one.link, two.link, four.link) == (12e9, 24e9, 48e9)
+    assert hierarchy_of(load_machine("l4x4"), "bfloat16").link == 50e9
+
+
+def test_a_machine_with_one_memory_has_no_hierarchy() -> None:
+    machine = load_machine("cpu-nvme")
+    roles = msgspec.structs.replace(machine.roles, weights="host")
+    with pytest.raises(BadInput, match="cpu-nvme has nothing below its memory 'host'"):
+        hierarchy_of(msgspec.structs.replace(machine, roles=roles), "bfloat16")
+
+
+# -- always
+
+rates = st.floats(min_value=1e-3, max_value=1e15)
+intensities = st.floats(min_value=1e-3, max_value=1e6)
+levels = st.builds(Level, st.just("level"), rates, rates)
+hierarchies = st.builds(Hierarchy, levels, levels, rates)
+batches = st.integers(min_value=1, max_value=1 << 20)
+
+
+@given(hierarchies, st.builds(Intensity, intensities, intensities))
+def test_fetching_reaches_the_lowest_roof_and_no_more(hierarchy: Hierarchy, intensity: Intensity) -> None:
+    roofs = (
+        hierarchy.upper.peak,
+        hierarchy.upper.bandwidth * intensity.upper,
+        hierarchy.link * intensity.lower,
+    )
+    assert fetched(hierarchy, intensity).performance == min(roofs)
+
+
+@given(hierarchies, intensities)
+def test_p1_comes_before_p2_exactly_where_the_upper_level_reaches_the_lower_one_s_peak(
+    hierarchy: Hierarchy, upper: float
+) -> None:
+    assume(hierarchy.link < hierarchy.lower.bandwidth)
+    reaches = in_place(hierarchy.upper, upper).performance >= hierarchy.lower.peak
+    assert (first_turning_point(hierarchy) <= second_turning_point(hierarchy, upper)) == reaches
+
+
+@given(hierarchies, intensities, st.floats(min_value=1e-3, max_value=0.999))
+def test_below_p1_fetching_never_pays(hierarchy: Hierarchy, upper: float, share: float) -> None:
+    below = share * first_turning_point(hierarchy)
+    assume(below > 0)
+    assert not pays_to_fetch(hierarchy, Intensity(upper, below))
+
+
+@given(hierarchies, intensities, st.floats(min_value=1.001, max_value=1e3))
+def test_above_p1_fetching_pays_where_the_upper_level_reaches_more_than_the_lower_one_s_peak(
+    hierarchy: Hierarchy, upper: float, factor: float
+) -> None:
+    assume(first_turning_point(hierarchy) > 0)
+    assume(in_place(hierarchy.upper, upper).performance > hierarchy.lower.peak)
+    assert pays_to_fetch(hierarchy, Intensity(upper, factor * first_turning_point(hierarchy)))
+
+
+@given(hierarchies, intensities)
+def test_at_p2_the_link_gives_what_the_upper_level_attains(hierarchy: Hierarchy, upper: float) -> None:
+    attained = in_place(hierarchy.upper, upper).performance
+    assert hierarchy.link * second_turning_point(hierarchy, upper) == pytest.approx(attained)
+
+
+@given(hierarchies, intensities)
+def test_at_the_balance_point_link_and_upper_memory_bind_equally(hierarchy: Hierarchy, upper: float) -> None:
+    balance = balance_point(hierarchy, upper)
+    assume(balance is not None)
+    assert balance is not None
+    assert hierarchy.link * balance == pytest.approx(hierarchy.upper.bandwidth * upper)
+    assert balance == pytest.approx(second_turning_point(hierarchy, upper))
+
+
+@given(batches, st.integers(min_value=1, max_value=1 << 20))
+def test_a_larger_batch_never_has_a_lower_intensity(batch: int, more: int) -> None:
+    assert ffn_intensity(MIXTRAL, batch + more, 1).lower >= ffn_intensity(MIXTRAL, batch, 1).lower
+
+
+@given(st.floats(min_value=0, max_value=1e5))
+def test_the_batch_that_reaches_an_intensity_is_the_smallest(intensity: float) -> None:
+    batch = batch_reaching(MIXTRAL, intensity)
+    assert batch is not None
+    assert ffn_intensity(MIXTRAL, batch, 1).lower >= intensity
+    assert batch == 1 or ffn_intensity(MIXTRAL, batch - 1, 1).lower < intensity
+
+
+def test_no_batch_reaches_what_none_can() -> None:
+    assert batch_reaching(MIXTRAL, 1e30) is None
+
+
+# -- what the paper states
+
+
+@pytest.mark.parametrize("kv_dtype", KV_BYTES)
+def test_attention_on_the_l4_is_left_of_p1_in_every_dtype_of_the_cache(kv_dtype: str) -> None:
+    """Fig. 4, for float16 and int4: better on the CPU."""
+    intensity = attention_intensity(MIXTRAL, 512, kv_dtype)
+    assert intensity.lower < first_turning_point(L4)
+    assert not pays_to_fetch(L4, intensity)
+
+
+def test_grouped_query_attention_reads_each_key_for_four_queries() -> None:
+    """32 heads and 8 KV heads: 4 FLOP/byte in float16, four times as many in int4."""
+    assert attention_intensity(MIXTRAL, 512, "float16").lower == 4
+    assert attention_intensity(MIXTRAL, 512, "int4").lower == 16
+    every_head = msgspec.structs.replace(SHAPES["mixtral-8x7b"], kv_heads=32)
+    assert attention_intensity(Operations(every_head, "bfloat16"), 512, "float16").lower == 1
+
+
+@pytest.mark.parametrize("context", [128, 512, 2048])
+def test_cpu_attention_is_three_to_four_times_as_fast_as_moving_the_cache(context: int) -> None:
+    """Section 6.2: about the ratio of the CPU's memory bandwidth to the link's."""
+    intensity = attention_intensity(MIXTRAL, context, "float16")
+    here, there = in_place(L4.lower, intensity.lower), fetched(L4, intensity)
+    ratio = here.performance / there.performance
+    assert ratio == pytest.approx(L4.lower.bandwidth / L4.link)
+    assert 3 <= ratio <= 4.2
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_one_or_two_prompts_are_left_of_p1(prompts: int) -> None:
+    """Section 3.3: computing where the weights lie is better than swapping them."""
+    assert not pays_to_fetch(L4, ffn_intensity(MIXTRAL, prompts, prompts))
+
+
+def test_with_micro_batches_of_128_the_ffn_has_both_turning_points_and_a_balance_point() -> None:
+    """Fig. 5."""
+    upper = ffn_intensity(MIXTRAL, 128, 128).upper
+    assert first_turning_point(L4) < second_turning_point(L4, upper) == balance_point(L4, upper)
+    link_bound = ffn_intensity(MIXTRAL, 512, 128)
+    assert fetched(L4, link_bound).by == "host->gpu" and pays_to_fetch(L4, link_bound)
+    assert fetched(L4, ffn_intensity(MIXTRAL, 4096, 128)).by == "gpu memory"
+
+
+def test_smaller_micro_batches_balance_lower() -> None:
+    """Section 3.3: weights that stay leave room for smaller micro-batches only."""
+    points = [balance_point(L4, ffn_intensity(MIXTRAL, 4096, size).upper) or 0.0 for size in (32, 64, 128)]
+    assert points == sorted(points)
+
+
+def test_the_ffn_s_latency_hardly_changes_with_the_micro_batch() -> None:
+    """Fig. 9, micro-batches of 32 to 256: the kernel is bound by memory."""
+    seconds = [compute_seconds(L4.upper, MIXTRAL.experts(size)) for size in (32, 64, 128, 256)]
+    assert max(seconds) < 1.03 * min(seconds)
+
+
+@pytest.mark.parametrize("context", [128, 512, 2048])
+def test_cpu_attention_becomes_the_bottleneck_as_the_context_grows(context: int) -> None:
+    """Section 6.2, for a micro-batch of 256."""
+    attention = layer_time(L4, MIXTRAL, Split(batch_size=256, micro_batch_size=256), context, "float16")
+    assert (attention.lower > attention.upper) == (context > 512)
+
+
+@pytest.mark.parametrize("name", ["t4", "l4", "t4x2", "t4x4"])
+def test_cpu_attention_is_better_on_all_machines_of_table_2(name: str) -> None:
+    """Section 4.2."""
+    hierarchy = hierarchy_of(load_machine(name), "bfloat16")
+    assert not pays_to_fetch(hierarchy, attention_intensity(MIXTRAL, 512, "float16"))

@@ -1,0 +1,174 @@
+"""Machine profiles: those that ship are complete and say where their figures come from, and broken ones are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from moesched.cli.main import main
+from moesched.cost import Roofline
+from moesched.errors import BadInput
+from moesched.machines import load_machine, machine_names, parse_machine
+from moesched.machines.toml_text import machine_toml
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run, simulate
+from moesched.tasks import Work
+
+PROMISED = {
+    "t4", "t4x2", "t4x4", "l4", "l4x2", "l4x4", "a100-80g", "a100-80gx2", "rtx6000", "rtx6000-ada", "h100", "h200",
+    "m2-ultra", "cpu-nvme",
+}  # fmt: skip
+SOURCES = re.compile(
+    r"assumed|measured there|data sheet|table \d|section \d|apple's page|intel's .* page", re.IGNORECASE
+)
+
+
+def profile(name: str) -> str:
+    """The text of a profile that ships."""
+    return (resources.files("moesched.machines") / f"{name}.toml").read_text()
+
+
+def test_the_profiles_that_others_rely_on_ship() -> None:
+    assert set(machine_names()) >= PROMISED
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_profile_is_complete(name: str) -> None:
+    machine = load_machine(name)
+    assert machine.name == name
+    assert machine.description
+    for processor in machine.processors.values():
+        assert processor.flops.keys() >= {"bfloat16", "float32"}
+    assert machine.link(machine.roles.weights, machine.roles.pinned or machine.accelerator.memory)
+    if not machine.unified:
+        assert machine.link(machine.host.memory, machine.accelerator.memory)
+        assert machine.link(machine.accelerator.memory, machine.host.memory)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_figure_of_a_profile_states_its_source(name: str) -> None:
+    """Tables stand apart from each other; a link without a comment repeats figures of the one before it."""
+    explained: set[str] = set()
+    for block in profile(name).split("\n\n"):
+        figures = {
+            line
+            for line in block.splitlines()
+            if re.match(r'\w+ = "?[0-9.]', line) and "# assumed" not in line
+        }
+        if SOURCES.search(block):
+            explained |= figures
+        assert figures <= explained, block
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "cgopipe"])
+@pytest.mark.parametrize("name", machine_names())
+def test_policies_can_be_simulated_on_every_profile(name: str, policy: str) -> None:
+    planned = make_policy(policy)
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    plan = plan_run(load_machine(name), layout, split_batch([5] * 4, 3, 2), planned)
+    assert simulate(plan, planned).prefill_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "joined_by"),
+    [("t4", 1, None), ("t4x2", 2, 12e9), ("t4x4", 4, 12e9), ("a100-80gx2", 2, 300e9)],
+)
+def test_a_group_of_accelerators_has_a_count_and_an_interconnect(
+    name: str, count: int, joined_by: float | None
+) -> None:
+    group = load_machine(name).accelerator_group
+    assert group.count == count
+    assert (group.interconnect.bandwidth if group.interconnect else None) == joined_by
+
+
+def test_the_gpus_of_a_group_are_those_of_the_single_machine() -> None:
+    for single, group in (("t4", "t4x2"), ("t4", "t4x4"), ("l4", "l4x4"), ("a100-80g", "a100-80gx2")):
+        one, many = load_machine(single), load_machine(group)
+        assert many.accelerator == one.accelerator
+        assert many.memories["gpu"] == one.memories["gpu"]
+        assert many.link("pinned", "gpu") == one.link("pinned", "gpu")
+
+
+def test_a_group_is_written_and_read_back() -> None:
+    machine = load_machine("a100-80gx2")
+    assert parse_machine(machine_toml(machine).encode(), "text") == machine
+
+
+def test_a_rate_that_a_processor_has_not_is_named() -> None:
+    machine = parse_machine(profile("t4").replace("bfloat16 = 65e12\n", "").encode(), "text")
+    with pytest.raises(
+        BadInput, match="machine t4: processor gpu has no rate for bfloat16: add it to its flops"
+    ):
+        Roofline(machine, "bfloat16").work(Work("expert", "gpu", flops=1.0))
+
+
+LAST_LINK = '[[links]]\nsource = "host"\ndestination = "pinned"\n'
+
+BROKEN = [
+    ("bandwidth = 320e9\n", "", r"memories\.gpu: .*`bandwidth`"),
+    ("bandwidth = 320e9", "bandwidth = -1", r"memories\.gpu\.bandwidth: .*> 0"),
+    ("bandwidth = 320e9", "bandwidth = 0", r"memories\.gpu\.bandwidth: .*> 0"),
+    ("bandwidth = 320e9", "bandwidth = nan", r"memories\.gpu\.bandwidth: "),
+    ("bandwidth = 320e9", "bandwidth = inf", r"memories\.gpu\.bandwidth: "),
+    ("bandwidth = 320e9", 'bandwidth = "fast"', r"memories\.gpu\.bandwidth: .*`float`"),
+    ('capacity = "16GB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
+    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity: -16 is no capacity"),
+    ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32: -.* must be positive"),
+    ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host, pinned"),
+    ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
+    ('source = "pinned"', 'source = "pined"', r"links\[0\]\.source: 'pined' is not described.* gpu, host, pinned"),
+    ('destination = "gpu"', 'destination = "tpu"', r"links\[0\]\.destination: 'tpu' is not described"),
+    ("latency = 10e-6", "latency = -1", r"links\[0\]\.latency: .*>= 0"),
+    (LAST_LINK, LAST_LINK.replace("pinned", "gpu"), r"links\[3\]: a second link from 'host' to 'gpu'"),
+    (LAST_LINK, LAST_LINK.replace("pinned", "host"), r"links\[3\]: it joins 'host' to itself"),
+    ('host = "cpu"', 'host = "cpus"', r"roles\.host: 'cpus' is not described: it is none of gpu, cpu"),
+    ('weights = "host"', 'weights = "tape"', r"roles\.weights: 'tape' is not described"),
+    ('weights = "host"', "", r"roles: .*`weights`"),
+    ("[memories.gpu]", "[memories.gpu]\nspeed = 3", r"memories\.gpu: .*`speed`"),
+    ("[roles]", "[accelerator_group]\ncount = 0\n[roles]", r"accelerator_group\.count: .*>= 1"),
+    (
+        "[roles]", "[accelerator_group]\ncount = 2\ninterconnect = { bandwidth = -1 }\n[roles]",
+        r"accelerator_group\.interconnect\.bandwidth: .*> 0",
+    ),
+    ('name = "t4"', "name = t4", "not a machine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("good", "bad", "said"), BROKEN)
+def test_a_broken_profile_is_refused_with_its_file_and_key(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, good: str, bad: str, said: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    text = profile("t4")
+    assert good in text
+    file.write_text(text.replace(good, bad, 1))
+    code = main(["roofline", "--model", "mixtral-8x7b", "--machine", str(file)])
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"moesched: {re.escape(str(file))}: {said}[^\n]*\n", err), err
+
+
+def test_accelerators_that_share_the_host_s_memory_cannot_be_several() -> None:
+    text = profile("m2-ultra") + "[accelerator_group]\ncount = 2\n"
+    with pytest.raises(BadInput, match=r"text: accelerator_group\.count: .*memories of their own"):
+        parse_machine(text.encode(), "text")
+
+
+def test_list_shows_sizes_and_link_rates(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "machines"]) == 0
+    lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
+    assert "gpu 4 x 16 GB, host 416 GB" in lines["t4x4"]
+    assert "pinned->gpu 12 GB/s" in lines["t4x4"]
+    assert "unified 192 GB" in lines["m2-ultra"]
+    assert main(["list", "machines", "--json"]) == 0
+    entries = {entry["name"]: entry for entry in json.loads(capfd.readouterr().out)["machines"]}
+    assert entries["t4x4"]["accelerators"] == 4
+    assert entries["l4"]["memories"] == {"gpu": 24 * 10**9, "host": 192 * 10**9, "pinned": 16 * 10**9}
+    assert entries["l4"]["links"]["pinned->gpu"] == 24e9

@@ -1,0 +1,206 @@
+"""`moesched roofline`: its table, its JSON, its pictures, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import moesched
+from moesched.cli.main import main
+from moesched.errors import BadInput
+from moesched.machines import machine_names
+from moesched.models.shapes import SHAPES
+from small_models import small_model
+
+PNG = b"\x89PNG\r\n\x1a\n"
+L4 = ("roofline", "--model", "mixtral-8x7b", "--machine", "l4")
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process."""
+
+    def run(*arguments: object) -> Said:
+        code = main([str(each) for each in arguments])
+        return Said(code, *capfd.readouterr())
+
+    return run
+
+
+def test_the_table_says_what_binds_and_where_to_compute(command: Any) -> None:
+    said = command(*L4)
+    assert said.code == 0
+    rows = {line.split("  ")[0]: line for line in said.out.splitlines()}
+    assert re.search(r" 66\.7 .* host->gpu .* host memory +host$", rows["attention, bfloat16 KV"])
+    assert re.search(r" 16 +66\.7 .* host$", rows["attention, int4 KV"])
+    assert re.search(r" 8 +66\.7 .* host$", rows["FFN, N = 32"])
+    assert re.search(r" 128 +66\.7 +396 +396 .* host->gpu .* gpu$", rows["FFN, N = 512"])
+    assert re.search(r" 1,024 +66\.7 +396 +396 .* gpu memory .* gpu$", rows["FFN, N = 4096"])
+    assert "P1 is reached at N = 267" in said.out
+    assert "P2 is reached at N = 1586" in said.out
+    assert "bound by gpu (host->gpu 119 ms, gpu 303 ms, host 86.7 ms)" in said.out
+
+
+def test_the_json_holds_the_same(command: Any) -> None:
+    report = json.loads(command(*L4, "--json").out)
+    assert report["hierarchy"]["link"] == 24e9
+    assert [each["variant"] for each in report["attention"]] == ["bfloat16", "int4"]
+    assert {each["better"] for each in report["attention"]} == {"host"}
+    assert report["ffn"][1]["fetched"]["by"] == "host->gpu"
+    assert report["ffn"][1]["first_turning_point"] == pytest.approx(1.6e12 / 24e9)
+    assert report["ffn"][1]["balance_point"] == report["ffn"][1]["second_turning_point"]
+    assert report["batch_at_second_turning_point"] == 1586
+    assert report["bound_by"] == "gpu"
+
+
+def test_sizes_and_dtypes_of_the_cache_can_be_chosen(command: Any) -> None:
+    chosen = ("--kv-dtype", "int8", "--kv-dtype", "float32", "--context", 100)
+    sizes = ("--batch-size", 64, "--micro-batch-size", 16)
+    report = json.loads(command(*L4, *chosen, *sizes, "--json").out)
+    assert [each["variant"] for each in report["attention"]] == ["int8", "float32"]
+    assert [each["variant"] for each in report["ffn"]] == ["N = 64"]
+    assert report["context"] == 100
+    assert report["split"]["batch_size"] == 64
+    assert report["split"]["micro_batch_size"] == 16
+
+
+def test_too_small_a_micro_batch_is_said_to_be_never_worth_fetching_for(command: Any) -> None:
+    said = command(*L4, "--micro-batch-size", 3)
+    assert "With µ = 3 the experts are never faster on gpu than on host." in said.out
+
+
+def test_where_nothing_computes_below_the_cache_stays_above(command: Any) -> None:
+    said = command("roofline", "--model", "dbrx", "--machine", "m2-ultra")
+    assert said.code == 0
+    assert "P1 is reached" not in said.out
+    assert "attention on unified, experts on unified" in said.out
+
+
+@pytest.mark.parametrize("machine", machine_names())
+@pytest.mark.parametrize("model", SHAPES)
+def test_every_model_has_a_roofline_on_every_machine(model: str, machine: str) -> None:
+    report = moesched.roofline_of(model, machine)
+    assert report.layer_seconds > 0
+    assert all(each.fetched.performance > 0 for each in (*report.attention, *report.ffn))
+
+
+def test_a_model_of_ones_own_is_read_from_its_folder(command: Any, tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "small")
+    assert "small (float32) on l4" in command("roofline", "--model", folder, "--machine", "l4").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--kv-dtype", "int3"), "--kv-dtype 'int3' is unknown; choose one of float32, bfloat16, .*int4"),
+        (("--context", 0), "--context is 0: give at least 1"),
+        (("--context", 40_000), "--context is 40000, but mixtral-8x7b has 32768 positions"),
+        (("--batch-size", -1), "--batch-size is -1: give at least 1"),
+        (("--batch-size", 10**13), "--batch-size is 10000000000000: give less than"),
+        (("--micro-batch-size", 0), "--micro-batch-size is 0: give at least 1"),
+        (("--machine", "l5"), "no machine 'l5': name a TOML file or one of .*l4"),
+        (("--out", "picture.pdf"), r"cannot draw picture\.pdf: end its name in \.png or \.svg"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
+    pytest.importorskip("matplotlib")
+    said = command(*(L4 if "--machine" not in arguments else L4[:3]), *arguments)
+    assert said.code == 2
+    assert said.out == ""
+    assert re.fullmatch(rf"moesched: {told}[^\n]*\n", said.err), said.err
+
+
+# -- pictures
+
+
+def test_a_png_is_drawn(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    said = command(*L4, "--out", tmp_path / "l4.png")
+    assert said.code == 0
+    assert "P1 is reached" in said.out
+    assert (tmp_path / "l4.png").read_bytes().startswith(PNG)
+    assert [file.name for file in tmp_path.iterdir()] == ["l4.png"]
+
+
+def test_a_picture_names_axes_roofs_points_and_lines(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    moesched.draw_roofline(moesched.roofline_of("mixtral-8x7b", "l4"), tmp_path / "l4.svg")
+    text = (tmp_path / "l4.svg").read_text()
+    for said in (
+        "attainable performance (FLOP/s)",
+        "operational intensity (FLOP per byte; points: per byte of host)",
+        "gpu: 300 GB/s, 121 TFLOP/s",
+        "host: 100 GB/s, 1.6 TFLOP/s",
+        "gpu: 24 GB/s",
+        "bfloat16",
+        "int4",
+        "N = 512",
+        ">P1<",
+        ">P2<",
+    ):
+        assert said in text, said
+
+
+def test_the_same_report_gives_the_same_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = moesched.roofline_of("mixtral-8x7b", "cpu-nvme")
+    for name in ("one.svg", "two.svg"):
+        moesched.draw_roofline(report, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_a_picture_without_p1_is_drawn_where_nothing_computes_below(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    moesched.draw_roofline(moesched.roofline_of("dbrx", "m2-ultra"), tmp_path / "m2.svg")
+    text = (tmp_path / "m2.svg").read_text()
+    assert ">P1<" not in text
+    assert ">P2<" in text
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_drawn(
+    command: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    said = command(*L4, "--out", tmp_path / "none" / "l4.png")
+    assert said.code == 2
+    assert re.fullmatch(r"moesched: cannot write picture .*: make its folder first\n", said.err)
+
+
+def test_an_unknown_kind_of_picture_is_refused_from_python_too(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"end its name in \.png or \.svg"):
+        moesched.draw_roofline(moesched.roofline_of("mixtral-8x7b", "l4"), tmp_path / "l4.jpg")
+
+
+WITHOUT_MATPLOTLIB = """
+import sys
+sys.modules["matplotlib"] = None
+from moesched.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_without_matplotlib_the_table_is_printed_and_a_picture_refused(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = [sys.executable, "-c", WITHOUT_MATPLOTLIB, *L4, *arguments]
+        return subprocess.run(code, capture_output=True, text=True)
+
+    assert run().returncode == 0
+    refused = run("--out", str(tmp_path / "l4.png"))
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert re.fullmatch(r"moesched: pictures need matplotlib.*'moesched\[plots\]'.*\n", refused.stderr)
+    assert list(tmp_path.iterdir()) == []
