@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moesched.models.layout import Page
     from moesched.models.random_model import write_random_model
     from moesched.plan import Plan
+    from moesched.planner import plan_model
     from moesched.roofline import roofline_of
     from moesched.roofline_picture import draw_roofline
     from moesched.sampling import Sampling
@@ -40,6 +41,7 @@ _HOMES = {
     "write_random_model": "moesched.models.random_model",
     "compare_runs": "moesched.compare:compare",
     "calibrate_machine": "moesched.calibrate:calibrate",
+    "plan_model": "moesched.planner",
     "roofline_of": "moesched.roofline",
     "draw_roofline": "moesched.roofline_picture",
     # what they take and give
@@ -88,6 +90,7 @@ __all__ = [
     "load_workload",
     "local_machine",
     "read_trace",
+    "plan_model",
     "roofline_of",
     "run_model",
     "simulate_model",

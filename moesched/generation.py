@@ -49,7 +49,7 @@ class Generation:
     async def run(self) -> list[list[int]]:
         """Load, prefill, decode; returns the tokens. A step is submitted while the one before it runs."""
         await self._load()
-        steps = self._schedule.plan.batch.new_tokens
+        steps = self._schedule.steps
         samples = await self._submit(0, last=steps == 1)
         for index in range(1, steps):
             following = await self._submit(index, last=index == steps - 1)

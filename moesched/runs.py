@@ -119,8 +119,8 @@ def _simulate(
     lanes = make_lanes(plan)
     engine = new_engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
-    decide: dict[type[Task], Callable[[Task], Any]] = {Decision: _decide(plan, routing)}
-    driver = VirtualDriver([engine], cost, sharing=sharing, perform=decide, observers=observers)
+    perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decide(plan, routing)}
+    driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
     with closing(Schedule(plan, engine, lanes)) as schedule:
         generation = Generation(schedule, policy)
         with watching(schedule):
@@ -218,16 +218,16 @@ def _with_recorder(
     return [*observers, recorder]
 
 
-def _decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
+def decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
     """What decisions come to where nothing is computed: routed experts, and tokens that nobody will read."""
     batches = plan.batch.micro_batches
 
-    def decide(task: Task) -> Any:
+    def perform(task: Task) -> Any:
         if task.verb == "route":
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
         return [0] * len(batches[task.micro_batch])
 
-    return decide
+    return perform
 
 
 def _has_uvloop() -> bool:

@@ -78,10 +78,19 @@ class MicroBatch:
 
 
 class Schedule:
-    """What all steps of a run share: the engine, the lanes, the micro-batches, the views of the weights."""
+    """What all steps of a run share: the engine, the lanes, the micro-batches, the views of the weights.
 
-    def __init__(self, plan: Plan, engine: Engine, lanes: dict[str, Lane]) -> None:
+    Args:
+        steps: how many are scheduled; by default one for each token that is to be generated.
+        age: so many tokens count as generated before the first decode step, to look into the middle of a long run.
+    """
+
+    def __init__(
+        self, plan: Plan, engine: Engine, lanes: dict[str, Lane], *, steps: int | None = None, age: int = 0
+    ) -> None:
         plan.check()
+        self.steps = plan.batch.new_tokens if steps is None else steps
+        self._age = age
         self.plan = plan
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _kept(plan))
         self.engine = engine
@@ -133,7 +142,7 @@ class Schedule:
         for batch in self.micro_batches:
             if kind != self._sized_for:
                 _size_works(self, batch, kind)
-            _size_attention(self, batch, index)
+            _size_attention(self, batch, index + self._age if index else 0)
         self._sized_for = kind
 
     def skip(self, steps: int) -> None:

@@ -29,6 +29,7 @@ PUBLIC = [
     "load_workload",
     "local_machine",
     "read_trace",
+    "plan_model",
     "roofline_of",
     "run_model",
     "simulate_model",

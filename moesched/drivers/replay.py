@@ -211,7 +211,7 @@ def capture(schedule: Schedule, policy: Policy) -> list[Template]:
     engine = schedule.engine
     assert isinstance(engine, CapturingEngine)
     edges = Edges()
-    count = schedule.plan.batch.new_tokens
+    count = schedule.steps
 
     def submit(index: int) -> Template:
         step = Step(schedule, index, last=index == count - 1)

@@ -1,0 +1,150 @@
+"""`moesched plan`: the best plan for a model, a machine and a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.planner.proposal import Proposal
+
+HELP = options.paragraphs(
+    "Find the policy, the batch and the micro-batches that generate the most tokens per second, "
+    "before anything is bought or loaded.",
+    "A search over the sizes (MoE-Lightning, section 4.2) gives each policy's bound; the schedules that would run are "
+    "then looked at on the virtual clock, and the best of them is taken.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched plan --model mixtral-8x7b --machine t4
+  moesched plan --model mixtral-8x7b --machine l4 --workload mtbench \\
+      --gen 128 --policy flexgen --budget gpu=16GB"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(plan, name="plan", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
+
+
+def plan(
+    *,
+    model: Annotated[
+        str,
+        Parameter(
+            metavar="NAME|DIR", help="A name of `moesched list models`, or a folder with a config.json."
+        ),
+    ],
+    machine: Annotated[
+        str,
+        Parameter(
+            metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
+        ),
+    ],
+    workload: Annotated[
+        str, Parameter(metavar="NAME|FILE", help="A name of `moesched list workloads`, or a TOML file.")
+    ] = "mtbench",
+    gen: Annotated[
+        int | None,
+        Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        Parameter(metavar="P", help="Plan for this policy alone: a name, or package.module:Class."),
+    ] = None,
+    settings: options.Settings = (),
+    dtype: options.DType = None,
+    seed: Annotated[int, Parameter(help="Of the order of the prompts.")] = 0,
+    budget: options.Budgets = (),
+    json: options.Json = False,
+) -> None:
+    """See HELP."""
+    from moesched.cli.output import Bar, print_json
+    from moesched.planner import plan_model
+    from moesched.settings import parse_settings
+
+    with Bar("planning") as bar:
+        proposal = plan_model(
+            model,
+            machine=machine,
+            workload=workload,
+            gen=gen,
+            policy=policy,
+            settings=parse_settings(settings),
+            dtype=dtype,
+            seed=seed,
+            budgets=options.parse_budgets(budget),
+            on_progress=lambda what: bar.update(0, what=what),
+        )
+    if json:
+        print_json(proposal)
+    else:
+        print_proposal(proposal)
+
+
+def print_proposal(proposal: Proposal) -> None:
+    """The plan, what it reaches, what bounds it, and what lost."""
+    from moesched.cli.output import print_table
+    from moesched.units import format_bytes, format_seconds
+
+    plan, predicted = proposal.plan, proposal.predicted
+    print(
+        f"\n{proposal.model} ({proposal.dtype}) on {proposal.machine}, {proposal.workload}, "
+        f"{proposal.new_tokens} new tokens: predicted, best plan\n"
+    )
+    print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])
+    print()
+    busy = sorted(predicted.utilization.items(), key=lambda lane: -lane[1])
+    print_table(["lane, in decode", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)
+    print()
+    peaks = [[memory, format_bytes(peak)] for memory, peak in predicted.peak_bytes.items() if peak]
+    print_table(["memory", "peak"], peaks, figures=1)
+    print()
+    useful = [[gain.resource, f"{gain.share:+.1%}"] for gain in proposal.gains if gain.share >= 0.0005]
+    print_table(["10 % more of", "throughput"], useful or [["any one resource", "+0 %"]], figures=1)
+    if proposal.rivals:
+        print()
+        rivals = [
+            [
+                each.policy,
+                str(each.batch_size),
+                str(each.micro_batch_size),
+                f"{each.throughput_tokens_per_second:.4g}",
+            ]
+            for each in proposal.rivals
+        ]
+        print_table(["other policies", "batch", "micro-batch", "tokens/s"], rivals, figures=3)
+    for refused in proposal.refused:
+        print(f"\nnot possible: {refused.why}")
+    print(
+        f"\nA run takes {format_seconds(_run_seconds(proposal))} for {plan.batch_size} requests. "
+        f"{predicted.bound_by} is busy the most."
+    )
+
+
+def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
+    from moesched.units import format_seconds
+
+    plan, predicted = proposal.plan, proposal.predicted
+    where = {True: "accelerator", False: "host"}
+    yield "policy", plan.policy
+    yield "batch, micro-batches of", f"{plan.batch_size}, {plan.micro_batch_size}"
+    yield "attention, FFN on", f"{where[plan.attention_on_gpu]}, {where[plan.ffn_on_gpu]}"
+    yield (
+        "on the accelerator",
+        f"{plan.weights_on_gpu:.1%} of the weights, {plan.kv_on_gpu:.0%} of the KV cache",
+    )
+    yield "tokens/s", f"{predicted.throughput_tokens_per_second:.4g}"
+    yield (
+        "prefill, decode step",
+        (f"{format_seconds(predicted.prefill_seconds)}, {format_seconds(predicted.decode_step_seconds)}"),
+    )
+
+
+def _run_seconds(proposal: Proposal) -> float:
+    tokens = proposal.plan.batch_size * proposal.new_tokens
+    return tokens / proposal.predicted.throughput_tokens_per_second

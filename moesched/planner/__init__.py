@@ -1,0 +1,13 @@
+"""The planner: the policy and the sizes with which a model generates the most tokens per second on a machine.
+
+First the search of MoE-Lightning gives each policy's best sizes, and with them a bound: it takes lanes to overlap
+perfectly. Then the very schedules that would run are looked at on the virtual clock, the most promising first, until no
+bound that is left comes near what was seen.
+"""
+
+from __future__ import annotations
+
+from .proposal import Proposal, plan_model
+from .search_policies import POLICIES, Best, plan_best
+
+__all__ = ["POLICIES", "Best", "Proposal", "plan_best", "plan_model"]

@@ -1,0 +1,180 @@
+"""What `moesched plan` says: the plan, what it will reach, what bounds it, and what more of a resource would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.jobs import find_machine, find_shape
+from moesched.machines import Machine
+from moesched.models.layout import weight_layout
+from moesched.units import parse_bytes
+from moesched.workloads import Workload, load_workload
+
+from .candidate import Seen
+from .resources import Gain
+from .search_policies import POLICIES, Best, Refused, plan_best
+
+MOST_REQUESTS = 8192
+"""Of one batch, where nothing else limits it."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
+
+    Attributes:
+        weights_on_gpu, kv_on_gpu: shares that stay in the accelerator's memory, from 0 to 1.
+    """
+
+    policy: str
+    batch_size: int
+    micro_batch_size: int
+    attention_on_gpu: bool
+    ffn_on_gpu: bool
+    weights_on_gpu: float
+    kv_on_gpu: float
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan's schedule comes to on the virtual clock.
+
+    Attributes:
+        throughput_tokens_per_second: all generated tokens over the time from the end of loading.
+        decode_step_seconds: of a step in the middle of the generation.
+        bound_by: the lane that is busy the most in such a step.
+        utilization: the share of such a step that each lane is busy.
+        bound_tokens_per_second: what the lanes would reach if they overlapped perfectly.
+    """
+
+    throughput_tokens_per_second: float
+    prefill_seconds: float
+    decode_step_seconds: float
+    bound_by: str
+    bound_tokens_per_second: float
+    utilization: dict[str, float]
+    peak_bytes: dict[str, int]
+
+
+class Rival(msgspec.Struct, frozen=True, kw_only=True):
+    """The best that was seen of a policy that was not chosen."""
+
+    policy: str
+    batch_size: int
+    micro_batch_size: int
+    throughput_tokens_per_second: float
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan for a model, a machine and a workload.
+
+    Attributes:
+        gains: by what share a tenth more of each resource raises the bound, the most useful first.
+        rivals: policies that were looked at and lost; a policy whose bound is lower is not looked at.
+        refused: policies that do not fit, and by how many bytes.
+    """
+
+    model: str
+    machine: str
+    workload: str
+    new_tokens: int
+    dtype: str
+    plan: Sizes
+    predicted: Predicted
+    gains: list[Gain]
+    rivals: list[Rival]
+    refused: list[Refused]
+
+
+def plan_model(
+    model: Path | str,
+    *,
+    machine: Machine | str,
+    workload: Workload | str = "mtbench",
+    gen: int | None = None,
+    policy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    budgets: Mapping[str, int | str] | None = None,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Proposal:
+    """Find the best plan; needs no weights and no GPU.
+
+    Args:
+        model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
+        workload: a profile's name, a TOML file, or a Workload.
+        gen: tokens to generate; by default the workload's own.
+        policy: a name or package.module:Class; by default the best of `POLICIES`.
+        seed: of the order of prompts.
+        on_progress: told what is looked at.
+
+    Raises:
+        BadInput: something that was given cannot be used, or no policy fits; the message says by how many bytes.
+    """
+    config = find_shape(model)
+    described = find_machine(machine)
+    chosen = load_workload(workload) if isinstance(workload, str) else workload
+    new_tokens = chosen.new_tokens[0] if gen is None else gen
+    if new_tokens < 1:
+        raise BadInput(f"--gen is {new_tokens}: give 1 or more")
+    layout = weight_layout(config, dtype)
+    best = plan_best(
+        described,
+        layout,
+        chosen.lengths(MOST_REQUESTS, seed),
+        new_tokens,
+        policies=POLICIES if policy is None else (policy,),
+        settings=settings,
+        budgets={memory: parse_bytes(size) for memory, size in (budgets or {}).items()},
+        on_progress=on_progress,
+    )
+    return Proposal(
+        model=config.name,
+        machine=described.name,
+        workload=chosen.name,
+        new_tokens=new_tokens,
+        dtype=layout.dtype,
+        plan=_sizes(best),
+        predicted=_predicted(best),
+        gains=best.gains,
+        rivals=[_rival(name, seen) for name, seen in best.others.items()],
+        refused=best.refused,
+    )
+
+
+def _sizes(best: Best) -> Sizes:
+    return Sizes(
+        policy=best.policy,
+        batch_size=best.seen.batch_size,
+        micro_batch_size=best.seen.micro_batch_size,
+        attention_on_gpu=best.attention_on_gpu,
+        ffn_on_gpu=True,
+        weights_on_gpu=best.seen.weights_on_gpu,
+        kv_on_gpu=float(best.kv_on_gpu),
+    )
+
+
+def _predicted(best: Best) -> Predicted:
+    seen = best.seen
+    return Predicted(
+        throughput_tokens_per_second=seen.throughput,
+        prefill_seconds=seen.preview.prefill_seconds,
+        decode_step_seconds=seen.preview.step_seconds,
+        bound_by=best.bound_by,
+        bound_tokens_per_second=best.bound,
+        utilization=seen.preview.utilization,
+        peak_bytes=seen.peak_bytes,
+    )
+
+
+def _rival(name: str, seen: Seen) -> Rival:
+    return Rival(
+        policy=name,
+        batch_size=seen.batch_size,
+        micro_batch_size=seen.micro_batch_size,
+        throughput_tokens_per_second=seen.throughput,
+    )

@@ -1,0 +1,137 @@
+"""Which policy is the best: bounds first, then schedules, the most promising first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from moesched import plugins
+from moesched.cost import cost_model
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.models.layout import Page, WeightLayout
+
+from .candidate import Candidate, Seen
+from .resources import Gain, gains
+from .traits import Setting
+
+POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming")
+"""What is chosen from where no policy is named."""
+
+SLACK = 1.1
+"""By what factor a schedule may beat its bound, which takes all prompts to have the average length."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A policy that does not fit, and why."""
+
+    policy: str
+    why: str
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan that was found.
+
+    Attributes:
+        seen: its sizes, and what its schedule comes to.
+        bound: tokens per second if the lanes of this schedule overlapped perfectly.
+        lanes: seconds that one layer of a decode step keeps link, host and accelerator busy.
+        bound_by: the lane that is busy the most in a decode step.
+        gains: what a tenth more of each resource would bring, the most useful first.
+        others: the best that was seen of other policies.
+    """
+
+    policy: str
+    seen: Seen
+    attention_on_gpu: bool
+    kv_on_gpu: bool
+    bound: float
+    lanes: dict[str, float]
+    bound_by: str
+    gains: list[Gain]
+    others: dict[str, Seen]
+    refused: list[Refused]
+
+
+def plan_best(
+    machine: Machine,
+    layout: WeightLayout,
+    lengths: Sequence[int],
+    new_tokens: int,
+    *,
+    policies: Iterable[str] = POLICIES,
+    settings: Mapping[str, Any] | None = None,
+    budgets: Mapping[str, int] | None = None,
+    slot_bytes: Callable[[Page], int] | None = None,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Best:
+    """Search for the plan with the most tokens per second.
+
+    Args:
+        lengths: prompt lengths in tokens, of as many requests as a batch may have.
+        policies: names, or package.module:Class; `settings` are theirs.
+        on_progress: told what is looked at.
+
+    Raises:
+        BadInput: no policy fits; the message says by how many bytes, of what.
+    """
+    candidates: list[Candidate] = []
+    refused: list[Refused] = []
+    for name in policies:
+        on_progress(f"bound of {name}")
+        setting = Setting(
+            make=partial(plugins.make_policy, name, dict(settings or {})),
+            machine=machine,
+            layout=layout,
+            lengths=tuple(lengths),
+            new_tokens=new_tokens,
+            cost=cost_model(machine, layout.dtype),
+            budgets=dict(budgets or {}),
+            slot_bytes=slot_bytes,
+        )
+        try:
+            candidates.append(Candidate(name, setting))
+        except BadInput as error:
+            refused.append(Refused(name, str(error)))
+    if not candidates:
+        raise BadInput("; ".join(_reasons(refused)))
+    seen = _look(candidates, on_progress)
+    best = max(seen, key=lambda candidate: seen[candidate].throughput)
+    on_progress("what more of each resource would bring")
+    sizes = seen[best]
+    return Best(
+        policy=best.name,
+        seen=sizes,
+        attention_on_gpu=best.traits.attention_on_gpu,
+        kv_on_gpu=best.traits.kv_on_gpu,
+        bound=best.choice.throughput,
+        lanes=best.choice.lanes,
+        bound_by=max(sizes.preview.utilization, key=sizes.preview.utilization.__getitem__),
+        gains=gains(best),
+        others={candidate.name: one for candidate, one in seen.items() if candidate is not best},
+        refused=refused,
+    )
+
+
+def _look(candidates: list[Candidate], on_progress: Callable[[str], None]) -> dict[Candidate, Seen]:
+    """Look at schedules, the highest bound first, until no bound that is left comes near what was seen."""
+    seen: dict[Candidate, Seen] = {}
+    most = 0.0
+    for candidate in sorted(candidates, key=lambda each: each.choice.throughput, reverse=True):
+        if candidate.choice.throughput * SLACK < most:
+            break
+        on_progress(f"schedules of {candidate.name}")
+        seen[candidate] = candidate.look()
+        most = max(most, seen[candidate].throughput)
+    return seen
+
+
+def _reasons(refused: Sequence[Refused]) -> list[str]:
+    """Why nothing fits, each reason once, with the first policy that it holds for."""
+    reasons: dict[str, str] = {}
+    for each in refused:
+        reasons.setdefault(each.why.partition(" does not fit: ")[2], each.why)
+    return list(reasons.values())

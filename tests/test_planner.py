@@ -1,0 +1,212 @@
+"""The planner: its search against enumeration, its bounds against schedules, and what it says of what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesched.cli.main import main
+from moesched.cost import cost_model
+from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan
+from moesched.planner import plan_best, plan_model
+from moesched.planner.search import best
+from moesched.planner.traits import Setting, Shape, Traits, learn
+from moesched.plugins import make_policy
+from moesched.policies.cgopipe import CGOPipe
+from moesched.preview import preview
+from moesched.runs import simulate
+
+T4 = load_machine("t4")
+LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
+
+
+def setting(policy: str, *, new_tokens: int = 16, **budgets: int) -> Setting:
+    return Setting(
+        make=lambda: make_policy(policy),
+        machine=T4,
+        layout=LAYOUT,
+        lengths=(100,) * 512,
+        new_tokens=new_tokens,
+        cost=cost_model(T4, "bfloat16"),
+        budgets=budgets,
+    )
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-5, 1e-2)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> list[Shape]:
+    return [
+        Shape(
+            size=size,
+            most=12,
+            link=draw(seconds),
+            host=draw(seconds),
+            accelerator=draw(seconds),
+            prefill=draw(seconds),
+            fixed={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10, "pinned": 0},
+            each={
+                "gpu": draw(st.integers(10**8, 10**9)),
+                "host": draw(st.integers(10**9, 3 * 10**10)),
+                "pinned": 0,
+            },
+        )
+        for size in (4, 16, 64)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=shapes(), buffer=st.floats(0, 3), fetch=st.floats(1e-3, 0.5))
+def test_the_search_finds_what_trying_everything_finds(
+    shapes: list[Shape], buffer: float, fetch: float
+) -> None:
+    traits = Traits(
+        attention_on_gpu=False, kv_on_gpu=False, keeps=1.0, streams=True, buffer=buffer, fetch=fetch
+    )
+    where = setting("cgopipe")
+    tried = [
+        one for shape in shapes for count in range(1, 13) if (one := throughput(where, traits, shape, count))
+    ]
+    found = best(where, traits, shapes)
+    assert (found is None) == (not tried)
+    if found is not None:
+        assert found.throughput == pytest.approx(max(tried), rel=2e-3)
+
+
+def throughput(where: Setting, traits: Traits, shape: Shape, count: int) -> float | None:
+    """Tokens per second of so many micro-batches with as many weights kept as fit; None where they do not fit."""
+    layers = where.layout.config.layers
+    weights = sum(page.nbytes for page in where.layout.pages)
+    used = {memory: shape.fixed[memory] + (count - 1) * shape.each[memory] for memory in shape.fixed}
+    buffer = traits.buffer * weights / layers
+    kept = (where.capacity("gpu") - used["gpu"] - buffer) / (weights - buffer)
+    if kept < 0 or used["host"] > where.capacity("host"):
+        return None
+    fetching = traits.fetch * (1 - min(1.0, kept))
+    step = max(count * shape.link + fetching, count * shape.host, count * shape.accelerator)
+    prefill = max(fetching, count * shape.prefill)
+    return where.new_tokens * shape.size * count / (layers * (prefill + where.new_tokens * step))
+
+
+# -- what policies are like -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention_on_gpu", "kv_on_gpu", "keeps", "streams"),
+    [
+        ("cgopipe", False, False, 1, True),
+        ("flexgen", True, False, 1, True),
+        ("flexgen_cpu", False, False, 1, True),
+        ("layer_streaming", True, True, 0, True),
+        ("resident", True, True, 1, False),
+    ],
+)
+def test_what_a_policy_is_like_is_learned_from_its_plans(
+    policy: str, attention_on_gpu: bool, kv_on_gpu: bool, keeps: float, streams: bool
+) -> None:
+    traits = learn(setting(policy))
+    assert traits.attention_on_gpu == attention_on_gpu
+    assert traits.kv_on_gpu == kv_on_gpu
+    assert traits.keeps == keeps
+    assert traits.streams == streams
+    if streams:
+        assert traits.buffer == pytest.approx(2, rel=0.05), "all of them double-buffer what streams"
+
+
+class Thrifty(CGOPipe):
+    """A user's own policy, which leaves most of the GPU's memory alone."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.memory("accelerator").reserve("something else", 4 * 10**9)
+        super().plan(plan)
+
+
+def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
+    lengths = [100] * 512
+    theirs = plan_best(T4, LAYOUT, lengths, 16, policies=[f"{__name__}:Thrifty"])
+    ours = plan_best(T4, LAYOUT, lengths, 16, policies=["cgopipe"])
+    assert theirs.seen.throughput < ours.seen.throughput
+    assert theirs.seen.peak_bytes["gpu"] <= 16 * 10**9
+
+
+# -- a look at a schedule ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
+def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None:
+    where = setting(policy, new_tokens=40)
+    batch = where.batch(4, 32)
+    plan, chosen = where.plan(batch)
+    seen = preview(plan, chosen, where.cost)
+    whole = simulate(*where.plan(batch), replay=True)
+    assert seen.tokens_per_second(batch) == pytest.approx(whole.throughput_tokens_per_second, rel=0.005)
+    assert seen.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=1e-9)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host() -> None:
+    proposal = plan_model("mixtral-8x7b", machine="t4", gen=32)
+    assert proposal.plan.policy == "cgopipe"
+    assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (False, True)
+    assert proposal.predicted.bound_by == "host->gpu"
+    assert proposal.predicted.throughput_tokens_per_second <= 1.1 * proposal.predicted.bound_tokens_per_second
+    assert [refused.policy for refused in proposal.refused] == ["resident"]
+    assert all(peak <= T4.memories[memory].nbytes for memory, peak in proposal.predicted.peak_bytes.items())
+
+
+def test_where_everything_fits_weights_stay() -> None:
+    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8)
+    assert proposal.plan.weights_on_gpu == 1
+
+
+def test_it_says_what_more_of_each_resource_would_buy() -> None:
+    gains = {gain.resource: gain.share for gain in plan_model("mixtral-8x7b", machine="t4", gen=32).gains}
+    assert max(gains, key=gains.__getitem__) in ("gpu capacity", "host->gpu bandwidth")
+    assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
+
+
+def test_a_model_that_does_not_fit_is_refused_by_how_many_bytes_of_what() -> None:
+    with pytest.raises(BadInput, match=r"all weights needs .* bytes of host.* bytes too few") as refused:
+        plan_model("mixtral-8x22b", machine="t4", budgets={"host": "100GB"})
+    assert str(refused.value).count("all weights") == 1, "the same reason is given once"
+
+
+def test_a_plan_cannot_be_for_no_tokens() -> None:
+    with pytest.raises(BadInput, match="--gen is 0"):
+        plan_model("mixtral-8x7b", machine="t4", gen=0)
+
+
+def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "mixtral-8x7b", "--machine", "t4", "--policy", "cgopipe", "--gen", "8"]
+    main([*arguments, "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["plan"].keys() >= {
+        "batch_size",
+        "micro_batch_size",
+        "attention_on_gpu",
+        "ffn_on_gpu",
+        "weights_on_gpu",
+        "kv_on_gpu",
+    }
+    assert printed["predicted"].keys() >= {
+        "throughput_tokens_per_second",
+        "decode_step_seconds",
+        "bound_by",
+        "peak_bytes",
+    }
+    main(arguments)
+    told = capsys.readouterr().out
+    assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
+    assert "host->gpu is busy the most" in told
