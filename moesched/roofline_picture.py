@@ -65,7 +65,8 @@ def _require_matplotlib() -> None:
 def _draw(report: RooflineReport) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13.5, 6.2), layout="constrained")
+    figure = Figure(figsize=(13.5, 6.2))
+    figure.subplots_adjust(left=0.055, right=0.99, bottom=0.185, top=0.89, wspace=0.04)
     attention, ffn = figure.subplots(1, 2, sharey=True)
     span = _span(report)
     for axes, computations in ((attention, report.attention), (ffn, report.ffn)):
@@ -80,7 +81,7 @@ def _draw(report: RooflineReport) -> Figure:
     _kernel(ffn, report, span)
     figure.suptitle(f"{report.model} ({report.dtype}) on {report.machine}: one layer of a decode step")
     handles, labels = ffn.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
     return figure
 
 
