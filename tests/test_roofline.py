@@ -122,7 +122,6 @@ def test_a_model_of_ones_own_is_read_from_its_folder(command: Any, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
-    pytest.importorskip("matplotlib")
     said = command(*(L4 if "--machine" not in arguments else L4[:3]), *arguments)
     assert said.code == 2
     assert said.out == ""
