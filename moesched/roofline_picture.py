@@ -65,7 +65,8 @@ def _require_matplotlib() -> None:
 def _draw(report: RooflineReport) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13.5, 6.2), layout="constrained")
+    figure = Figure(figsize=(13.5, 6.2))
+    figure.subplots_adjust(left=0.055, right=0.99, bottom=0.185, top=0.89, wspace=0.04)
     attention, ffn = figure.subplots(1, 2, sharey=True)
     span = _span(report)
     for axes, computations in ((attention, report.attention), (ffn, report.ffn)):
@@ -80,7 +81,7 @@ def _draw(report: RooflineReport) -> Figure:
     _kernel(ffn, report, span)
     figure.suptitle(f"{report.model} ({report.dtype}) on {report.machine}: one layer of a decode step")
     handles, labels = ffn.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -88,6 +89,7 @@ def _span(report: RooflineReport) -> tuple[float, float]:
     """From which to which FLOP/byte both pictures reach: all intensities and turning points lie inside."""
     hierarchy = report.hierarchy
     seen = [each.intensity.lower for each in (*report.attention, *report.ffn)]
+    seen.append(report.upper_ffn.performance / hierarchy.upper.bandwidth)
     points = [
         first_turning_point(hierarchy),
         report.upper_ffn.performance / hierarchy.link,
@@ -156,7 +158,18 @@ def _mark(axes: Axes, x: float, y: float, color: str, marker: str, label: str | 
 def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
     point = first_turning_point(report.hierarchy)
     if point:
-        _point(axes, point, report.hierarchy.lower.peak, "P1", "P1: above it fetching can pay (Eq. 9)", "D")
+        label = "P1: above it fetching can pay (Eq. 9)"
+        axes.plot(
+            point,
+            report.hierarchy.lower.peak,
+            "D",
+            color=MARK,
+            markersize=8,
+            zorder=5,
+            linestyle="none",
+            label=label,
+        )
+        _name(axes, "P1", (point, report.hierarchy.lower.peak), (7, -14))
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
@@ -169,13 +182,13 @@ def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> No
     axes.plot((start, span[1]), (performance,) * 2, color=KERNEL, linewidth=1.5, linestyle="-.", label=label)
     axes.plot(start, performance, "o", color=KERNEL, markerfacecolor="white", zorder=4)
     point = performance / report.hierarchy.link
-    _point(axes, point, performance, "P2", "P2: above it the link no longer binds (Eq. 10)", "*")
+    label = "P2: above it the link no longer binds (Eq. 10)"
+    axes.plot(point, performance, "*", color=MARK, markersize=13, zorder=5, linestyle="none", label=label)
+    _name(axes, "P2", (point, performance), (-21, 7))
 
 
-def _point(axes: Axes, x: float, y: float, name: str, label: str, marker: str) -> None:
-    size = 13 if marker == "*" else 8
-    axes.plot(x, y, marker, color=MARK, markersize=size, zorder=5, linestyle="none", label=label)
-    axes.annotate(name, (x, y), xytext=(7, -14), textcoords="offset points", fontweight="bold")
+def _name(axes: Axes, name: str, point: tuple[float, float], offset: tuple[float, float]) -> None:
+    axes.annotate(name, point, xytext=offset, textcoords="offset points", fontweight="bold")
 
 
 def _frame(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
@@ -187,6 +187,17 @@ rates = st.floats(min_value=1e-3, max_value=1e15)
 intensities = st.floats(min_value=1e-3, max_value=1e6)
 levels = st.builds(Level, st.just("level"), rates, rates)
 hierarchies = st.builds(Hierarchy, levels, levels, rates)
+shares = st.floats(min_value=1e-3, max_value=0.999)
+factors = st.floats(min_value=1.001, max_value=1e3)
+
+
+@st.composite
+def slow_links(draw: st.DrawFn) -> Hierarchy:
+    """Hierarchies whose link is slower than the lower memory, so that there is a P1."""
+    lower = draw(levels)
+    return Hierarchy(draw(levels), lower, draw(shares) * lower.bandwidth)
+
+
 batches = st.integers(min_value=1, max_value=1 << 20)
 
 
@@ -200,29 +211,28 @@ def test_fetching_reaches_the_lowest_roof_and_no_more(hierarchy: Hierarchy, inte
     assert fetched(hierarchy, intensity).performance == min(roofs)
 
 
-@given(hierarchies, intensities)
+@given(slow_links(), intensities)
 def test_p1_comes_before_p2_exactly_where_the_upper_level_reaches_the_lower_one_s_peak(
     hierarchy: Hierarchy, upper: float
 ) -> None:
-    assume(hierarchy.link < hierarchy.lower.bandwidth)
     reaches = in_place(hierarchy.upper, upper).performance >= hierarchy.lower.peak
     assert (first_turning_point(hierarchy) <= second_turning_point(hierarchy, upper)) == reaches
 
 
-@given(hierarchies, intensities, st.floats(min_value=1e-3, max_value=0.999))
+@given(slow_links(), intensities, shares)
 def test_below_p1_fetching_never_pays(hierarchy: Hierarchy, upper: float, share: float) -> None:
     below = share * first_turning_point(hierarchy)
-    assume(below > 0)
     assert not pays_to_fetch(hierarchy, Intensity(upper, below))
 
 
-@given(hierarchies, intensities, st.floats(min_value=1.001, max_value=1e3))
+@given(slow_links(), intensities, factors, factors, factors)
 def test_above_p1_fetching_pays_where_the_upper_level_reaches_more_than_the_lower_one_s_peak(
-    hierarchy: Hierarchy, upper: float, factor: float
+    hierarchy: Hierarchy, upper: float, peak: float, bandwidth: float, above: float
 ) -> None:
-    assume(first_turning_point(hierarchy) > 0)
-    assume(in_place(hierarchy.upper, upper).performance > hierarchy.lower.peak)
-    assert pays_to_fetch(hierarchy, Intensity(upper, factor * first_turning_point(hierarchy)))
+    lower = hierarchy.lower
+    level = Level("upper", peak * lower.peak, bandwidth * lower.peak / upper)
+    hierarchy = Hierarchy(level, lower, hierarchy.link)
+    assert pays_to_fetch(hierarchy, Intensity(upper, above * first_turning_point(hierarchy)))
 
 
 @given(hierarchies, intensities)
@@ -231,10 +241,10 @@ def test_at_p2_the_link_gives_what_the_upper_level_attains(hierarchy: Hierarchy,
     assert hierarchy.link * second_turning_point(hierarchy, upper) == pytest.approx(attained)
 
 
-@given(hierarchies, intensities)
-def test_at_the_balance_point_link_and_upper_memory_bind_equally(hierarchy: Hierarchy, upper: float) -> None:
+@given(hierarchies, shares)
+def test_at_the_balance_point_link_and_upper_memory_bind_equally(hierarchy: Hierarchy, share: float) -> None:
+    upper = share * ridge(hierarchy.upper)
     balance = balance_point(hierarchy, upper)
-    assume(balance is not None)
     assert balance is not None
     assert hierarchy.link * balance == pytest.approx(hierarchy.upper.bandwidth * upper)
     assert balance == pytest.approx(second_turning_point(hierarchy, upper))

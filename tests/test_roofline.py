@@ -19,6 +19,7 @@ from moesched.models.shapes import SHAPES
 from small_models import small_model
 
 PNG = b"\x89PNG\r\n\x1a\n"
+PAGE = Path(__file__).parent.parent / "docs" / "hrm.md"
 L4 = ("roofline", "--model", "mixtral-8x7b", "--machine", "l4")
 
 
@@ -53,6 +54,10 @@ def test_the_table_says_what_binds_and_where_to_compute(command: Any) -> None:
     assert "P1 is reached at N = 267" in said.out
     assert "P2 is reached at N = 1586" in said.out
     assert "bound by gpu (host->gpu 119 ms, gpu 303 ms, host 86.7 ms)" in said.out
+
+
+def test_the_page_shows_what_the_command_prints(command: Any) -> None:
+    assert f"```\n{command(*L4).out.strip()}\n```" in PAGE.read_text()
 
 
 def test_the_json_holds_the_same(command: Any) -> None:
@@ -117,7 +122,6 @@ def test_a_model_of_ones_own_is_read_from_its_folder(command: Any, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
-    pytest.importorskip("matplotlib")
     said = command(*(L4 if "--machine" not in arguments else L4[:3]), *arguments)
     assert said.code == 2
     assert said.out == ""
@@ -136,11 +140,22 @@ def test_a_png_is_drawn(command: Any, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["l4.png"]
 
 
-def test_a_picture_names_axes_roofs_points_and_lines(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def svg(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of Mixtral 8x7B's picture on the L4."""
     pytest.importorskip("matplotlib")
-    moesched.draw_roofline(moesched.roofline_of("mixtral-8x7b", "l4"), tmp_path / "l4.svg")
-    text = (tmp_path / "l4.svg").read_text()
-    for said in (
+    return drawn("mixtral-8x7b", "l4", tmp_path_factory.mktemp("pictures"))
+
+
+def drawn(model: str, machine: str, folder: Path) -> str:
+    """A picture's text."""
+    moesched.draw_roofline(moesched.roofline_of(model, machine), folder / "picture.svg")
+    return (folder / "picture.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
         "attainable performance (FLOP/s)",
         "operational intensity (FLOP per byte; points: per byte of host)",
         "gpu: 300 GB/s, 121 TFLOP/s",
@@ -151,22 +166,19 @@ def test_a_picture_names_axes_roofs_points_and_lines(tmp_path: Path) -> None:
         "N = 512",
         ">P1<",
         ">P2<",
-    ):
-        assert said in text, said
+    ],
+)
+def test_a_picture_names_axes_roofs_points_and_lines(svg: str, label: str) -> None:
+    assert label in svg
 
 
-def test_the_same_report_gives_the_same_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = moesched.roofline_of("mixtral-8x7b", "cpu-nvme")
-    for name in ("one.svg", "two.svg"):
-        moesched.draw_roofline(report, tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+def test_the_same_report_gives_the_same_picture(svg: str, tmp_path: Path) -> None:
+    assert drawn("mixtral-8x7b", "l4", tmp_path) == svg
 
 
 def test_a_picture_without_p1_is_drawn_where_nothing_computes_below(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    moesched.draw_roofline(moesched.roofline_of("dbrx", "m2-ultra"), tmp_path / "m2.svg")
-    text = (tmp_path / "m2.svg").read_text()
+    text = drawn("dbrx", "m2-ultra", tmp_path)
     assert ">P1<" not in text
     assert ">P2<" in text
 
