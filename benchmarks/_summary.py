@@ -104,20 +104,20 @@ def exactness(result: dict[str, Any]) -> Iterator[str]:
     yield f"float32: left out, as the first two logits are at most 1e-4 apart | {float32['left_out']} |"
     yield f"float32: largest difference of logits | {float32['largest_difference_of_logits']:.1e} |"
     yield "**bfloat16: error, in spreads of the logits** | **ours / Hugging Face's** | **ratio, at most 2** |"
-    same = bfloat16["same_experts"]
+    kept = bfloat16["share_with_the_experts_of_float32"]
     groups = {
-        "all positions": bfloat16["all_positions"],
-        f"where both took float32's experts ({same['share_of_positions']:.0%})": same,
+        "all positions": "all_positions",
+        f"where both kept float32's experts ({kept['both']:.0%})": "same_experts",
     }
-    for where, errors in groups.items():
-        for name in ("mean_absolute", "root_mean_square"):
-            error = errors[name]
-            yield (
-                f"{name.replace('_', ' ')}, {where} | {error['ours']:.4f} / {error['hugging_face']:.4f} "
-                f"| {error['ratio']:.2f}"
-            )
-    for name, ratio in bfloat16["ratio_by_model"].items():
-        yield f"{name.replace('_', ' ')}, by model: median, worst | | {ratio['median']:.2f}, {ratio['worst']:.2f}"
+    for where, key in groups.items():
+        for name, error in bfloat16[key].items():
+            values = f"{error['ours']:.4f} / {error['hugging_face']:.4f}"
+            yield f"{name.replace('_', ' ')}, {where} | {values} | {error['ratio']:.2f}"
+    for where, key in zip(groups, ("ratio_by_model", "ratio_by_model_same_experts"), strict=True):
+        for name, ratio in bfloat16[key].items():
+            values = f"{ratio['best']:.2f}, {ratio['median']:.2f}, {ratio['worst']:.2f}"
+            yield f"{name.replace('_', ' ')}, {where}, by model: best, median, worst | | {values}"
+    yield f"positions up to which float32's experts were kept | {kept['ours']:.1%} / {kept['hugging_face']:.1%} |"
     yield "**from policy to policy** | **ours** | **bar** |"
     yield (
         f"runs whose logits are not those of `resident` to the bit, of {policies['runs']} "

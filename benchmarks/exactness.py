@@ -110,12 +110,13 @@ class Float32(NamedTuple):
 class Bfloat16(NamedTuple):
     """A model's errors in bfloat16, (R, S, V) by request, step and logit, in spreads of the exact logits.
 
-    same_RS: neither side has taken another expert than float32, up to this position.
+    ours_same_RS, theirs_same_RS: that side has not taken another expert than float32, up to this position.
     """
 
     ours_RSV: Tensor
     theirs_RSV: Tensor
-    same_RS: Tensor
+    ours_same_RS: Tensor
+    theirs_same_RS: Tensor
 
 
 class Pair(NamedTuple):
@@ -164,12 +165,17 @@ def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())
     exact_RSV, exact_counts = theirs_in(exact, texts)
-    same = (routed.counts_RSLE == exact_counts) & (their_counts == exact_counts)
     return Bfloat16(
         (ours.logits_RSV - exact_RSV) / exact_RSV.std(),
         (theirs_RSV - exact_RSV) / exact_RSV.std(),
-        same.all(-1).all(-1).cumprod(1).bool(),
+        same_so_far(routed.counts_RSLE, exact_counts),
+        same_so_far(their_counts, exact_counts),
     )
+
+
+def same_so_far(counts_RSLE: Tensor, exact_RSLE: Tensor) -> Tensor:
+    """Whether all experts were those of float32, up to each position (R, S)."""
+    return (counts_RSLE == exact_RSLE).all(-1).all(-1).cumprod(1).bool()
 
 
 def ours_in(
@@ -239,22 +245,38 @@ def float32_figures(models: list[Float32]) -> dict[str, Any]:
 def bfloat16_figures(models: list[Bfloat16]) -> dict[str, Any]:
     """Errors pooled over all models, and the ratios of single ones."""
     everywhere = [(model.ours_RSV.flatten(), model.theirs_RSV.flatten()) for model in models]
-    same = [(model.ours_RSV[model.same_RS], model.theirs_RSV[model.same_RS]) for model in models]
-    ratios = {name: [error(o) / error(t) for o, t in everywhere] for name, error in ERRORS.items()}
+    both = [model.ours_same_RS & model.theirs_same_RS for model in models]
+    same = [
+        (model.ours_RSV[kept].flatten(), model.theirs_RSV[kept].flatten())
+        for model, kept in zip(models, both, strict=True)
+        if kept.any()
+    ]
     return {
         "bar": MOST_BFLOAT16,
+        "share_with_the_experts_of_float32": {
+            "ours": share([model.ours_same_RS for model in models]),
+            "hugging_face": share([model.theirs_same_RS for model in models]),
+            "both": share(both),
+        },
         "all_positions": pooled(everywhere),
-        "same_experts": {
-            "share_of_positions": round(
-                float(torch.cat([m.same_RS.flatten() for m in models]).float().mean()), 3
-            ),
-            **pooled([(ours.flatten(), theirs.flatten()) for ours, theirs in same]),
-        },
-        "ratio_by_model": {
-            name: {"median": round(median(values), 3), "worst": round(max(values), 3)}
-            for name, values in ratios.items()
-        },
+        "same_experts": pooled(same),
+        "ratio_by_model": by_model(everywhere),
+        "ratio_by_model_same_experts": by_model(same),
     }
+
+
+def share(flags: list[Tensor]) -> float:
+    """The share that is true."""
+    return round(float(torch.cat([each.flatten() for each in flags]).float().mean()), 3)
+
+
+def by_model(models: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
+    """Our error over theirs, one model at a time."""
+    figures = {}
+    for name, error in ERRORS.items():
+        ratios = [error(ours) / error(theirs) for ours, theirs in models]
+        figures[name] = {"best": min(ratios), "median": median(ratios), "worst": max(ratios)}
+    return {name: {k: round(v, 3) for k, v in ratios.items()} for name, ratios in figures.items()}
 
 
 def mean_absolute(errors: Tensor) -> float:
