@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
 from moesched.tasks import PageTransfer, Task
 
-from . import torch_kernels as kernels
 from .arena import aligned_bytes
 from .kv_cache import BlockedKV
 from .micro_batch import MicroBatchState
@@ -19,6 +17,7 @@ from .page_reader import PageReader
 from .torch_kernels import KVView, Tensor
 
 HOST = torch.device("cpu")
+Attend = Callable[[MicroBatchState, Tensor, Sequence[KVView]], Tensor]
 
 
 class HostSide:
@@ -29,24 +28,25 @@ class HostSide:
         pages: those that stream; they are read into host memory at once.
         slot: the bytes of a slot, by its task's slots.
         cache: the KV cache, on the host if `cache_on_host`.
+        attend: a micro-batch's attention from queries and views of the cache.
     """
 
     def __init__(
         self,
         accelerator: torch.device,
-        config: ModelConfig,
         reader: PageReader,
         pages: Iterable[Page],
         slot: Callable[[Any], Tensor],
         cache: BlockedKV,
         cache_on_host: bool,
         states: Sequence[MicroBatchState],
+        attend: Attend,
     ) -> None:
         self._accelerator = accelerator
-        self._config = config
         self._slot = slot
         self._cache = cache
         self._states = states
+        self._attend = attend
         self._home = {page.id: _read(reader, page) for page in pages}
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "pin": self._bring,
@@ -70,15 +70,18 @@ class HostSide:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attention within the prompts, from the keys and values at hand: the cache is on the host."""
+        """Attention within the prompts, from the keys and values at hand: the cache is on the host.
+
+        They are laid out as they lie in the cache, for the same bits as from there.
+        """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         ends = [sum(state.step.new[: count + 1]) for count in range(len(state.step.new))]
         views = [
-            KVView(k_TKd[None, end - new : end], v_TKd[None, end - new : end], new)
+            KVView(_contiguous(k_TKd[None, end - new : end]), _contiguous(v_TKd[None, end - new : end]), new)
             for end, new in zip(ends, state.step.new, strict=True)
         ]
-        state.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
+        state.attended_TX = self._attend(state, q_THd, views)
 
     def _offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
@@ -89,8 +92,7 @@ class HostSide:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        views = self._cache.views(task.layer, state.step)
-        state.attended_on_host = kernels.attention(q_THd, views, self._config.sliding_window)
+        state.attended_on_host = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
 
     def _load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
@@ -111,3 +113,8 @@ def _read(reader: PageReader, page: Page) -> Tensor:
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of its own on the device, there when this returns."""
     return tensor.to(device, copy=True)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """A contiguous copy, which begins at a cache line."""
+    return tensor.clone(memory_format=torch.contiguous_format)
