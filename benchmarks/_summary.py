@@ -94,7 +94,40 @@ def random_runs(result: dict[str, Any]) -> Iterator[str]:
         yield f"{problem['meaning']} | {problem['runs']}"
 
 
+def exactness(result: dict[str, Any]) -> Iterator[str]:
+    """Against Hugging Face, and from policy to policy."""
+    float32, bfloat16, policies = result["float32"], result["bfloat16"], result["policies"]
+    yield f"against Hugging Face, {result['models']} | ours | bar"
+    yield "--- | --- | ---"
+    counted = float32["positions"] - float32["left_out"]
+    yield f"float32: wrong greedy tokens, of {counted:,} | {float32['wrong_tokens']} | 0"
+    yield f"float32: left out, as the first two logits are at most 1e-4 apart | {float32['left_out']} |"
+    yield f"float32: largest difference of logits | {float32['largest_difference_of_logits']:.1e} |"
+    yield "**bfloat16: error, in spreads of the logits** | **ours / Hugging Face's** | **ratio, at most 2** |"
+    kept = bfloat16["share_with_the_experts_of_float32"]
+    groups = {
+        "all positions": "all_positions",
+        f"where both kept float32's experts ({kept['both']:.0%})": "same_experts",
+    }
+    for where, key in groups.items():
+        for name, error in bfloat16[key].items():
+            values = f"{error['ours']:.4f} / {error['hugging_face']:.4f}"
+            yield f"{name.replace('_', ' ')}, {where} | {values} | {error['ratio']:.2f}"
+    for where, key in zip(groups, ("ratio_by_model", "ratio_by_model_same_experts"), strict=True):
+        for name, ratio in bfloat16[key].items():
+            values = f"{ratio['best']:.2f}, {ratio['median']:.2f}, {ratio['worst']:.2f}"
+            yield f"{name.replace('_', ' ')}, {where}, by model: best, median, worst | | {values}"
+    yield f"positions up to which float32's experts were kept | {kept['ours']:.1%} / {kept['hugging_face']:.1%} |"
+    yield "**from policy to policy** | **ours** | **bar** |"
+    yield (
+        f"runs whose logits are not those of `resident` to the bit, of {policies['runs']} "
+        f"({', '.join(policies['policies'])}; one memory and two; float32 and bfloat16; {policies['models']} models) "
+        f"| {policies['runs_that_differ']} | 0"
+    )
+
+
 DESCRIBERS = {
+    "exactness": exactness,
     "engine": engine,
     "offload_disk": offload_disk,
     "prediction": prediction,

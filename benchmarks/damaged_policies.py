@@ -20,21 +20,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from _damage import MEANINGS, NONE, Damaged, End, choose_damage, end_of
 from _results import Stuck, within, write_result
+from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from rich.progress import track
 
 from moesched.devices.torch_device import TorchDevice
-from moesched.machines import Machine, load_machine, parse_machine
-from moesched.machines.local import unified_machine
+from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
 from moesched.seams import Policy
 from moesched.testing import Case, run_on_symbols
 
@@ -64,33 +61,7 @@ MODEL = ModelConfig(
     dtype="float32",
 )
 
-UNIFIED = unified_machine(
-    "one memory",
-    memory=10**9,
-    disk=10**10,
-    flops={"float32": 1e11},
-    memory_bandwidth=2e10,
-    disk_bandwidth=1e9,
-)
-TWO_MEMORIES = parse_machine(
-    b"""
-name = "two memories"
-memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
-memories.host = { capacity = "1GB", bandwidth = 1e10 }
-memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
-processors.gpu = { memory = "gpu", flops = { float32 = 1e12 } }
-processors.cpu = { memory = "host", flops = { float32 = 1e11 } }
-links = [
-    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 1e9 },
-    { source = "gpu", destination = "host", bandwidth = 1e9 },
-    { source = "host", destination = "pinned", bandwidth = 2e9 },
-]
-roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
-""",
-    "this benchmark",
-)
-MACHINES = (UNIFIED, TWO_MEMORIES)
+MACHINES = (ONE_MEMORY, TWO_MEMORIES)
 
 
 class Bench:
@@ -100,9 +71,7 @@ class Bench:
         write_random_model(MODEL, folder / "model", seed=1, dtype="float32")
         self._checkpoint: Checkpoint = open_checkpoint(folder / "model")
         self._calls: dict[Any, list[str]] = {}
-        self._expected = [
-            self._generate(make_policy("resident"), machine) for machine in (UNIFIED, TWO_MEMORIES)
-        ]
+        self._expected = [self._generate(make_policy("resident"), machine) for machine in MACHINES]
 
     def end(self, seed: int, *, real: bool) -> tuple[str, Damaged, End]:
         """The policy and the damage that a seed stands for, and how a run of it ends."""
@@ -146,19 +115,17 @@ class Bench:
 
     def _generate(self, policy: Policy, machine: Machine) -> tuple[Any, list[list[list[float]]]]:
         """Tokens, and the logits of every step in the order of the requests."""
-        layout = weight_layout(MODEL)
-        device = TorchDevice(self._checkpoint, layout, keep_logits=True)
-        weights = sum(map(device.slot_bytes, layout.pages))
-        batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, MICRO_BATCH)
-        fast = "gpu" if "gpu" in machine.memories else "host"
-        budget = {} if resident(policy) else {fast: 150_000 + int(0.8 * weights)}
-        plan = plan_run(machine, layout, batch, policy, budget, device.slot_bytes)
-        tokens = run(plan, policy, device, PROMPTS).tokens
-        rows: dict[int, list[torch.Tensor]] = {}
-        for requests, logits in device.logits:
-            for request, row in zip(requests, logits, strict=True):
-                rows.setdefault(request, []).append(row)
-        return tokens, [torch.stack(rows[request]).tolist() for request in sorted(rows)]
+        device = TorchDevice(self._checkpoint, weight_layout(MODEL), keep_logits=True)
+        generated = generate(
+            device,
+            policy,
+            machine,
+            PROMPTS,
+            new_tokens=NEW_TOKENS,
+            micro_batch_size=MICRO_BATCH,
+            weights=2.0 if resident(policy) else 0.8,
+        )
+        return generated.tokens, generated.logits_RSV.tolist()
 
 
 def resident(policy: Policy) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+CACHE_LINE = 64  # bytes; torch's own tensors start at multiples of it
 ALIGNMENT = 4096  # what direct reads ask of an address, a file offset and a length
 
 
@@ -64,6 +65,16 @@ class Arena:
 def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of `shape` over the bytes of `slot` from `offset` on; no copy."""
     return slot[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
+
+
+def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A contiguous copy in memory of its own that starts as far into a cache line as the original does.
+
+    The last bits of a float32 product depend on that, and whether weights stay or stream must not show.
+    """
+    skip = tensor.data_ptr() % CACHE_LINE // tensor.itemsize
+    copy = torch.empty(skip + tensor.numel(), dtype=tensor.dtype, device=device)[skip:].view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:

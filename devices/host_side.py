@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
+from moesched.plan import KV_BLOCK_TOKENS
 from moesched.tasks import PageTransfer, Task
 
-from . import torch_kernels as kernels
 from .arena import aligned_bytes
 from .kv_cache import BlockedKV
 from .micro_batch import MicroBatchState
@@ -19,6 +18,7 @@ from .page_reader import PageReader
 from .torch_kernels import KVView, Tensor
 
 HOST = torch.device("cpu")
+Attend = Callable[[MicroBatchState, Tensor, Sequence[KVView]], Tensor]
 
 
 class HostSide:
@@ -30,12 +30,12 @@ class HostSide:
         slot: the bytes of a slot, by its task's slots.
         cache: the KV cache, on the host if `cache_on_host`.
         kv_slots: room for keys and values that are loaded from there.
+        attend: a micro-batch's attention from queries and views of the cache.
     """
 
     def __init__(
         self,
         accelerator: torch.device,
-        config: ModelConfig,
         reader: PageReader,
         pages: Iterable[Page],
         slot: Callable[[Any], Tensor],
@@ -43,14 +43,15 @@ class HostSide:
         cache_on_host: bool,
         kv_slots: Sequence[Tensor],
         states: Sequence[MicroBatchState],
+        attend: Attend,
     ) -> None:
         self._accelerator = accelerator
-        self._config = config
         self._slot = slot
         self._cache = cache
         self._kv_slots = kv_slots
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
+        self._attend = attend
         self._home = {page.id: _read(reader, page) for page in pages}
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "pin": self._bring,
@@ -79,8 +80,8 @@ class HostSide:
         memory = self._kv_slots[task.operands]
         loaded = []
         for keys, values, new in views:
-            keys_there, memory = _carve(memory, keys)
-            values_there, memory = _carve(memory, values)
+            keys_there, memory = _carved(memory, keys)
+            values_there, memory = _carved(memory, values)
             keys_there[:, :-new].copy_(keys[:, :-new], non_blocking=True)
             values_there[:, :-new].copy_(values[:, :-new], non_blocking=True)
             loaded.append(KVView(keys_there, values_there, new))
@@ -104,18 +105,21 @@ class HostSide:
             keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)
             values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)
             start = end
-        state.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
+        state.attended_TX = self._attend(state, q_THd, views)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attention within the prompts, from the keys and values at hand: the cache is on the host."""
+        """Attention within the prompts, from the keys and values at hand: the cache is on the host.
+
+        They are laid out as they lie in the cache, for the same bits as from there.
+        """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         ends = [sum(state.step.new[: count + 1]) for count in range(len(state.step.new))]
         views = [
-            KVView(k_TKd[None, end - new : end], v_TKd[None, end - new : end], new)
+            KVView(_contiguous(k_TKd[None, end - new : end]), _contiguous(v_TKd[None, end - new : end]), new)
             for end, new in zip(ends, state.step.new, strict=True)
         ]
-        state.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
+        state.attended_TX = self._attend(state, q_THd, views)
 
     def _offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
@@ -126,8 +130,7 @@ class HostSide:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        views = self._cache.views(task.layer, state.step)
-        state.attended_on_host = kernels.attention(q_THd, views, self._config.sliding_window)
+        state.attended_on_host = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
 
     def _load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
@@ -145,11 +148,22 @@ def _read(reader: PageReader, page: Page) -> Tensor:
     return memory
 
 
-def _carve(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor shaped as another one at the start of flat memory, and the memory behind it."""
-    return memory[: like.numel()].view(like.shape), memory[like.numel() :]
+def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values at the start of flat memory, and the memory behind them.
+
+    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
+    """
+    sequences, length, kv_heads, head_dim = like_SLKd.shape
+    room = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    count = sequences * room * kv_heads * head_dim
+    return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of its own on the device, there when this returns."""
     return tensor.to(device, copy=True)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """A contiguous copy, which begins at a cache line."""
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from moesched.sampling import Sampling, sample
 from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
-from .arena import Arena, aligned_bytes
+from .arena import Arena, aligned_bytes, copy_placed_alike
 from .cuda_streams import CudaStreams
 from .host_side import HostSide
 from .kept_pages import KeptPages, Weights
@@ -27,7 +27,7 @@ from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .team import Team, usable_cores, use_cores
-from .torch_kernels import Tensor
+from .torch_kernels import KVView, Tensor
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
@@ -200,7 +200,7 @@ class TorchDevice:
             packed = pack(matrix_ND)
             if packed_bytes(packed) <= matrix_ND.nbytes:
                 return packed
-        return matrix_ND.to(self._accelerator, copy=True)
+        return copy_placed_alike(matrix_ND, self._accelerator)
 
     def _fetch(self, task: PageTransfer) -> None:
         pairs = zip(task.pages, task.slots, strict=True)
@@ -220,7 +220,6 @@ class TorchDevice:
         streamed = [page for page in self.layout.pages if page.id not in kept]
         return HostSide(
             self._accelerator,
-            self.config,
             self._reader,
             streamed,
             self._bytes,
@@ -228,6 +227,7 @@ class TorchDevice:
             plan.kv_role == "host",
             [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
+            self._attend,
         )
 
     def _kv_slot(self, plan: Plan) -> Tensor:
@@ -285,11 +285,13 @@ class TorchDevice:
     def _attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
+        self._cache.append(task.layer, state.step, k_TKd, v_TKd)
+        state.attended_TX = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+
+    def _attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         seen = sum(state.step.past) + len(q_THd)
         self._use_cores_for(max(state.step.new), 2 * seen * self.config.kv_heads * self.config.head_dim)
-        self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        views = self._cache.views(task.layer, state.step)
-        state.attended_TX = kernels.attention(q_THd, views, self.config.sliding_window)
+        return kernels.attention(q_THd, views, self.config.sliding_window)
 
     def _post_attention(self, task: Task) -> dict[int, int]:
         counts = self._route(task)

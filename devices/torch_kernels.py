@@ -99,14 +99,14 @@ def project_qkv(
     kv_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d).
+    """Norm, projection and rotation: queries (T, H, d), contiguous, keys and values (T, K, d).
 
     qkv: the row blocks of q, then those of k, then those of v.
     """
     x_TX = linear(rms_norm(hidden_TD, norm_D, eps), qkv)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
     turned = apply_rotary(x_TXd[:, : heads + kv_heads], cos_T1d, sin_T1d)
-    return turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
+    return turned[:, :heads].contiguous(), turned[:, heads:], x_TXd[:, heads + kv_heads :]
 
 
 def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None) -> Tensor:
@@ -114,6 +114,9 @@ def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None)
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
     A query sees itself and what is before it: with a window, that many tokens, itself included.
+
+    The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
+    of cores: whoever wants the same bits again keeps these the same.
     """
     parts = []
     start = 0

@@ -9,7 +9,7 @@ import pytest
 
 import moesched
 from moesched.models.random_model import write_random_model
-from test_two_memories import CONFIG, PROMPTS
+from test_same_logits import CONFIG, PROMPTS
 
 pytestmark = pytest.mark.gpu
 

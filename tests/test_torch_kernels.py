@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from _mixtrals import DECISIVE, hugging_face_logits, load_mixtral, mixtral, prompts_of, random_mixtral
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
@@ -25,61 +19,7 @@ from reference import Reference, cut_in_three, generate, whole
 
 Tensor = torch.Tensor
 
-DECISIVE = 1e-4  # a smaller gap between the first and the second logit may fall either way
 STEPS = 6
-
-
-def mixtral(**changes: Any) -> MixtralForCausalLM:
-    """A small random model whose weights are large enough for decisive logits."""
-    settings = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-    }
-    model = MixtralForCausalLM(MixtralConfig(**(settings | changes))).eval()
-    model.set_experts_implementation("eager")  # the others take no sizes that are odd
-    return model
-
-
-def random_mixtral(seed: int) -> MixtralForCausalLM:
-    """Any shape that Mixtral's code accepts."""
-    chosen = random.Random(seed)
-    kv_heads = chosen.choice([1, 2, 3])
-    heads = kv_heads * chosen.choice([1, 2, 3, 5])
-    head_dim = 2 * chosen.randint(1, 9)
-    experts = chosen.randint(3, 16)
-    return mixtral(
-        hidden_size=heads * head_dim if chosen.random() < 0.5 else chosen.randint(9, 70),
-        head_dim=head_dim,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=chosen.randint(5, 90),
-        num_local_experts=experts,
-        num_experts_per_tok=chosen.randint(1, min(4, experts)),
-        sliding_window=chosen.choice([None, None, 1, 4, 9]),
-        rope_parameters={"rope_type": "default", "rope_theta": chosen.choice([100.0, 1e4, 1e6])},
-        tie_word_embeddings=chosen.random() < 0.3,
-    )
-
-
-def prompts_of(vocabulary: int, lengths: Sequence[int] = (1, 13, 5, 5, 8)) -> list[list[int]]:
-    """Prompts of mixed length."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
-
-
-@torch.inference_mode()
-def hugging_face_logits(model: Any, tokens: list[int]) -> Tensor:
-    """What follows each of the tokens, given the ones before it: (T, V), float32."""
-    logits: Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits.float()
 
 
 def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
@@ -134,7 +74,6 @@ def test_tokens_equal_those_of_mixtral(tmp_path: Path, changes: dict[str, Any]) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_equal_those_of_a_random_mixtral(tmp_path: Path, seed: int) -> None:
-    torch.manual_seed(seed)
     assert_same_tokens(random_mixtral(seed), tmp_path, cut=whole if seed % 2 else cut_in_three)
 
 
@@ -187,7 +126,10 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
         model = mixtral(hidden_size=128, intermediate_size=256, num_hidden_layers=4, initializer_range=0.06)
         model.to(torch.bfloat16).save_pretrained(tmp_path)
         prompt = prompts_of(97, [60])[0]
-        rounded, exact = hugging_face_logits(model, prompt), hugging_face_logits(model.float(), prompt)
+        rounded, exact = (
+            hugging_face_logits(load_mixtral(tmp_path, dtype), prompt)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
         theirs.append((rounded - exact).abs())
         ours.append((token_by_token(Reference(tmp_path, torch.bfloat16), prompt) - exact).abs())
     assert 0 < torch.cat(ours).mean() <= 2 * torch.cat(theirs).mean()

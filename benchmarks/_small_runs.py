@@ -1,0 +1,87 @@
+"""Small models through a policy on real tensors, on a machine with one memory and on one with two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moesched.devices.torch_device import TorchDevice
+from moesched.machines import Machine, parse_machine
+from moesched.machines.local import unified_machine
+from moesched.plan import Batch, Plan, split_batch
+from moesched.runs import plan_run, run
+from moesched.seams import Observer, Policy
+
+FLOPS = {"float32": 1e11, "bfloat16": 1e11}
+
+ONE_MEMORY = unified_machine(
+    "one memory", memory=10**9, disk=10**10, flops=FLOPS, memory_bandwidth=2e10, disk_bandwidth=1e9
+)
+# The accelerator is the CPU with a memory of its own, so every copy between the two memories really happens.
+TWO_MEMORIES = parse_machine(
+    b"""
+name = "two memories"
+memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
+memories.host = { capacity = "1GB", bandwidth = 1e10 }
+memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
+processors.gpu = { memory = "gpu", flops = { float32 = 1e12, bfloat16 = 1e12 } }
+processors.cpu = { memory = "host", flops = { float32 = 1e11, bfloat16 = 1e11 } }
+links = [
+    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 1e9 },
+    { source = "gpu", destination = "host", bandwidth = 1e9 },
+    { source = "host", destination = "pinned", bandwidth = 2e9 },
+]
+roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
+""",
+    "the machine with two memories",
+)
+
+
+class Generated(NamedTuple):
+    """What a run came to. logits_RSV: float32, by request and step."""
+
+    tokens: list[list[int]]
+    logits_RSV: torch.Tensor
+
+
+def generate(
+    device: TorchDevice,
+    policy: Policy,
+    machine: Machine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    micro_batch_size: int,
+    weights: float = 2.0,
+    observers: Sequence[Observer] = (),
+) -> Generated:
+    """Greedy tokens of each prompt, all in one batch. The device keeps logits.
+
+    weights: the share of the weights that fast memory has room for beside all else.
+    """
+    batch = split_batch([len(prompt) for prompt in prompts], new_tokens, micro_batch_size)
+    budgets = fast_memory(device, machine, batch, weights)
+    plan = plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
+    tokens = run(plan, policy, device, prompts, observers=observers).tokens
+    assert tokens is not None
+    rows: dict[int, list[torch.Tensor]] = {}
+    for requests, logits_SV in device.logits:
+        for request, row in zip(requests, logits_SV, strict=True):
+            rows.setdefault(request, []).append(row)
+    return Generated(tokens, torch.stack([torch.stack(rows[request]) for request in sorted(rows)]))
+
+
+def fast_memory(device: TorchDevice, machine: Machine, batch: Batch, weights: float) -> dict[str, int]:
+    """A budget for all that must be in fast memory, and for a share of the weights."""
+    plan = Plan(machine, device.layout, batch, slot_bytes=device.slot_bytes)
+    plan.place_kv("accelerator")
+    fast = plan.memory("accelerator")
+    return {fast.name: fast.used + int(weights * sum(map(device.slot_bytes, device.layout.pages)))}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of numbers are equal to the bit: 0 is not -0."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))

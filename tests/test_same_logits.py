@@ -1,0 +1,131 @@
+"""Every policy gives the same logits, to the bit: with one memory or two, whether lanes are threads or streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
+
+from moesched.devices.torch_device import TorchDevice
+from moesched.drivers.lanes import LaneKind, Streams
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run
+from test_streams import FakeStreams
+
+# Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
+# The window is shorter than one of the prompts and longer than the others.
+CONFIG = ModelConfig(
+    name="two-memories",
+    layers=3,
+    hidden=30,
+    intermediate=44,
+    heads=5,
+    kv_heads=1,
+    head_dim=18,
+    experts=4,
+    top_k=2,
+    vocabulary=97,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    sliding_window=4,
+    max_positions=256,
+    tied_embeddings=False,
+    stop_tokens=(),
+    dtype="float32",
+)
+PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
+POLICIES = [
+    ("resident", {}),
+    ("layer_streaming", {}),
+    ("cgopipe", {}),
+    ("expert_streaming", {}),
+    ("fastdecode", {}),
+    ("flexgen", {}),
+    ("flexgen_cpu", {}),
+    *(("adversarial", {"seed": n}) for n in range(8)),
+]
+
+
+class Streamed(TorchDevice):
+    """The torch device with lanes that are streams, as on CUDA."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool) -> None:
+        super().__init__(checkpoint, layout, keep_logits=keep_logits)
+        self.fake = FakeStreams(self.execute)
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        return {"accelerator": "stream", "host->gpu": "stream", "gpu->host": "stream"}
+
+    @property
+    def streams(self) -> Streams | None:
+        return self.fake
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return open_checkpoint(write_random_model(CONFIG, folder, seed=3, dtype="float32"))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def layout(request: pytest.FixtureRequest) -> WeightLayout:
+    return weight_layout(CONFIG, request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
+    device = TorchDevice(checkpoint, layout, keep_logits=True)
+    return generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "machine"),
+    [
+        pytest.param(TorchDevice, ONE_MEMORY, id="one memory"),
+        pytest.param(TorchDevice, TWO_MEMORIES, id="two memories"),
+        pytest.param(Streamed, TWO_MEMORIES, id="two memories, streams"),
+    ],
+)
+def test_every_policy_gives_the_same_logits(
+    checkpoint: Checkpoint,
+    layout: WeightLayout,
+    expected: Generated,
+    kind: type[TorchDevice],
+    machine: Machine,
+    policy: str,
+    settings: Mapping[str, int],
+) -> None:
+    device = kind(checkpoint, layout, keep_logits=True)
+    got = generate(
+        device,
+        make_policy(policy, dict(settings)),
+        machine,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=2,
+        weights=1.0 if policy == "resident" else 0.8,
+    )
+    assert got.tokens == expected.tokens
+    assert same_bits(got.logits_RSV, expected.logits_RSV)
+    if isinstance(device, Streamed):
+        device.fake.close()
+
+
+def test_a_model_that_does_not_fit_host_memory_is_refused(
+    checkpoint: Checkpoint, layout: WeightLayout
+) -> None:
+    device = TorchDevice(checkpoint, layout)
+    policy = make_policy("layer_streaming")
+    batch = split_batch([3], 4, 1)
+    with pytest.raises(BadInput, match="host"):
+        plan_run(TWO_MEMORIES, device.layout, batch, policy, {"host": 10_000}, device.slot_bytes)
