@@ -5,6 +5,7 @@ The accelerator is the CPU with a memory of its own, so every copy between the t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -101,11 +102,13 @@ def generate(
     policy: str,
     settings: Mapping[str, int],
     gpu: int,
+    *,
+    keep_open: bool = False,
 ) -> list[list[int]]:
     chosen = make_policy(policy, dict(settings))
     batch = split_batch([len(prompt) for prompt in PROMPTS], 6, 2)
     plan = plan_run(machine, device.layout, batch, chosen, {"gpu": gpu}, device.slot_bytes)
-    tokens = run(plan, chosen, device, PROMPTS).tokens
+    tokens = run(plan, chosen, device, PROMPTS, keep_open=keep_open).tokens
     assert tokens is not None
     return tokens
 
@@ -131,6 +134,31 @@ def test_every_policy_gives_the_same_tokens(
     assert generate(checkpoint, machine, device, policy, settings, gpu) == expected
     if isinstance(device, Streamed):
         device.fake.close()
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+def test_the_next_batch_finds_the_weights_in_both_memories(
+    checkpoint: Checkpoint, machine: Machine, expected: list[list[int]], policy: str
+) -> None:
+    device = TorchDevice(checkpoint, weight_layout(CONFIG))
+    gpu = 10**9 if policy == "resident" else 600_000
+    read = []
+    for _ in range(2):
+        assert generate(checkpoint, machine, device, policy, {}, gpu, keep_open=True) == expected
+        read.append(device.bytes_read)
+    asyncio.run(device.aclose())
+    assert read[0] == read[1] > 0
+
+
+@pytest.mark.parametrize("budgets", [(600_000, 900_000, 600_000), (900_000, 600_000, 900_000)])
+def test_what_stays_may_change_from_batch_to_batch(
+    checkpoint: Checkpoint, machine: Machine, expected: list[list[int]], budgets: tuple[int, ...]
+) -> None:
+    device = TorchDevice(checkpoint, weight_layout(CONFIG))
+    for gpu in budgets:
+        tokens = generate(checkpoint, machine, device, "layer_streaming", {}, gpu, keep_open=True)
+        assert tokens == expected
+    asyncio.run(device.aclose())
 
 
 def test_a_model_that_does_not_fit_host_memory_is_refused(checkpoint: Checkpoint, machine: Machine) -> None:
