@@ -29,7 +29,7 @@ class KeptPages:
         self._pages: dict[int, Weights] = {}
         self._free: deque[torch.Tensor] = deque()
         self._busy: deque[tuple[int, torch.Tensor, Future[Weights]]] = deque()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Iterable[Page]) -> int:
         """Let go of all pages but these; returns how many of them are not here yet."""
@@ -48,7 +48,7 @@ class KeptPages:
 
     def load(self, page: Page) -> None:
         """Read a page that is not here yet; on return it may still be rearranged, unless it is the last one."""
-        if page.id in self._pages or self._threads is None:
+        if page.id in self._pages:
             return
         if not self._free:
             self._settle_oldest()
@@ -63,9 +63,7 @@ class KeptPages:
 
     def close(self) -> None:
         """Let go of the staging memory and the threads; pages under way are lost."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-        self._threads = None
+        self._threads.shutdown(cancel_futures=True)
         self._free.clear()
         self._busy.clear()
 

@@ -116,21 +116,6 @@ def test_batches_on_one_device_give_what_they_give_alone(model: Path, policy: st
     assert together == alone[0] + alone[1]
 
 
-class WithoutChoice:
-    """A device that reads its files in one way only."""
-
-    def __init__(self, checkpoint: Any, layout: Any) -> None:
-        pass
-
-
-def test_a_page_cache_is_only_for_devices_that_have_the_choice(model: Path) -> None:
-    device = f"{__name__}:WithoutChoice"
-    with pytest.raises(
-        moesched.BadInput, match="has no choice of how files are read: leave out --page-cache"
-    ):
-        moesched.run_model(model, [[1]], device=device, page_cache=True)
-
-
 def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
     sizes = {"policy": "cgopipe", "budgets": {"host": "1MB"}, "micro_batch_size": 2, "batch_size": 3}
