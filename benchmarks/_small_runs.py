@@ -57,15 +57,18 @@ def generate(
     micro_batch_size: int,
     weights: float = 2.0,
     observers: Sequence[Observer] = (),
+    keep_open: bool = False,
 ) -> Generated:
     """Greedy tokens of each prompt, all in one batch. The device keeps logits.
 
     weights: the share of the weights that fast memory has room for beside all else.
+    keep_open: whether the device is to run another batch.
     """
+    device.logits.clear()
     batch = split_batch([len(prompt) for prompt in prompts], new_tokens, micro_batch_size)
     budgets = fast_memory(device, machine, batch, weights)
     plan = plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
-    tokens = run(plan, policy, device, prompts, observers=observers).tokens
+    tokens = run(plan, policy, device, prompts, observers=observers, keep_open=keep_open).tokens
     assert tokens is not None
     rows: dict[int, list[torch.Tensor]] = {}
     for requests, logits_SV in device.logits:

@@ -65,6 +65,9 @@ def offload_disk(result: dict[str, Any]) -> Iterator[str]:
     yield "--- | --- | --- | ---"
     for name, bar in result["summary"].items():
         yield f"{name} | {bar['value']:.3f} | {bar['bar']} | {'yes' if bar['reached'] else 'no'}"
+    bound = result["page_cache"].get("most_any_could_reach")
+    if bound is not None:
+        yield f"page cache: the most that any implementation could reach | {bound:.3f} | |"
 
 
 def prediction(result: dict[str, Any]) -> Iterator[str]:

@@ -12,10 +12,15 @@ disk        16 sequences, 40 % of the weights' bytes as memory, the files read p
             checked against the reader's own count over the run.
 page_cache  The same budget and prompts with the files in the page cache, against Accelerate's disk offload with the
             budget as its `max_memory` for weights alone: activations, cache and buffers come on top of it, where ours
-            lie within.
+            lie within. Neither copies what streams: Accelerate opens safetensors as mapped memory, and so do we here.
+            Both sides' files are dropped from the page cache and read into it once. How fast all cores together read
+            the mapped files bounds every implementation: no step is faster than the weights that it touches are read.
+            `most_any_could_reach` is Accelerate's step over that bound.
 resident    All weights in memory, batches of 1 and 16, against Hugging Face with both of its expert settings.
 
 Ours and theirs run in turn in one process, on the same weights and prompts, decoding greedily. Figures are medians.
+`cores_of_others` says how many cores other processes kept busy meanwhile (Linux): with more than a few hundredths, the
+figures are those of a fight for the cores.
 Without transformers and accelerate the comparisons are left out, and the result says so.
 The result is written to benchmarks/results/offload_disk-<machine>.json.
 """
@@ -67,7 +72,7 @@ STEPS = 9  # tokens for each request: a prefill and eight decode steps
 COUNTED = slice(
     1, -1
 )  # of the decode steps: the first finds pages fetched by prefill, the last fetches none ahead
-ROUNDS = {"disk": 3, "page_cache": 2, "resident": 5}
+ROUNDS = {"disk": 3, "page_cache": 3, "resident": 5}
 EXPERT_SETTINGS = ("eager", "grouped_mm")
 POLICIES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("layer_streaming", 16, {}),
@@ -99,6 +104,11 @@ class Model(NamedTuple):
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.layout.globals_bytes + sum(page.nbytes for page in self.layout.pages)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head."""
+        return self.checkpoint.tensors["lm_head"].nbytes
 
     @property
     def budget(self) -> int:
@@ -152,6 +162,7 @@ class Decoded(NamedTuple):
     report: Report
     needed: list[int]  # bytes, by counted step
     read: list[int]
+    touched: list[int]  # needed, and what stays
     utilization: dict[str, float]  # by lane, over the counted steps
 
     @property
@@ -184,13 +195,12 @@ def decode(
     check_count(device, kept, uses)
     streamed = set(range(len(model.layout.pages))) - {page.id for page in kept}
     counted = range(1, steps)[COUNTED]
-    needed = [
-        sum(p.nbytes for p in model.layout.pages if p.id in streamed and uses.touched(step, p))
-        for step in counted
-    ]
+    used = [[page for page in model.layout.pages if uses.touched(step, page)] for step in counted]
+    needed = [sum(page.nbytes for page in pages if page.id in streamed) for pages in used]
+    touched = [model.head_bytes + sum(page.nbytes for page in pages) for pages in used]
     read = [sum(map(device.bytes_to_read, uses.fetched[step])) for step in counted]
     utilization = {lane: uses.utilization(lane, counted) for lane in report.lanes}
-    return Decoded(plan, report, needed, read, utilization)
+    return Decoded(plan, report, needed, read, touched, utilization)
 
 
 def check_count(device: Any, kept: Iterable[Page], uses: Uses) -> None:
@@ -226,6 +236,32 @@ def disk_bandwidth(model: Model) -> dict[str, float]:
     return rates
 
 
+class Others:
+    """How many cores other processes kept busy since this was made; nothing where there is no /proc/stat."""
+
+    def __init__(self) -> None:
+        self._since = self._now()
+
+    @property
+    def cores(self) -> float | None:
+        """Busy cores of others, on average."""
+        now = self._now()
+        if now is None or self._since is None:
+            return None
+        wall, busy, own = (after - before for after, before in zip(now, self._since, strict=True))
+        return max(0.0, (busy - own) / wall)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds on the clock, of busy cores, and of this process's."""
+        try:
+            ticks = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        except OSError:
+            return None
+        busy = (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()
+
+
 # ---------------------------------------------------------------- theirs
 
 
@@ -257,9 +293,7 @@ class HuggingFace:
 
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> tuple[float, list[float]]:
         """Seconds of the prefill, and of each decode step."""
-        torch.set_num_threads(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        torch.set_num_threads(usable_cores())
         tokens_ST, cache, seconds = torch.tensor(prompts), None, []
         with torch.inference_mode():
             for _ in range(steps):
@@ -325,24 +359,59 @@ def disk_figures(decoded: Decoded, bandwidth: float) -> dict[str, Any]:
 
 def part_page_cache(model: Model, advance: Callable[[str], None]) -> dict[str, Any]:
     """Ours and Accelerate's disk offload, both reading what the page cache holds."""
-    for file in model.directory.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            while stream.read(1 << 24):
-                pass
+    warm(model.directory)
     peers = missing_peers()
     ours: dict[str, list[dict[str, float]]] = defaultdict(list)
     theirs: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for experts in EXPERT_SETTINGS:
+    bandwidths, touched = [], []
+    for _ in range(ROUNDS["page_cache"]):
+        bandwidths.append(memory_bandwidth(model))
         for policy, micro_batch, settings in POLICIES:
-            advance(f"{policy}, micro-batches of {micro_batch}, page cache")
+            name = f"{policy}, micro-batches of {micro_batch}"
+            advance(f"{name}, page cache")
             decoded = decode(model, policy, BATCH, micro_batch, settings, budget=model.budget, direct=False)
-            ours[f"{policy}, micro-batches of {micro_batch}"].append(
-                timed(decoded.report.step_seconds, COUNTED)
-            )
-        advance(f"Accelerate, {experts}, page cache")
-        if peers is None:
+            share = {"transfer_share": decoded.utilization["disk->host"]}
+            ours[name].append(timed(decoded.report.step_seconds, COUNTED) | share)
+            touched += decoded.touched
+        for experts in EXPERT_SETTINGS if peers is None else ():
+            advance(f"Accelerate, {experts}, page cache")
             theirs[experts].append(accelerate_decode(model, experts))
-    return compared(ours, theirs, peers)
+    figures = compared(ours, theirs, peers)
+    figures |= {"memory_bytes_per_second": max(bandwidths), "touched_bytes": median(touched)}
+    figures["fastest_step_seconds"] = figures["touched_bytes"] / figures["memory_bytes_per_second"]
+    if theirs:
+        fastest_theirs = min(runs["step_seconds"] for runs in figures["hugging_face"].values())
+        figures["most_any_could_reach"] = fastest_theirs / figures["fastest_step_seconds"]
+    return figures
+
+
+def memory_bandwidth(model: Model) -> float:
+    """Bytes per second that all cores together read of the mapped files, at best."""
+    torch.set_num_threads(usable_cores())
+    best = 0.0
+    for file in model.directory.glob("*.safetensors"):
+        words = torch.from_file(str(file), size=file.stat().st_size // 8, dtype=torch.int64)
+        for _ in range(6):  # the first maps the file
+            started = time.perf_counter()
+            words.sum()
+            best = max(best, words.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def warm(directory: Path) -> None:
+    """Read a folder's weights into the page cache, from nothing, as any reader would."""
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb", buffering=0) as stream:
+            if hasattr(os, "posix_fadvise"):
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while stream.read(1 << 24):
+                pass
 
 
 def accelerate_decode(model: Model, experts: str) -> dict[str, float]:
@@ -351,10 +420,11 @@ def accelerate_decode(model: Model, experts: str) -> dict[str, float]:
     try:
         limits = {"max_memory": {"cpu": model.budget}, "offload_folder": str(folder)}
         peer = HuggingFace(model.directory, experts, device_map="auto", **limits)
-        prefill, steps = peer.decode(model.prompts(BATCH), 7)
+        warm(folder)
+        prefill, steps = peer.decode(model.prompts(BATCH), STEPS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return timed([prefill, *steps], slice(1, None))
+    return timed([prefill, *steps], COUNTED)
 
 
 def part_resident(model: Model, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -461,7 +531,11 @@ def tables(results: dict[str, Any]) -> Iterable[Table]:
                 f"{one['disk_bytes_per_second'] / 1e9:.2f} GB/s",
             )
         yield table
-    resident = {f"resident, {key}": value for key, value in results.get("resident", {}).items()}
+    resident = {
+        f"resident, {key}": value
+        for key, value in results.get("resident", {}).items()
+        if key.startswith("batch")
+    }
     for title, part in {"page cache": results.get("page_cache"), **resident}.items():
         if part:
             table = Table("", "prefill", "decode step", title=title)
@@ -469,6 +543,12 @@ def tables(results: dict[str, Any]) -> Iterable[Table]:
                 for name, one in part[side].items():
                     times = [f"{one[f'{what}_seconds'] * 1e3:.1f} ms" for what in ("prefill", "step")]
                     table.add_row(f"{side}: {name}", *times)
+            if "most_any_could_reach" in part:
+                table.caption = (
+                    f"{part['touched_bytes'] / 1e6:,.0f} MB touched, read at best at "
+                    f"{part['memory_bytes_per_second'] / 1e9:.1f} GB/s in {part['fastest_step_seconds'] * 1e3:.1f} ms: "
+                    f"the most that any implementation could reach is {part['most_any_could_reach']:.2f}"
+                )
             if "left_out" in part:
                 table.caption = f"Hugging Face left out: {part['left_out']}"
             yield table
@@ -483,7 +563,9 @@ def steps_of(part: str) -> int:
     if part == "disk":
         return 1 + ROUNDS["disk"] * len(POLICIES)
     if part == "page_cache":
-        return len(EXPERT_SETTINGS) * (len(POLICIES) + 1)
+        return ROUNDS["page_cache"] * (
+            len(POLICIES) + (len(EXPERT_SETTINGS) if missing_peers() is None else 0)
+        )
     return 2 * ROUNDS["resident"]
 
 
@@ -503,7 +585,9 @@ def measure(model: Model, parts: Sequence[str]) -> dict[str, Any]:
             progress.update(bar, completed=done, description=what, refresh=True)
 
         for part in parts:
+            others = Others()
             results[part] = functions[part](model, advance)
+            results[part]["cores_of_others"] = others.cores
             gc.collect()
         advance("done")
     return results

@@ -20,9 +20,11 @@ ASSUMED_PIN_BANDWIDTH = 1e10
 class CudaDevice(TorchDevice):
     """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
+    ) -> None:
         _require_cuda()
-        super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits)
+        super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
 
     @staticmethod
     def machine(host: Machine) -> Machine:

@@ -51,6 +51,12 @@ class DirectFile:
             os.posix_fadvise(self._descriptor, offset, len(into), os.POSIX_FADV_DONTNEED)
         return done
 
+    def require(self, offset: int, needed: int) -> None:
+        """Raise MoeschedError where the file no longer holds so many bytes from `offset` on."""
+        size = os.fstat(self._descriptor).st_size
+        if size < offset + needed:
+            raise self._ended_early(offset, size - offset, needed)
+
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
         if self._descriptor >= 0:

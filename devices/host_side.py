@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class HostSide:
 
     Args:
         accelerator: where the accelerator's tensors are.
-        pages: those that stream; they are read into host memory at once.
+        home: the bytes of the pages that stream, by their id, as `bring_home` reads them.
         slot: the bytes of a slot, by its task's slots.
         cache: the KV cache, on the host if `cache_on_host`.
         kv_slots: room for keys and values that are loaded from there.
@@ -36,8 +36,7 @@ class HostSide:
     def __init__(
         self,
         accelerator: torch.device,
-        reader: PageReader,
-        pages: Iterable[Page],
+        home: Mapping[int, Tensor],
         slot: Callable[[Any], Tensor],
         cache: BlockedKV,
         cache_on_host: bool,
@@ -52,7 +51,7 @@ class HostSide:
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
         self._attend = attend
-        self._home = {page.id: _read(reader, page) for page in pages}
+        self._home = home
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "pin": self._bring,
             "fetch": self._bring,
@@ -140,6 +139,12 @@ class HostSide:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         self._cache.append(task.layer, state.step, _copy(k_TKd, HOST), _copy(v_TKd, HOST))
+
+
+def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:
+    """The bytes of these pages in host memory, by their id; only those that are not at home yet are read."""
+    stays = {page.id: home[page.id] for page in pages if page.id in home}
+    return stays | {page.id: _read(reader, page) for page in pages if page.id not in stays}
 
 
 def _read(reader: PageReader, page: Page) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -19,28 +19,37 @@ Weights = dict[str, list[torch.Tensor]]
 class KeptPages:
     """Reads pages one after the other, on the calling thread, while threads of its own rearrange those before.
 
-    count: how many pages will be loaded; the last `load` returns when all of them are rearranged.
-    staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
     arrange: makes of a tensor what is kept of it, in memory of its own.
     """
 
-    def __init__(
-        self,
-        reader: PageReader,
-        count: int,
-        staging: list[torch.Tensor],
-        arrange: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def __init__(self, reader: PageReader, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._reader = reader
         self._arrange = arrange
-        self._awaited = count
+        self._awaited = 0
         self._pages: dict[int, Weights] = {}
-        self._free = deque(staging)
+        self._free: deque[torch.Tensor] = deque()
         self._busy: deque[tuple[int, torch.Tensor, Future[Weights]]] = deque()
+        self._threads = ThreadPoolExecutor(1)
+
+    def retain(self, pages: Iterable[Page]) -> int:
+        """Let go of all pages but these; returns how many of them are not here yet."""
+        wanted = {page.id for page in pages}
+        self._pages = {number: weights for number, weights in self._pages.items() if number in wanted}
+        return len(wanted) - len(self._pages)
+
+    def expect(self, count: int, staging: list[torch.Tensor]) -> None:
+        """Get ready to load so many pages; the last `load` returns when all of them are rearranged.
+
+        staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
+        """
+        self._awaited = count
+        self._free = deque(staging)
         self._threads = ThreadPoolExecutor(max(1, len(staging) - 1), "arranging")
 
     def load(self, page: Page) -> None:
-        """Read a page; on return it may still be rearranged, unless it is the last one."""
+        """Read a page that is not here yet; on return it may still be rearranged, unless it is the last one."""
+        if page.id in self._pages:
+            return
         if not self._free:
             self._settle_oldest()
         staging = self._free.popleft()

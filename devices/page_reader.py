@@ -36,7 +36,7 @@ class Placement(NamedTuple):
     offset: int  # bytes from the start of the slot
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """One read: the blocks of a file that hold neighbouring extents."""
 
     file: DirectFile
@@ -51,7 +51,7 @@ class _Plan(NamedTuple):
 
     placements: tuple[Placement, ...]
     shapes: tuple[tuple[int, ...], ...]  # of each placement's tensor
-    runs: tuple[_Run, ...]  # none where the page is converted
+    runs: tuple[Run, ...]  # none where the page is converted
     nbytes: int
 
 
@@ -64,7 +64,8 @@ class PageReader:
     its dtype can start, is converted on the way and lies at the layout's own offsets.
     Several threads may read at once, each into its own slot.
 
-    slot_bytes: what the largest page takes. buffer_bytes: what each reading thread holds besides, to convert.
+    slot_bytes: what the largest page takes. converts: whether there are pages that do not lie in the files as they
+    are needed. buffer_bytes: what each reading thread holds besides, to convert them.
     bytes_read: read from the files so far, in whole blocks. Raises BadInput where a file cannot be opened.
     """
 
@@ -85,7 +86,8 @@ class PageReader:
             _warn_of_page_cache(self._files.values())
         self._plans = {page.id: self._plan(page) for page in layout.pages}
         self.slot_bytes = max(map(self.bytes_in_slot, layout.pages))
-        self.buffer_bytes = 0 if all(plan.runs for plan in self._plans.values()) else _BUFFER_BYTES
+        self.converts = not all(plan.runs for plan in self._plans.values())
+        self.buffer_bytes = _BUFFER_BYTES if self.converts else 0
 
     def __enter__(self) -> PageReader:
         return self
@@ -103,6 +105,10 @@ class PageReader:
     def placements(self, page: Page) -> tuple[Placement, ...]:
         """Where each extent of the page lies in its slot, in the page's order."""
         return self._plans[page.id].placements
+
+    def runs(self, page: Page) -> tuple[Run, ...]:
+        """The blocks of the files that hold the page; none where it is converted."""
+        return self._plans[page.id].runs
 
     def bytes_in_slot(self, page: Page) -> int:
         """The bytes that the page takes in a slot of its own."""
@@ -159,9 +165,9 @@ class PageReader:
         runs, offsets = self._plan_runs(page.extents)
         return _Plan(_place(page.extents, offsets), shapes, runs, runs[-1].at + runs[-1].nbytes)
 
-    def _plan_runs(self, extents: tuple[Extent, ...]) -> tuple[tuple[_Run, ...], list[int]]:
+    def _plan_runs(self, extents: tuple[Extent, ...]) -> tuple[tuple[Run, ...], list[int]]:
         """The reads that fetch the extents, file neighbours as one, and each extent's place in the slot."""
-        runs: list[_Run] = []
+        runs: list[Run] = []
         offsets = [0] * len(extents)
         for index in sorted(range(len(extents)), key=lambda i: self._place_in_files(extents[i])):
             extent = extents[index]
@@ -190,7 +196,7 @@ class PageReader:
 
     # ------------------------------------------------------------ reading
 
-    def _read_runs(self, runs: tuple[_Run, ...], slot: torch.Tensor) -> int:
+    def _read_runs(self, runs: tuple[Run, ...], slot: torch.Tensor) -> int:
         memory = slot.numpy().data
         return sum(
             run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed) for run in runs
@@ -234,8 +240,8 @@ def _place(extents: tuple[Extent, ...], offsets: list[int]) -> tuple[Placement, 
     return tuple(Placement(e.tensor, e.rows, at) for e, at in zip(extents, offsets, strict=True))
 
 
-def _run_to(file: DirectFile, offset: int, end: int, at: int) -> _Run:
-    return _Run(file, offset, round_up(end) - offset, end - offset, at)
+def _run_to(file: DirectFile, offset: int, end: int, at: int) -> Run:
+    return Run(file, offset, round_up(end) - offset, end - offset, at)
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,9 +20,10 @@ from moesched.tasks import PageTransfer, Task
 from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
 from .cuda_streams import CudaStreams
-from .host_side import HostSide
+from .host_side import HostSide, bring_home
 from .kept_pages import KeptPages, Weights
 from .kv_cache import BlockedKV
+from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
@@ -44,16 +45,17 @@ ONE_CORE_PRODUCTS = 1 << 26
 
 
 class TorchDevice:
-    """Runs a batch of one model on torch.
+    """Runs batches of one model on torch, one after the other.
 
     Weights are read from the checkpoint's files into slots of an arena, page by page; those that stay are rearranged
-    for oneDNN where that pays.
+    for oneDNN where that pays, and are still there in the next batch.
 
     Args:
         accelerator: where the accelerator's tensors are, such as "cuda". With "cpu", a machine with two memories has
             both in the host's.
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
-        direct: read past the page cache where the system allows it.
+        direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
+            lie in it, where the system and the files allow that, and copied from it where not.
     """
 
     def __init__(
@@ -72,6 +74,9 @@ class TorchDevice:
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
+        self._checkpoint = checkpoint
+        self._mapping = self._on_cpu and not direct and MappedPages.possible(self._reader)
+        self._mapped: MappedPages | None = None
         self._dtype = DTYPES[layout.dtype]
         self._packing = self._on_cpu and layout.dtype == "bfloat16" and packing_pays()
         self._cores = usable_cores()
@@ -79,8 +84,12 @@ class TorchDevice:
         self._threads_before = torch.get_num_threads()
         self._team = self._readers = Team(1)
         self._arenas: dict[Pool, Arena] = {}
-        self._kept = KeptPages(self._reader, 0, [], self._arranged)
-        self._verbs: dict[str, Callable[[Any], Any]] = {
+        self._globals: dict[str, Tensor] = {}
+        self._head: list[Tensor] = []
+        self._kept = KeptPages(self._reader, self._arranged)
+        self._home: dict[int, Tensor] = {}
+        self._states: list[MicroBatchState] = []
+        self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
             "pin": self._fetch,
@@ -94,6 +103,7 @@ class TorchDevice:
             "combine": self._combine,
             "sample": self._sample,
         }
+        self._verbs = self._verbs_of_one_memory
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -108,7 +118,7 @@ class TorchDevice:
     @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
-        return self._reader.bytes_read
+        return self._reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
 
     def bytes_to_read(self, page: Page) -> int:
         """Bytes, in whole blocks, that bringing in a page asks of the files."""
@@ -121,17 +131,23 @@ class TorchDevice:
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
 
+        What the batch before had allocated is let go of first. Weights that stayed then and stay now are kept.
+
         Raises:
             BadInput: a token id is outside the vocabulary.
         """
         self._check(prompts)
-        self._team = Team(self._cores if self._sharing else 1)
-        self._readers = Team(READS_IN_FLIGHT)
-        self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
-        self._head = self._split_head()
-        self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
-        count = sum(len(kept.slots) for kept in plan.kept)
-        self._kept = KeptPages(self._reader, count, self._staging(count), self._arranged)
+        self._let_go()
+        if not self._head:
+            self._start()
+        kept = [page for pool in plan.kept for page in pool.pages()]
+        missing = self._kept.retain(kept)
+        if self._mapping and plan.machine.unified:
+            self._mapped = self._mapped or MappedPages(self._checkpoint, self.layout, self._reader)
+        else:
+            self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
+        if missing:
+            self._kept.expect(missing, self._staging(missing))
         self._sampling = sampling
         self._first_request = plan.batch.first_request
         blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
@@ -146,7 +162,25 @@ class TorchDevice:
             self._cache.open(request, len(prompt) + plan.batch.new_tokens)
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
         if not plan.machine.unified:
-            self._verbs |= self._host_side(plan).verbs
+            self._verbs = {**self._verbs, **self._host_side(plan).verbs}
+
+    def _start(self) -> None:
+        """What is the same for all batches: threads, and the weights outside the layers."""
+        self._team = Team(self._cores if self._sharing else 1)
+        self._readers = Team(READS_IN_FLIGHT)
+        self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
+        self._head = self._split_head()
+
+    def _let_go(self) -> None:
+        """Give back what the batch before had allocated, but for weights that may stay."""
+        self._kept.close()
+        if self._states:
+            self._states = []
+            del self._cache
+        self._arenas = {}
+        if self._mapped is not None:
+            self._mapped.hide()
+        self._verbs = self._verbs_of_one_memory
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread."""
@@ -155,9 +189,13 @@ class TorchDevice:
 
     async def aclose(self) -> None:
         """Close the checkpoint's files and end the threads."""
-        self._kept.close()
+        self._let_go()
+        self._kept.retain([])
+        self._home = {}
         self._team.close()
         self._readers.close()
+        if self._mapped is not None:
+            self._mapped.close()
         self._reader.close()
         torch.set_num_threads(self._threads_before)
 
@@ -178,7 +216,7 @@ class TorchDevice:
 
     def _staging(self, pages: int) -> list[Tensor]:
         """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
-        count = min(pages, self._cores, MOST_ARRANGING) + 1 if pages else 0
+        count = min(pages, self._cores, MOST_ARRANGING) + 1
         size = self._reader.slot_bytes
         unused = [
             arena.slot(index)
@@ -203,7 +241,11 @@ class TorchDevice:
         return copy_placed_alike(matrix_ND, self._accelerator)
 
     def _fetch(self, task: PageTransfer) -> None:
-        pairs = zip(task.pages, task.slots, strict=True)
+        pairs = list(zip(task.pages, task.slots, strict=True))
+        if self._mapped is not None:
+            for page, slot in pairs:
+                self._mapped.bring(page, slot)
+            return
         self._readers.run([partial(self._reader.read, page, self._bytes(slot)) for page, slot in pairs])
 
     def _read_global(self, name: str) -> Tensor:
@@ -218,10 +260,10 @@ class TorchDevice:
     def _host_side(self, plan: Plan) -> HostSide:
         kept = {page.id for pool in plan.kept for page in pool.pages()}
         streamed = [page for page in self.layout.pages if page.id not in kept]
+        self._home = bring_home(self._home, self._reader, streamed)
         return HostSide(
             self._accelerator,
-            self._reader,
-            streamed,
+            self._home,
             self._bytes,
             self._cache,
             plan.kv_role == "host",
@@ -242,12 +284,17 @@ class TorchDevice:
         if view.bound is None:
             merged: Weights = {}
             for page, slot in zip(view.pages, view.slots, strict=True):
-                tensors = self._kept[page] if slot.fixed else self._reader.views(self._bytes(slot), page)
+                tensors = self._kept[page] if slot.fixed else self._streamed(page, slot)
                 for name, blocks in tensors.items():
                     merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
             view.bound = merged
         bound: Weights = view.bound
         return bound
+
+    def _streamed(self, page: Page, slot: Slot) -> Weights:
+        if self._mapped is not None:
+            return self._mapped.views(page)
+        return self._reader.views(self._bytes(slot), page)
 
     # -- a micro-batch through a layer -------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import structlog
 
@@ -62,6 +64,7 @@ def run_model(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     device: str = "torch",
+    page_cache: bool = False,
     machine: Machine | str = "auto",
     budgets: Mapping[str, int | str] | None = None,
     trace: Path | str | None = None,
@@ -78,6 +81,7 @@ def run_model(
         settings: the policy's own.
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the largest batch that fits.
+        page_cache: read the model's files through the system's page cache instead of past it.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
         trace: where to write a trace; those of later batches get their number into the name.
@@ -98,31 +102,33 @@ def run_model(
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
     job = _Job(policy, settings, config, dtype, machine, budgets, device)
-    devices = _Devices(device, checkpoint, job.layout)
-    sizes = job.sizes(
-        list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, devices.slot_bytes
-    )
-    batches = list(_cut(list(map(len, encoded)), max_new_tokens, sizes))
-    if len(batches) > 1:
-        for batch in batches:
-            job.plan(batch, devices.slot_bytes)  # a batch that does not fit is told before the first one runs
     reports: list[JobReport] = []
     untraced: BadInput | None = None
-    for number, batch in enumerate(batches):
-        first = batch.first_request
-        mine = encoded[first : first + len(batch.prompts)]
-        teller = _Teller(listener or Listener(), tokenizer, mine, first, config.stop_tokens, max_new_tokens)
-        with suppress(KeyboardInterrupt):
-            try:
-                reports.append(
-                    job.run(batch, devices.take(), mine, sampling, teller, _numbered(trace, number))
-                )
-            except NotTraced as error:
-                reports.append(error.report)
-                untraced = untraced or error
-        teller.finish_all()
-        if len(reports) <= number or reports[-1].interrupted:
-            break
+    with _opened(device, checkpoint, job.layout, page_cache) as opened:
+        sizes = job.sizes(
+            list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes
+        )
+        batches = list(_cut(list(map(len, encoded)), max_new_tokens, sizes))
+        if len(batches) > 1:
+            for batch in batches:
+                job.plan(
+                    batch, opened.slot_bytes
+                )  # a batch that does not fit is told before the first one runs
+        for number, batch in enumerate(batches):
+            first = batch.first_request
+            mine = encoded[first : first + len(batch.prompts)]
+            teller = _Teller(
+                listener or Listener(), tokenizer, mine, first, config.stop_tokens, max_new_tokens
+            )
+            with suppress(KeyboardInterrupt):
+                try:
+                    reports.append(job.run(batch, opened, mine, sampling, teller, _numbered(trace, number)))
+                except NotTraced as error:
+                    reports.append(error.report)
+                    untraced = untraced or error
+            teller.finish_all()
+            if len(reports) <= number or reports[-1].interrupted:
+                break
     if not reports:
         raise KeyboardInterrupt
     report = merge_reports(reports, requests=len(encoded), batches=len(batches))
@@ -271,6 +277,7 @@ class _Job:
         teller.listener.planned(plan)
         recorder = _recorder(plan) if trace else None
         kinds = KindMeter()
+        read_before = getattr(device, "bytes_read", 0)
         report = runs.run(
             plan,
             policy,
@@ -281,10 +288,11 @@ class _Job:
             on_tokens=teller.tell,
             observers=[teller.listener, kinds],
             recorder=recorder,
+            keep_open=True,
         )
         teller.finish_all()
         teller.listener.ran()
-        bytes_read = getattr(device, "bytes_read", None)
+        bytes_read = device.bytes_read - read_before if hasattr(device, "bytes_read") else None
         finished = self._report(report, plan, kinds, teller.texts, bytes_read)
         if recorder is not None and trace is not None:
             self._write_trace(trace, recorder, finished, teller.listener)
@@ -358,20 +366,19 @@ class _Job:
             listener.ran()
 
 
-class _Devices:
-    """Devices of one kind; each batch takes one of its own, and plans are made with the next one."""
-
-    def __init__(self, name: str, checkpoint: Checkpoint, layout: WeightLayout) -> None:
+@contextmanager
+def _opened(name: str, checkpoint: Checkpoint, layout: WeightLayout, page_cache: bool) -> Iterator[Any]:
+    """A device for all batches, closed at the end, so that weights which stay are loaded once."""
+    with interrupts_held():
+        cls = plugins.find("devices", name)
+    if page_cache and "direct" not in signature(cls).parameters:
+        raise BadInput(f"device {name} has no choice of how files are read: leave out --page-cache")
+    device = cls(checkpoint, layout, direct=False) if page_cache else cls(checkpoint, layout)
+    try:
+        yield device
+    finally:
         with interrupts_held():
-            cls = plugins.find("devices", name)
-        self._make: Callable[[], Any] = lambda: cls(checkpoint, layout)
-        self._next: Any = self._make()
-        self.slot_bytes: Callable[[Page], int] = self._next.slot_bytes
-
-    def take(self) -> Any:
-        """A device that no batch has used."""
-        device, self._next = self._next or self._make(), None
-        return device
+            anyio.run(device.aclose)
 
 
 class _Teller:

@@ -177,8 +177,13 @@ def run(
     on_tokens: OnTokens | None = None,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
+    keep_open: bool = False,
 ) -> Report:
-    """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far."""
+    """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
+
+    Args:
+        keep_open: leave the device open for another batch; whoever asks for that closes it.
+    """
     started = time.perf_counter()
     lanes = make_lanes(plan, device.kinds)
     engine = new_shared_engine(lanes.values())
@@ -196,7 +201,8 @@ def run(
                 await driver.run(generation.run())
         finally:
             schedule.close()
-            await device.aclose()
+            if not keep_open:
+                await device.aclose()
 
     interrupted = False
     try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from moesched.drivers.lanes import LaneKind, Streams
     from moesched.plan import Plan
+    from moesched.sampling import Sampling
     from moesched.step import Step
     from moesched.tasks import Task, Work
 
@@ -64,8 +65,9 @@ class CostModel(Protocol):
 class Device(Protocol):
     """Runs tasks on real hardware.
 
-    `execute` is called on the thread of the task's lane, one task at a time for each lane, and returns when the result
-    is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
+    A device runs batches of one model, one after the other: each starts with `begin`, once the tasks of the batch
+    before have ended. `execute` is called on the thread of the task's lane, one task at a time for each lane, and
+    returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
     """
 
     @property
@@ -76,11 +78,21 @@ class Device(Protocol):
     def streams(self) -> Streams | None:
         """What issues tasks to lanes that are streams; None where there are none."""
 
+    def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Get ready for a batch: allocate what the plan says, no more, and take in the prompts' token ids.
+
+        The plan's pages that stay come with `load` tasks in every batch; a device that still has such a page from
+        the batch before need not read it again. All else of that batch is let go of.
+
+        Raises:
+            BadInput: the prompts cannot be used.
+        """
+
     def execute(self, task: Task) -> Any:
         """Run one task and return its value."""
 
     async def aclose(self) -> None:
-        """Free what the device holds. Called once, after the last task; must not raise."""
+        """Free what the device holds. Called once, after the last batch or before the first; must not raise."""
 
 
 class Observer(Protocol):

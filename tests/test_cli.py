@@ -103,6 +103,16 @@ def test_text_is_what_the_tokens_spell_and_null_without_a_tokenizer(
     assert said.json["text"] is None
 
 
+def test_weights_may_be_read_through_the_page_cache_on_devices_that_have_the_choice(
+    moesched: Any, model: Path
+) -> None:
+    wanted = ("run", model, "--policy", "cgopipe", "--prompt-ids", "1,2", "--max-new-tokens", 4, "--json")
+    past, through = moesched(*wanted), moesched(*wanted, "--page-cache")
+    assert past.json["tokens"] == through.json["tokens"]
+    said = moesched(*wanted, "--page-cache", "--device", "moesched.symbolic:SymbolicDevice")
+    refused(said, "SymbolicDevice has no choice of how files are read: leave out --page-cache")
+
+
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 7)])
 def test_tokens_depend_on_neither_policy_nor_batches(moesched: Any, model: Path, sampling: Any) -> None:
     wanted = ("run", model, "--prompt-ids", "1,2,3;4;5,6;4", "--max-new-tokens", 6, "--json", *sampling)

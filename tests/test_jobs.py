@@ -13,6 +13,8 @@ import moesched
 from moesched.interrupts import interrupts_held
 from moesched.jobs import NotTraced
 from moesched.listeners import Listener
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
 from moesched.plan import Plan
 from moesched.settings import check_settings, parse_settings
 from moesched.tasks import Task
@@ -68,6 +70,50 @@ def test_successive_batches_add_up(model: Path) -> None:
     assert sum(kind.tasks for kind in report.kinds) == report.tasks
     samples = [kind for kind in report.kinds if kind.kind == "sample"]
     assert [kind.tasks for kind in samples] == [9]
+
+
+@pytest.mark.parametrize("page_cache", [False, True])
+@pytest.mark.parametrize("policy", ["resident", "cgopipe", "layer_streaming"])
+def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: str, page_cache: bool) -> None:
+    def read(prompts: int) -> int:
+        report = moesched.run_model(
+            model,
+            [[1, 2]] * prompts,
+            policy=policy,
+            max_new_tokens=2,
+            batch_size=2,
+            budgets={"host": "400KB"} if policy != "resident" else None,
+            page_cache=page_cache,
+        )
+        assert report.batches == prompts // 2
+        streams.add(report.plan.kept_pages < pages)
+        return report.bytes_read or 0
+
+    streams: set[bool] = set()
+    pages = len(weight_layout(open_checkpoint(model).config).pages)
+    one, two, three = (read(prompts) for prompts in (2, 4, 6))
+    assert streams == {policy != "resident"}
+    assert three - two == two - one
+    streamed = two - one
+    assert streamed == 0 if policy == "resident" else 0 < streamed < one - globals_bytes(model)
+
+
+def globals_bytes(model: Path) -> int:
+    return weight_layout(open_checkpoint(model).config).globals_bytes
+
+
+@pytest.mark.parametrize("policy", ["resident", "cgopipe"])
+def test_batches_on_one_device_give_what_they_give_alone(model: Path, policy: str) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    sizes: dict[str, Any] = {
+        "policy": policy,
+        "budgets": {"host": "1MB"},
+        "max_new_tokens": 4,
+        "batch_size": 2,
+    }
+    together = moesched.run_model(model, prompts, **sizes).tokens or []
+    alone = [moesched.run_model(model, prompts[at : at + 2], **sizes).tokens or [] for at in (0, 2)]
+    assert together == alone[0] + alone[1]
 
 
 def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> None:

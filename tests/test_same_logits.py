@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -119,6 +120,44 @@ def test_every_policy_gives_the_same_logits(
     assert same_bits(got.logits_RSV, expected.logits_RSV)
     if isinstance(device, Streamed):
         device.fake.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights"),
+    [
+        ("resident", (1.0, 1.0)),
+        ("cgopipe", (0.8, 0.8)),
+        ("layer_streaming", (0.8, 1.2, 0.8)),
+        ("cgopipe", (1.2, 0.8, 1.2)),
+    ],
+)
+@pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
+def test_the_next_batch_finds_the_weights_that_stay(
+    checkpoint: Checkpoint,
+    layout: WeightLayout,
+    expected: Generated,
+    machine: Machine,
+    policy: str,
+    weights: tuple[float, ...],
+) -> None:
+    device = TorchDevice(checkpoint, layout, keep_logits=True)
+    read = []
+    for share in weights:
+        got = generate(
+            device,
+            make_policy(policy),
+            machine,
+            PROMPTS,
+            new_tokens=4,
+            micro_batch_size=2,
+            weights=share,
+            keep_open=True,
+        )
+        assert same_bits(got.logits_RSV, expected.logits_RSV)
+        read.append(device.bytes_read)
+    asyncio.run(device.aclose())
+    if machine is TWO_MEMORIES and len(set(weights)) == 1:
+        assert read[1] == read[0] > 0, "all weights are in one of the memories"
 
 
 def test_a_model_that_does_not_fit_host_memory_is_refused(

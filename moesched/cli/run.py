@@ -94,6 +94,14 @@ def run(
     device: Annotated[
         str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
     ] = "torch",
+    page_cache: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Read the model's files through the system's page cache, not past it: faster where memory beyond the "
+            "budgets holds them.",
+        ),
+    ] = False,
     machine: Annotated[
         str,
         Parameter(
@@ -130,6 +138,7 @@ def run(
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 device=device,
+                page_cache=page_cache,
                 machine=machine,
                 budgets=options.parse_budgets(budget),
                 trace=trace,
