@@ -228,14 +228,22 @@ class Engine:
             self._leave(lane, task)
             return
         self._settle(task, DONE)
-        if lane.heap:
-            lane.running = task = heappop(lane.heap)[1]
-            task.state = RUNNING
-            self.started.append(task)
+        if lane.in_order:
+            queue = lane.queue
+            if not queue or queue[0].state != READY:
+                lane.running = None
+                if queue and queue[0].state >= DONE:
+                    self._next(lane)
+                return
+            task = queue.popleft()
+        elif lane.heap:
+            task = heappop(lane.heap)[1]
         else:
             lane.running = None
-            if lane.queue and lane.queue[0].state != WAITING:
-                self._next(lane)
+            return
+        lane.running = task
+        task.state = RUNNING
+        self.started.append(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
@@ -418,9 +426,13 @@ class Engine:
                             other.state = CANCELLED
                             settled.append(other)
                 elif lane.in_order:
-                    other.state = READY
                     if lane.running is None and lane.queue[0] is other:
-                        self._next(lane)
+                        lane.queue.popleft()
+                        lane.running = other
+                        other.state = RUNNING
+                        started.append(other)
+                    else:
+                        other.state = READY
                 elif lane.running is None and not lane.heap:
                     lane.running = other
                     other.state = RUNNING

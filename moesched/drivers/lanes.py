@@ -113,8 +113,11 @@ class ThreadRunner:
                 except BaseException as raised:
                     error = raised
                 task.end = perf_counter_ns() - origin
-                with lock:
+                lock.acquire()
+                try:
                     task = complete(task, value, error, self)
+                finally:
+                    lock.release()
 
 
 class LoopRunner:
@@ -154,8 +157,11 @@ class LoopRunner:
                 error = raised
             now = perf_counter_ns()
             task.end = now - origin
-            with lock:
+            lock.acquire()
+            try:
                 following = complete(task, value, error, self)
+            finally:
+                lock.release()
             if following is not None:
                 tasks.append(following)
         with lock:

@@ -62,10 +62,14 @@ class SharedEngine(Engine):
         after: Sequence[Task] = (),
         transfer_class: int = 0,
     ) -> T:
-        with self.lock:
+        lock = self.lock
+        lock.acquire()  # `with` would make a method of each call
+        try:
             self._submit_locked(task, reads, writes, after, transfer_class)
             if self.started or self.arrived:
                 self.dispatch()
+        finally:
+            lock.release()
         return task
 
     def cancel(self, task: Task) -> bool:
@@ -223,14 +227,15 @@ class RealtimeDriver:
         if self._arrived:
             self._rendezvous.collect()
         kept = None
-        if self._started:
-            for task in self._started:
+        started = self._started
+        if started:
+            for task in started:
                 runner = self._runners[task.lane.index]
-                if runner is mine and kept is None:
-                    kept = task
+                if runner is mine:
+                    kept, mine = task, None
                 else:
                     runner.start(task)
-            self._started.clear()
+            started.clear()
         if self._awaited:
             self._loop.call_soon_threadsafe(self._wake, self._awaited[:])
             self._awaited.clear()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from moesched.drivers.observers import told_of_ends
 from moesched.drivers.policies import PolicyRun
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
@@ -51,7 +52,7 @@ class VirtualDriver:
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
-        self._observers = [observer.ended for observer in observers]
+        self._ended = told_of_ends(observers)
         self._rendezvous = Rendezvous(self._engines)
         self._advance = self._advance_shared if sharing else self._advance_alone
         self._events: list[tuple[int, int, Task]] = []
@@ -100,7 +101,7 @@ class VirtualDriver:
     def _advance_alone(self) -> None:
         """Run tasks until a handle that somebody awaits has settled, or none is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
-        perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
+        perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         now, cost = self.now, self._cost
         while True:
             for task in started:
@@ -119,18 +120,16 @@ class VirtualDriver:
                 return
             now, index, task = heappop(events)
             self.now = task.end = now
-            action = perform.get(type(task))
-            if action is None:
-                owners[index].finish(task)
+            if type(task) in perform:
+                _act(owners[index], task, perform)
             else:
-                _act(owners[index], task, action)
-            for observer in observers:
-                observer(task)
+                owners[index].finish(task)
+            ended(task)
 
     def _advance_shared(self) -> None:
         """The same, with tasks that run at once sharing what they use."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
-        perform, observers, arrived = self._perform, self._observers, self._rendezvous.arrived
+        perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         cost, lanes = self._cost, self._lanes
         while True:
             for task in started:
@@ -149,22 +148,20 @@ class VirtualDriver:
             if index == IDLE:
                 return
             lane = lanes[index]
-            ended = lane.running
-            assert ended is not None
-            self.now = ended.end = shared.now
-            lane.busy += ended.end - ended.start
-            action = perform.get(type(ended))
-            if action is None:
-                owners[index].finish(ended)
+            assert lane.running is not None
+            task = lane.running
+            self.now = task.end = shared.now
+            lane.busy += task.end - task.start
+            if type(task) in perform:
+                _act(owners[index], task, perform)
             else:
-                _act(owners[index], ended, action)
-            for observer in observers:
-                observer(ended)
+                owners[index].finish(task)
+            ended(task)
 
 
-def _act(engine: Engine, task: Task, action: Perform) -> None:
+def _act(engine: Engine, task: Task, perform: Mapping[type[Task], Perform]) -> None:
     try:
-        value = action(task)
+        value = perform[type(task)](task)
     except Exception as error:
         engine.fail(task, error)
     else:
