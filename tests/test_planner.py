@@ -15,7 +15,7 @@ from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plan import Plan
-from moesched.planner import plan_best, plan_model
+from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.search import best
 from moesched.planner.traits import Setting, Shape, Traits, learn
 from moesched.plugins import make_policy
@@ -127,16 +127,19 @@ class Thrifty(CGOPipe):
     """A user's own policy, which leaves most of the GPU's memory alone."""
 
     def plan(self, plan: Plan) -> None:
-        plan.memory("accelerator").reserve("something else", 4 * 10**9)
+        plan.memory("accelerator").reserve("something else", 10**9)
         super().plan(plan)
 
 
 def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
-    lengths = [100] * 512
-    theirs = plan_best(T4, LAYOUT, lengths, 16, policies=[f"{__name__}:Thrifty"])
-    ours = plan_best(T4, LAYOUT, lengths, 16, policies=["cgopipe"])
+    small = weight_layout(SHAPES["mixtral-0.8b"])
+    budgets = {"gpu": 2 * 10**9}
+    theirs, ours = (
+        plan_best(T4, small, [100] * 256, 16, policies=[policy], budgets=budgets)
+        for policy in (f"{__name__}:Thrifty", "cgopipe")
+    )
     assert theirs.seen.throughput < ours.seen.throughput
-    assert theirs.seen.peak_bytes["gpu"] <= 16 * 10**9
+    assert theirs.seen.peak_bytes["gpu"] <= budgets["gpu"]
 
 
 # -- a look at a schedule ---------------------------------------------------------------------------------------------
@@ -156,8 +159,12 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host() -> None:
-    proposal = plan_model("mixtral-8x7b", machine="t4", gen=32)
+@pytest.fixture(scope="module")
+def proposal() -> Proposal:
+    return plan_model("mixtral-8x7b", machine="t4", gen=32)
+
+
+def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(proposal: Proposal) -> None:
     assert proposal.plan.policy == "cgopipe"
     assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (False, True)
     assert proposal.predicted.bound_by == "host->gpu"
@@ -171,8 +178,8 @@ def test_where_everything_fits_weights_stay() -> None:
     assert proposal.plan.weights_on_gpu == 1
 
 
-def test_it_says_what_more_of_each_resource_would_buy() -> None:
-    gains = {gain.resource: gain.share for gain in plan_model("mixtral-8x7b", machine="t4", gen=32).gains}
+def test_it_says_what_more_of_each_resource_would_buy(proposal: Proposal) -> None:
+    gains = {gain.resource: gain.share for gain in proposal.gains}
     assert max(gains, key=gains.__getitem__) in ("gpu capacity", "host->gpu bandwidth")
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
 
@@ -189,7 +196,8 @@ def test_a_plan_cannot_be_for_no_tokens() -> None:
 
 
 def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "mixtral-8x7b", "--machine", "t4", "--policy", "cgopipe", "--gen", "8"]
+    arguments = ["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "cgopipe", "--gen", "8"]
+    arguments += ["--budget", "gpu=2GB", "--budget", "host=4GB"]
     main([*arguments, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed["plan"].keys() >= {
@@ -209,4 +217,4 @@ def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[st
     main(arguments)
     told = capsys.readouterr().out
     assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
-    assert "host->gpu is busy the most" in told
+    assert f"{printed['predicted']['bound_by']} is busy the most" in told

@@ -13,6 +13,7 @@ from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
+from moesched.settings import check_settings
 
 from .candidate import Candidate, Seen
 from .resources import Gain, gains
@@ -82,8 +83,9 @@ def plan_best(
     refused: list[Refused] = []
     for name in policies:
         on_progress(f"bound of {name}")
+        policy = plugins.find("policies", name)
         setting = Setting(
-            make=partial(plugins.make_policy, name, dict(settings or {})),
+            make=partial(policy, **check_settings(policy, name, settings or {})),
             machine=machine,
             layout=layout,
             lengths=tuple(lengths),
