@@ -21,7 +21,8 @@ class JobReport(Report, frozen=True, kw_only=True):
         budget_bytes: what each memory had.
         kinds: tasks by verb and lane.
         bytes_read: from the checkpoint's files; None where nothing was measured.
-        batches: how many successive batches the prompts made.
+        batches: how many successive batches the requests made.
+        padded: whether every prompt counted as the longest.
     """
 
     dtype: str
@@ -29,11 +30,15 @@ class JobReport(Report, frozen=True, kw_only=True):
     kinds: list[KindUse]
     bytes_read: int | None = None
     batches: int = 1
+    padded: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        foreign = ("simulated_seconds",) if self.measured else ("tokens", "text", "interrupted", "bytes_read")
+        if self.measured:
+            foreign = ["simulated_seconds", "padded"]
+        else:
+            foreign = ["tokens", "text", "interrupted", "bytes_read"]
         for name in foreign:
             del content[name]
         return content
@@ -58,20 +63,21 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     first = reports[0]
     if batches == 1:
         return first
-    tokens = [each for report in reports for each in report.tokens or []]
+    tokens = None if first.tokens is None else [each for report in reports for each in report.tokens or []]
     text = None if first.text is None else [each for report in reports for each in report.text or []]
-    missing = requests - len(tokens)
-    tokens += [[] for _ in range(missing)]
+    if tokens is not None:
+        tokens += [[] for _ in range(requests - len(tokens))]
     if text is not None:
-        text += [""] * missing
+        text += [""] * (requests - len(text))
+    counts = [count for report in reports for count in _token_counts(report)]
     decoding = sum(sum(report.step_seconds[1:]) for report in reports)
     running = sum(sum(report.step_seconds) for report in reports)
     return msgspec.structs.replace(
         first,
         load_seconds=sum(report.load_seconds for report in reports),
         prefill_seconds=sum(report.prefill_seconds for report in reports),
-        decode_tokens_per_second=_rate(sum(max(0, len(each) - 1) for each in tokens), decoding),
-        throughput_tokens_per_second=_rate(sum(map(len, tokens)), running),
+        decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
+        throughput_tokens_per_second=_rate(sum(counts), running),
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
         lanes={
@@ -79,6 +85,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         },
         tasks=sum(report.tasks for report in reports),
         wall_seconds=sum(report.wall_seconds for report in reports),
+        simulated_seconds=None if first.measured else sum(each.simulated_seconds or 0.0 for each in reports),
         tokens=tokens,
         text=text,
         interrupted=any(report.interrupted for report in reports) or len(reports) < batches,
@@ -86,6 +93,13 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
     )
+
+
+def _token_counts(report: JobReport) -> list[int]:
+    """Generated tokens by request; a prediction generates all that were asked for."""
+    if report.tokens is None:
+        return [report.plan.new_tokens] * report.plan.batch_size
+    return list(map(len, report.tokens))
 
 
 def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:

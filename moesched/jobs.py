@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from moesched import plugins, runs
+from moesched.batching import Sizes, batches_of
 from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
@@ -26,19 +27,20 @@ from moesched.models.config import ModelConfig, read_config
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.outcome import Report
-from moesched.plan import Batch, Plan, split_batch
-from moesched.prompts import Prompt, TextStream, Tokenizer, encode_prompts, find_tokenizer
+from moesched.plan import Batch, Plan
+from moesched.prompts import Prompt, TextStream, Tokenizer, encode_prompts, find_tokenizer, read_prompts
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import Policy
 from moesched.settings import check_settings
-from moesched.sizing import Sizes, choose_sizes
+from moesched.sizing import choose_sizes
 from moesched.trace import About, LastSteps, Recorder, write_trace
 from moesched.trace.whole_file import whole_file
 from moesched.units import parse_bytes
-from moesched.workloads import Workload, load_workload
+from moesched.workloads import Workload, given_lengths, load_workload
 
 LARGEST_SIMULATED_BATCH = 1024
+NEW_TOKENS_OF_PROMPTS = 64
 MOST_TRACED_TASKS = 500_000
 
 _log = structlog.get_logger(__name__)
@@ -58,7 +60,7 @@ def run_model(
     *,
     policy: str = "resident",
     settings: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
     dtype: str | None = None,
     sampling: Sampling | None = None,
     batch_size: int | None = None,
@@ -102,18 +104,14 @@ def run_model(
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
     job = _Job(policy, settings, config, dtype, machine, budgets, device)
-    reports: list[JobReport] = []
-    untraced: BadInput | None = None
+    lengths = list(map(len, encoded))
+    reports = _Reports()
     with _opened(device, checkpoint, job.layout, page_cache) as opened:
-        sizes = job.sizes(
-            list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes
-        )
-        batches = list(_cut(list(map(len, encoded)), max_new_tokens, sizes))
+        sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
+        batches = list(batches_of(lengths, max_new_tokens, sizes))
         if len(batches) > 1:
             for batch in batches:
-                job.plan(
-                    batch, opened.slot_bytes
-                )  # a batch that does not fit is told before the first one runs
+                job.plan(batch, opened.slot_bytes)  # one that does not fit is told before the first one runs
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
@@ -121,20 +119,13 @@ def run_model(
                 listener or Listener(), tokenizer, mine, first, config.stop_tokens, max_new_tokens
             )
             with suppress(KeyboardInterrupt):
-                try:
-                    reports.append(job.run(batch, opened, mine, sampling, teller, _numbered(trace, number)))
-                except NotTraced as error:
-                    reports.append(error.report)
-                    untraced = untraced or error
+                reports.add(job.run, batch, opened, mine, sampling, teller, _numbered(trace, number))
             teller.finish_all()
-            if len(reports) <= number or reports[-1].interrupted:
+            if len(reports.all) <= number or reports.all[-1].interrupted:
                 break
-    if not reports:
+    if not reports.all:
         raise KeyboardInterrupt
-    report = merge_reports(reports, requests=len(encoded), batches=len(batches))
-    if untraced is not None:
-        raise NotTraced(untraced, report)
-    return report
+    return reports.merge(requests=len(encoded), batches=len(batches))
 
 
 def simulate_model(
@@ -142,9 +133,11 @@ def simulate_model(
     *,
     machine: Machine | str,
     policy: str,
-    workload: Workload | str,
+    workload: Workload | str | Sequence[Prompt],
     settings: Mapping[str, Any] | None = None,
     gen: int | None = None,
+    requests: int | None = None,
+    padded: bool = False,
     dtype: str | None = None,
     seed: int = 0,
     batch_size: int | None = None,
@@ -153,28 +146,39 @@ def simulate_model(
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
-    """Predict one batch of a workload on the virtual clock; needs no weights and no GPU.
+    """Predict a workload on the virtual clock; needs no weights and no GPU.
 
     Args:
         model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
-        workload: a profile's name, a TOML file, or a Workload.
+        workload: a profile's name, a TOML file, a Workload, or prompts as `run_model` takes them, themselves or in
+            a .jsonl file.
         gen: tokens to generate; by default the workload's own.
+        requests: how many; more than fit a batch run as successive batches. By default one full batch, or each
+            request once where the workload says which they are.
+        padded: every prompt counts as the longest of the workload (MoE-Lightning(p), FlexGen and DeepSpeed there).
         seed: of the order of prompts and of the routing.
 
     The other arguments and the errors are those of `run_model`.
     """
     require_writable(trace, "trace")
     config = find_shape(model)
-    workload = load_workload(workload) if isinstance(workload, str) else workload
+    if not isinstance(workload, Workload):
+        workload = _find_workload(workload, model, config)
     new_tokens = workload.new_tokens[0] if gen is None else gen
     _require_some(new_tokens, "--gen")
-    count = batch_size or len(workload.prompt_tokens) or LARGEST_SIMULATED_BATCH
-    lengths = workload.lengths(count, seed)
+    if requests is not None and requests < 1:
+        raise BadInput(f"--requests is {requests}: ask for at least 1")
+    all_told = requests or len(workload.prompt_tokens)
+    count = all_told or batch_size or LARGEST_SIMULATED_BATCH
+    lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     job = _Job(policy, settings, config, dtype, machine, budgets)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None)
-    batch = next(_cut(lengths, new_tokens, sizes))
-    return job.simulate(batch, seed, listener or Listener(), None if trace is None else Path(trace))
+    batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
+    reports = _Reports()
+    for number, batch in enumerate(batches):
+        reports.add(job.simulate, batch, seed, listener or Listener(), _numbered(trace, number))
+    return reports.merge(requests=count, batches=len(batches), padded=padded)
 
 
 def find_shape(name_or_folder: Path | str) -> ModelConfig:
@@ -381,6 +385,34 @@ def _opened(name: str, checkpoint: Checkpoint, layout: WeightLayout, page_cache:
             anyio.run(device.aclose)
 
 
+class _Reports:
+    """Reports of successive batches. A trace that cannot be written stops none of them, and is told at the end."""
+
+    def __init__(self) -> None:
+        self.all: list[JobReport] = []
+        self._untraced: NotTraced | None = None
+
+    def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
+        """Run one batch."""
+        try:
+            self.all.append(job(*arguments))
+        except NotTraced as error:
+            self.all.append(error.report)
+            self._untraced = self._untraced or error
+
+    def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
+        """One report of all batches, also of those that did not run.
+
+        Raises:
+            NotTraced: a trace could not be written; the report comes with it.
+        """
+        report = merge_reports(self.all, requests=requests, batches=batches)
+        report = msgspec.structs.replace(report, padded=padded)
+        if self._untraced is not None:
+            raise NotTraced(self._untraced, report)
+        return report
+
+
 class _Teller:
     """Turns a batch's tokens into text as they come, and tells the listener, by the requests' numbers in the run."""
 
@@ -439,11 +471,22 @@ def _policy_class(name: str) -> type:
     return found
 
 
-def _cut(lengths: Sequence[int], new_tokens: int, sizes: Sizes) -> Iterator[Batch]:
-    """Successive batches of the requests, in their order."""
-    for first in range(0, len(lengths), sizes.batch_size):
-        part = lengths[first : first + sizes.batch_size]
-        yield split_batch(part, new_tokens, sizes.micro_batch_size, first)
+def _find_workload(workload: str | Sequence[Prompt], model: Path | str, config: ModelConfig) -> Workload:
+    """A workload by its name or file, or one that has the lengths of these prompts."""
+    if isinstance(workload, str):
+        if not workload.endswith(".jsonl"):
+            return load_workload(workload)
+        workload = read_prompts(Path(workload))
+    if not workload:
+        raise BadInput("no prompts were given: give at least one")
+    has_folder = str(model) not in SHAPES
+    if not has_folder and any(isinstance(prompt, str) for prompt in workload):
+        raise BadInput(
+            f"prompts are text, and model {model} has no tokenizer: name a model's folder, or give ids"
+        )
+    tokenizer = find_tokenizer(Path(model)) if has_folder else None
+    encoded = encode_prompts(workload, tokenizer, config, 0)
+    return given_lengths(list(map(len, encoded)), NEW_TOKENS_OF_PROMPTS)
 
 
 def _recorder(plan: Plan) -> Recorder | LastSteps:

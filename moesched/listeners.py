@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesched.plan import Plan
 from moesched.tasks import Task
 from moesched.trace.summary import KindUse
+
+if TYPE_CHECKING:
+    from moesched.drivers.replay import Template, Timeline
 
 
 class Listener:
@@ -17,6 +21,12 @@ class Listener:
 
     def ended(self, task: Task) -> None:
         """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""
+
+    def replayed(self, timeline: Timeline) -> None:
+        """A replayed run is over; by default `ended` hears of its tasks, which takes longer than replaying them."""
+        if type(self).ended is not Listener.ended:
+            for task in timeline.tasks():
+                self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
         """A request got a token; `text` is what that makes final of its text."""
@@ -40,14 +50,25 @@ class KindMeter:
     def ended(self, task: Task) -> None:
         """Count a task."""
         work = task.work
-        key = (task.verb, task.lane.name)
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = [0, 0, 0.0, 0.0]
-        sums[0] += 1
-        sums[1] += task.end - task.start
-        sums[2] += work.nbytes
-        sums[3] += work.flops
+        self._add(task.verb, task.lane.name, 1, task.end - task.start, work.nbytes, work.flops)
+
+    def replayed(self, timeline: Timeline) -> None:
+        """Count a replayed run's tasks without making them."""
+        groups: dict[Template, dict[tuple[int, str, str], list[int]]] = {}
+        first = 0
+        for template, works in zip(timeline.steps, timeline.works, strict=True):
+            if template not in groups:
+                groups[template] = _alike(template)
+            for (micro_batch, verb, lane), positions in groups[template].items():
+                taken = sum(timeline.ends[first + each] - timeline.starts[first + each] for each in positions)
+                work = works.get((micro_batch, verb))
+                if work is not None:
+                    nbytes, flops = len(positions) * work.nbytes, len(positions) * work.flops
+                else:
+                    nbytes = sum(template.tasks[each].work.nbytes for each in positions)
+                    flops = sum(template.tasks[each].work.flops for each in positions)
+                self._add(verb, lane, len(positions), taken, nbytes, flops)
+            first += len(template.tasks)
 
     def kinds(self) -> list[KindUse]:
         """The sums and what rates they come to."""
@@ -55,6 +76,24 @@ class KindMeter:
             kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
             for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
         ]
+
+    def _add(self, verb: str, lane: str, tasks: int, taken: int, nbytes: float, flops: float) -> None:
+        sums = self._sums.get((verb, lane))
+        if sums is None:
+            sums = self._sums[verb, lane] = [0, 0, 0.0, 0.0]
+        sums[0] += tasks
+        sums[1] += taken
+        sums[2] += nbytes
+        sums[3] += flops
+
+
+def _alike(template: Template) -> dict[tuple[int, str, str], list[int]]:
+    """Positions of a captured step's tasks by micro-batch, verb and lane; joins are left out."""
+    positions: dict[tuple[int, str, str], list[int]] = {}
+    for position, task in enumerate(template.tasks):
+        if template.lanes[position] >= 0:
+            positions.setdefault((task.micro_batch, task.verb, task.lane.name), []).append(position)
+    return positions
 
 
 def kind_use(kind: str, lane: str, tasks: int, seconds: float, nbytes: float, flops: float) -> KindUse:

@@ -46,13 +46,17 @@ class Batch(msgspec.Struct, frozen=True):
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
         """What these requests have in the KV cache at the end, in whole blocks."""
-        lengths = (self.prompts[request] + self.new_tokens for request in requests)
-        return sum(-(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS for length in lengths)
+        return sum(cached_tokens(self.prompts[request] + self.new_tokens) for request in requests)
 
     @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch, which is its prefill."""
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
+
+
+def cached_tokens(length: int) -> int:
+    """What a request of so many tokens takes of the KV cache, in whole blocks."""
+    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def split_batch(

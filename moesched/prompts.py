@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ Prompt = str | Sequence[int]
 TOKENIZER_NAME = "tokenizer.json"
 _UNFINISHED = "\ufffd"
 _CONTEXT_TOKENS = 8
+_NAMED_LINES = 20
 
 
 class Tokenizer:
@@ -111,32 +112,61 @@ class _Line(msgspec.Struct):
     prompt_ids: list[int] | None = None
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> list[Prompt]:
     """Prompts from a file with one JSON object a line: `{"prompt": "..."}` or `{"prompt_ids": [1, 2, 3]}`.
 
     Other fields are ignored, blank lines skipped.
 
+    Args:
+        tell: is told, in one line and before anything else happens, which lines are no prompts; they are left out. With
+            nobody to tell, such a file is refused.
+
     Raises:
-        BadInput: the file cannot be read, or a line of it is not that; the message names the line.
+        BadInput: the file cannot be read, or it holds no prompt, or nobody would be told of a line that is none; the
+            message names the line.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BadInput(f"cannot read prompts {path}: {error.strerror}: name a file of JSON lines") from error
-    prompts = [_read_line(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts: list[Prompt] = []
+    broken: dict[int, BadInput] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(_read_line(f"{path}:{number}", line))
+            except BadInput as error:
+                broken[number] = error
+    if broken and (tell is None or not prompts):
+        raise next(iter(broken.values()))
     if not prompts:
         raise BadInput(f'{path} holds no prompts: write one {{"prompt": "..."}} a line')
+    if broken and tell is not None:
+        tell(_left_out(broken))
     return prompts
+
+
+def _left_out(broken: Mapping[int, BadInput]) -> str:
+    """Which lines are left out, and what is wrong with the first of them."""
+    first, *others = broken
+    rest = ""
+    if others:
+        named = ", ".join(map(str, others[:_NAMED_LINES]))
+        more = f" and {len(others) - _NAMED_LINES} more" if len(others) > _NAMED_LINES else ""
+        rest = f"; lines {named}{more} are no prompts either"
+    return f"{broken[first]}{rest}; left out, the other prompts run"
 
 
 def _read_line(where: str, line: bytes) -> Prompt:
     try:
         read = msgspec.json.decode(line, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f'{where}: {error}: write one {{"prompt": "..."}} a line') from error
+        raise BadInput(f'{where}: {error}: write {{"prompt": "..."}}') from error
     given = [each for each in (read.prompt, read.prompt_ids) if each is not None]
     if len(given) != 1:
         raise BadInput(f'{where}: give "prompt" or "prompt_ids", one of them')
+    if not given[0]:
+        raise BadInput(f"{where}: the prompt is empty: give at least one token")
     prompt: Prompt = given[0]
     return prompt
 
@@ -166,7 +196,7 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> list[in
     if tokenizer is None:
         raise BadInput(
             f"prompt {number} is text, but the model's folder has no {TOKENIZER_NAME}: "
-            'add it, or give ids with --prompt-ids "1,2,3"'
+            'add it, or give ids: --prompt-ids "1,2,3", or {"prompt_ids": [1, 2, 3]} in a file'
         )
     ids = tokenizer.encode(prompt)
     if not ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import numpy as np
 
 
 class SeededRouting:
@@ -11,13 +11,11 @@ class SeededRouting:
     def __init__(self, experts: int, top_k: int, seed: int = 0) -> None:
         self.experts = experts
         self.top_k = top_k
-        self.seed = seed
+        self.seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """How many of the tokens go to each expert that gets any, in ascending order of expert."""
-        drawn = random.Random(f"{self.seed}/{step}/{layer}/{micro_batch}")
-        counts = [0] * self.experts
-        for _ in range(tokens):
-            for expert in drawn.sample(range(self.experts), self.top_k):
-                counts[expert] += 1
+        drawn = np.random.default_rng((self.seed, step, layer, micro_batch)).random((tokens, self.experts))
+        chosen = drawn.argpartition(self.top_k - 1, axis=1)[:, : self.top_k]
+        counts = np.bincount(chosen.ravel(), minlength=self.experts).tolist()
         return {expert: count for expert, count in enumerate(counts) if count}

@@ -15,7 +15,7 @@ import anyio
 from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
-from moesched.drivers.replay import CapturingEngine, replay_run
+from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, OverBudget
@@ -141,8 +141,8 @@ def _replay(
     with closing(Schedule(plan, engine, lanes)) as schedule:
         timeline = replay_run(schedule, policy, cost)
     for observer in observers:
-        if isinstance(observer, Recorder):
-            observer.replayed(timeline.tasks)
+        if isinstance(observer, ReplayObserver):
+            observer.replayed(timeline)
         else:
             for task in timeline.tasks():
                 observer.ended(task)

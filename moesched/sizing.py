@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from moesched.batching import Sizes, batch_of, batches_of
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.plan import Batch, split_batch
+from moesched.plan import Batch
 
 LARGEST_MICRO_BATCH = 32
 MICRO_BATCHES_TO_OVERLAP = 4
+HALVINGS = 2
 
 Try = Callable[[Batch], object]
 """Plans a batch, and raises BadInput where that does not fit."""
-
-
-class Sizes(NamedTuple):
-    """Requests that run together, and how many of them share a kernel."""
-
-    batch_size: int
-    micro_batch_size: int
 
 
 def choose_sizes(
@@ -34,8 +28,8 @@ def choose_sizes(
 ) -> Sizes:
     """What is given, and what fits where nothing is.
 
-    The batch is the largest up to all prompts, of which the longest are tried together, so that every batch of that
-    many prompts fits. It assumes that with fewer prompts a plan needs no more bytes.
+    The batch is the largest up to all prompts with which every batch fits; the longest prompts are tried together
+    first. It assumes that with fewer prompts a plan needs no more bytes.
 
     Args:
         prompts: prompt lengths in tokens.
@@ -48,26 +42,38 @@ def choose_sizes(
             raise BadInput(f"{option} is {size}: give 1 or more")
     longest_first = sorted(prompts, reverse=True)
 
+    searched = batch_size is None
+
     def micro_batches(batch_size: int) -> list[int]:
-        """Sizes to try, the best first."""
+        """Sizes to try, the best first. A larger batch is worth smaller micro-batches, but not ever smaller ones."""
         if micro_batch_size is not None:
             return [min(micro_batch_size, batch_size)]
-        return _halvings(default_micro_batch(machine, batch_size))
+        sizes = _halvings(default_micro_batch(machine, batch_size))
+        return sizes[: HALVINGS + 1] if searched else sizes
+
+    def fits(batch: Batch) -> bool:
+        try:
+            plan(batch)
+        except BadInput:
+            return False
+        return True
 
     def fit(batch_size: int) -> int | None:
-        """The first size of micro-batches with which that many prompts fit."""
-        for size in micro_batches(batch_size):
-            try:
-                plan(split_batch(longest_first[:batch_size], new_tokens, size))
-            except BadInput:
-                continue
-            return size
-        return None
+        """The first size of micro-batches with which that many of the longest prompts fit."""
+        tried = (
+            (size, batch_of(longest_first, new_tokens, Sizes(batch_size, size)))
+            for size in micro_batches(batch_size)
+        )
+        return next((size for size, batch in tried if fits(batch)), None)
 
     if batch_size is None:
         batch_size = _largest(len(prompts), lambda size: fit(size) is not None)
     batch_size = min(batch_size, len(prompts))
-    return Sizes(batch_size, fit(batch_size) or micro_batches(batch_size)[-1])
+    sizes = Sizes(batch_size, fit(batch_size) or micro_batches(batch_size)[-1])
+    while searched and sizes.batch_size > 1 and not all(map(fits, batches_of(prompts, new_tokens, sizes))):
+        # Shorter prompts may spread less evenly than the longest did.
+        sizes = Sizes(sizes.batch_size - 1, min(sizes.micro_batch_size, sizes.batch_size - 1))
+    return sizes
 
 
 def default_micro_batch(machine: Machine, batch_size: int) -> int:

@@ -141,6 +141,20 @@ def test_more_prompts_than_a_batch_run_as_successive_batches(
     assert [check_trace(tmp_path / name) for name in traces] == [[], [], []]
 
 
+def test_a_line_that_is_no_prompt_is_told_and_costs_no_other(
+    moesched: Any, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2}\n{"prompt_ids": [3]}\n')
+    wanted = ("run", model, "--policy", "resident", "--max-new-tokens", 2, "--json")
+    said = moesched(*wanted, "--prompts", file)
+    assert said.json["tokens"] == moesched(*wanted, "--prompt-ids", "1;3").json["tokens"]
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:2: [^\n]*left out[^\n]*\n", said.err)
+    assert said.code == 2
+    file.write_text('{"prompt_ids": [2}\n')
+    refused(moesched(*wanted, "--prompts", file), r"prompts\.jsonl:1: ")
+
+
 def test_a_stop_token_ends_a_request_and_is_kept(moesched: Any, model: Path, tmp_path: Path) -> None:
     wanted = ("--policy", "resident", "--prompt-ids", "1;2", "--max-new-tokens", 20, "--json")
     free = moesched("run", model, *wanted).json["tokens"]
@@ -420,7 +434,7 @@ def test_what_nobody_foresaw_keeps_its_traceback(moesched: Any, job: list[Any]) 
 
 def interrupt(arguments: list[Any], *, after: str) -> Said:
     """Run a command in a process of its own and send it Ctrl-C as soon as `after` stands in its output."""
-    command = [sys.executable, "-m", "moesched.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "moesched", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         source = process.stderr if after in LOGGED else process.stdout
@@ -502,6 +516,28 @@ def test_a_folder_needs_no_weights_to_be_simulated(moesched: Any, no_text: Path,
     refused(moesched(*wanted, "uniform"), "a prompt of 128 tokens and 32 new ones are more than the context")
 
 
+def test_a_file_of_prompts_is_a_workload(moesched: Any, no_text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]}\n')
+    wanted = ("simulate", "--model", no_text, "--machine", "t4", "--policy", "cgopipe", "--workload", file)
+    whole = moesched(*wanted, "--gen", 2, "--json")
+    assert (whole.code, whole.json["plan"]["batch_size"]) == (0, 2)
+    file.write_text(file.read_text() + "{\n")
+    partly = moesched(*wanted, "--gen", 2, "--json")
+    assert (partly.code, partly.json["step_seconds"]) == (2, whole.json["step_seconds"])
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:3: [^\n]*left out[^\n]*\n", partly.err)
+
+
+def test_padded_requests_of_several_batches_are_traced_and_printed(moesched: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    said = moesched(
+        *SIMULATE, "--policy", "flexgen", "--gen", 2, "--requests", 5, "--batch-size", 3, "--padded",
+        "--trace", trace,
+    )  # fmt: skip
+    assert "2 new tokens, padded, 2 batches" in said.out
+    assert [check_trace(trace), check_trace(tmp_path / "trace.batch2.json")] == [[], []]
+
+
 def test_a_prediction_is_traced_and_compared_with_itself(moesched: Any, tmp_path: Path) -> None:
     trace, report = tmp_path / "trace.json", tmp_path / "report.json"
     wanted = (*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 2)
@@ -521,8 +557,10 @@ def test_a_prediction_is_traced_and_compared_with_itself(moesched: Any, tmp_path
     [
         (("--model", "gpt-5"), "no model 'gpt-5': name a folder with a config.json, or one of mixtral-0.8b"),
         (("--machine", "t5"), "no machine 't5'"),
-        (("--workload", "chat"), "no workload 'chat': name a TOML file or one of mtbench, uniform"),
+        (("--workload", "chat"), "no workload 'chat': name a TOML file or one of mtbench, "),
         (("--policy", "magic"), "unknown policy 'magic'"),
+        (("--workload", "no.jsonl"), r"cannot read prompts no\.jsonl: No such file"),
+        (("--requests", "0"), "--requests is 0: ask for at least 1"),
         (("--gen", "0"), "--gen is 0: ask for at least 1 token"),
         (("--gen", "40000"), "40000 new ones are more than the context of mixtral-0.8b, 32768"),
     ],
@@ -568,7 +606,7 @@ def test_random_model_writes_a_model_that_runs(moesched: Any, tmp_path: Path) ->
         ("transports", {"inproc"}),
         ("models", {"mixtral-0.8b", "mixtral-8x7b", "mixtral-8x22b", "dbrx"}),
         ("machines", {"auto", "t4"}),
-        ("workloads", {"mtbench", "uniform"}),
+        ("workloads", {"mtbench", "synthetic-reasoning", "summarization", "uniform"}),
     ],
 )
 def test_list_shows_what_is_there_in_a_word_and_a_line(moesched: Any, kind: str, names: set[str]) -> None:

@@ -12,12 +12,16 @@ import pytest
 import moesched
 from moesched.interrupts import interrupts_held
 from moesched.jobs import NotTraced
-from moesched.listeners import Listener
+from moesched.listeners import KindMeter, Listener
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plan import Plan
+from moesched.plugins import make_policy
+from moesched.prompts import TOKENIZER_NAME, Prompt, Tokenizer
+from moesched.runs import simulate
 from moesched.settings import check_settings, parse_settings
 from moesched.tasks import Task
+from runs import FORTY_PERCENT, make_plan
 from small_models import small_model
 
 
@@ -130,6 +134,90 @@ def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> N
     assert predicted.lanes.keys() == measured.lanes.keys()
     assert {kind.kind for kind in predicted.kinds} == {kind.kind for kind in measured.kinds}
     assert (predicted.measured, measured.measured) == (False, True)
+
+
+def predict(workload: Any, **more: Any) -> moesched.JobReport:
+    settings: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3} | more
+    return moesched.simulate_model("mixtral-0.8b", workload=workload, **settings)
+
+
+def test_a_workload_without_a_count_is_one_full_batch_and_repeats_its_requests() -> None:
+    report = predict("mtbench")
+    assert (report.plan.batch_size, report.batches) == (1024, 1)
+    assert predict("mtbench", batch_size=6).plan.batch_size == 6
+
+
+def test_requests_beyond_the_batch_run_in_the_next_ones() -> None:
+    report = predict("mtbench", requests=10, batch_size=4)
+    assert (report.plan.batch_size, report.batches) == (4, 3)
+    assert report.throughput_tokens_per_second == pytest.approx(30 / sum(report.step_seconds))
+    assert report.decode_tokens_per_second == pytest.approx(
+        20 / sum(sum(report.step_seconds[start + 1 : start + 3]) for start in (0, 3, 6))
+    )
+    assert report.simulated_seconds == pytest.approx(report.load_seconds + sum(report.step_seconds))
+
+
+def test_successive_predicted_batches_are_those_predicted_alone() -> None:
+    lengths = [9, 30, 4, 17, 8]
+    whole = predict(moesched.given_lengths(lengths, 3), batch_size=3)
+    parts = [predict(moesched.given_lengths(part, 3), batch_size=3) for part in (lengths[:3], lengths[3:])]
+    assert whole.step_seconds == [seconds for part in parts for seconds in part.step_seconds]
+    assert whole.tasks == sum(part.tasks for part in parts)
+
+
+def test_listed_prompts_run_once_each_where_no_count_is_given() -> None:
+    listed = moesched.given_lengths([9, 30, 4], 3)
+    assert predict(listed, batch_size=8).plan.batch_size == 3
+    assert predict(listed, batch_size=2).batches == 2
+    assert predict(listed, batch_size=8, requests=8).plan.batch_size == 8
+
+
+def test_a_padded_prediction_is_that_of_the_longest_prompts() -> None:
+    padded = predict("mtbench", batch_size=8, padded=True)
+    longest = predict(moesched.given_lengths([418] * 8, 3))
+    assert padded.step_seconds == longest.step_seconds
+    assert padded.as_dict()["padded"] is True
+    assert predict("mtbench", batch_size=8).prefill_seconds < padded.prefill_seconds
+
+
+def test_the_prompts_of_a_run_are_a_workload(model: Path) -> None:
+    prompts: list[Prompt] = ["abc", [1, 2]]
+    lengths = moesched.given_lengths([len(Tokenizer(model / TOKENIZER_NAME).encode("abc")), 2], 3)
+    given: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3}
+    of_prompts = moesched.simulate_model(model, workload=prompts, **given)
+    assert of_prompts.step_seconds == moesched.simulate_model(model, workload=lengths, **given).step_seconds
+
+
+@pytest.mark.parametrize(
+    ("workload", "more", "said"),
+    [
+        ("mtbench", {"requests": 0}, "--requests is 0: ask for at least 1"),
+        ([], {}, "no prompts were given: give at least one"),
+        (["abc"], {}, "prompts are text, and model mixtral-0.8b has no tokenizer: name a model's folder"),
+        ([[1, 40000]], {}, "prompt 0: token id 40000 is outside the vocabulary"),
+        ([[1] * 32767], {}, "a prompt of 32767 tokens and 3 new ones are more than the context"),
+    ],
+)
+def test_a_workload_that_cannot_be_predicted_is_told(workload: Any, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(moesched.BadInput, match=said):
+        predict(workload, **more)
+
+
+def test_a_file_of_prompts_with_a_broken_line_is_refused_where_nobody_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1, 2]}\n{\n')
+    with pytest.raises(moesched.BadInput, match=r"prompts\.jsonl:2: "):
+        predict(str(file))
+
+
+def test_a_replayed_prediction_counts_the_same_tasks_as_one_that_is_driven() -> None:
+    counted = []
+    for replay in (False, True):
+        policy, meter, diary = make_policy("cgopipe"), KindMeter(), Diary()
+        plan = make_plan(policy, new_tokens=9, budgets=FORTY_PERCENT)
+        simulate(plan, policy, replay=replay, observers=[meter, diary])
+        counted.append((meter.kinds(), diary.loads))
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -50,13 +51,50 @@ def test_a_file_holds_one_prompt_a_line_as_text_or_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["no JSON", "[1]", '{"text": "a"}', '{"prompt": 3}', '{"prompt": "a", "prompt_ids": [1]}', '"a"']
+    "line",
+    [
+        "no JSON",
+        "[1]",
+        '{"text": "a"}',
+        '{"prompt": 3}',
+        '{"prompt": "a", "prompt_ids": [1]}',
+        '"a"',
+        '{"prompt": ""}',
+    ],
 )
 def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(BadInput, match=r"prompts\.jsonl:2: .*(write|give)"):
         read_prompts(file)
+
+
+def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n{"prompt_ids": [1, 2]}\n{"prompt"\n{"prompt": ""}\n')
+    told: list[str] = []
+    assert read_prompts(file, told.append) == ["a", [1, 2]]
+    (line,) = told
+    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are no prompts either; left out", line)
+
+
+def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("{\n[]\n")
+    told: list[str] = []
+    with pytest.raises(BadInput, match=r"prompts\.jsonl:1: "):
+        read_prompts(file, told.append)
+    assert told == []
+
+
+def test_many_broken_lines_make_one_readable_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + "{\n" * 1000)
+    told: list[str] = []
+    read_prompts(file, told.append)
+    assert "lines 3, 4, " in told[0]
+    assert "22 and 979 more are no prompts either" in told[0]
+    assert len(told[0]) < 400
 
 
 def test_a_file_without_prompts_or_without_a_file_is_told(tmp_path: Path) -> None:

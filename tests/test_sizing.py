@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.local import unified_machine
 from moesched.plan import Batch
-from moesched.sizing import Sizes, choose_sizes, default_micro_batch
+from moesched.sizing import choose_sizes, default_micro_batch
 
 T4 = load_machine("t4")
 LAPTOP = unified_machine(
@@ -49,6 +50,27 @@ def test_every_batch_of_the_chosen_size_fits(prompts: list[int], tokens: int) ->
     for start in range(0, len(prompts), size):
         part = tuple(prompts[start : start + size])
         assert Batch(part, 4, (tuple(range(len(part))),)).cache_tokens <= tokens
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(30, 200), st.integers(16 * 4, 600))
+def test_every_micro_batch_of_the_chosen_sizes_fits(prompts: list[int], most: int, tokens: int) -> None:
+    room = Room(tokens, micro_batch_tokens=most)
+    for batch in batches_of(prompts, 4, choose_sizes(prompts, 4, T4, room.plan)):
+        room.plan(batch)
+
+
+def test_a_batch_that_needs_more_than_the_longest_prompts_did_makes_all_batches_smaller() -> None:
+    def plan(batch: Batch) -> None:
+        if len(batch.prompts) > 2 or batch.prompts == (3, 3):
+            raise BadInput("does not fit")
+
+    assert choose_sizes([9, 9, 3, 5], 4, LAPTOP, plan) == Sizes(2, 2)
+    assert choose_sizes([9, 9, 3, 3], 4, LAPTOP, plan) == Sizes(1, 1)
+
+
+def test_micro_batches_are_halved_twice_for_a_larger_batch_and_not_further() -> None:
+    tight = Room(16 * 40, micro_batch_tokens=20)
+    assert choose_sizes([10] * 1000, 4, T4, tight.plan) == Sizes(32, 2)
 
 
 def test_given_sizes_stay_as_they_are() -> None:

@@ -19,12 +19,24 @@ from moesched.workloads import (
 )
 
 
-def test_mtbench_has_the_average_and_the_maximum_that_the_paper_states() -> None:
-    lengths = load_workload("mtbench").lengths(80)
-    assert sum(lengths) / 80 == 77
-    assert max(lengths) == 418
+@pytest.mark.parametrize(
+    ("name", "average", "largest", "new_tokens"),
+    [
+        ("mtbench", 77, 418, (32, 64, 128, 256)),
+        ("synthetic-reasoning", 242, 256, (50,)),
+        ("summarization", 1693, 1984, (64,)),
+    ],
+)
+def test_workloads_are_those_of_the_papers_table(
+    name: str, average: int, largest: int, new_tokens: tuple[int, ...]
+) -> None:
+    workload = load_workload(name)
+    assert workload.prompts is not None
+    lengths = workload.lengths(workload.prompts.distinct, seed=7)
+    assert sum(lengths) / len(lengths) == average
+    assert max(lengths) == workload.longest == largest
     assert min(lengths) >= 1
-    assert load_workload("mtbench").new_tokens == (32, 64, 128, 256)
+    assert workload.new_tokens == new_tokens
 
 
 def test_every_eighty_requests_of_mtbench_are_its_eighty_questions() -> None:
@@ -45,7 +57,9 @@ def test_uniform_prompts_have_one_length() -> None:
 
 
 def test_given_lengths_come_in_their_order_and_again_from_the_start() -> None:
-    assert given_lengths([5, 7, 2], new_tokens=4).lengths(5) == [5, 7, 2, 5, 7]
+    given = given_lengths([5, 7, 2], new_tokens=4)
+    assert given.lengths(5) == [5, 7, 2, 5, 7]
+    assert given.longest == 7
 
 
 @given(distinct=st.integers(2, 200), largest=st.integers(2, 5000), share=st.floats(0, 1))
@@ -92,6 +106,6 @@ def test_a_file_that_is_no_workload_is_told_with_its_name(tmp_path: Path, text: 
 
 
 def test_an_unknown_workload_is_told_with_the_choices() -> None:
-    with pytest.raises(BadInput, match="no workload 'mtbenhc': name a TOML file or one of mtbench, uniform"):
+    with pytest.raises(BadInput, match="no workload 'mtbenhc': name a TOML file or one of mtbench, "):
         load_workload("mtbenhc")
-    assert workload_names() == ["mtbench", "uniform"]
+    assert workload_names() == ["mtbench", "summarization", "synthetic-reasoning", "uniform"]

@@ -18,6 +18,8 @@ from moesched.tasks import Task
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from moesched.drivers.replay import Timeline
+
 _log = structlog.get_logger(__name__)
 
 SHOWN_PROMPT = 60
@@ -193,6 +195,10 @@ class SimulationBar(Listener):
         if task.verb == "sample":
             self._samples += 1
             self._bar.update(self._samples)
+
+    def replayed(self, timeline: Timeline) -> None:
+        """The batch is through at once."""
+        self._bar.update(self._all)
 
     def writing(self, trace: Path) -> None:
         """Say so."""

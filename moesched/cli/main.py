@@ -59,7 +59,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explains_only(arguments: Sequence[str]) -> bool:
     """Whether nothing is run, so that nothing will be logged: loading the logs takes as long as all the rest."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

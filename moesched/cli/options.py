@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
 from moesched.errors import BadInput
 from moesched.units import parse_bytes
+
+if TYPE_CHECKING:
+    from moesched.prompts import Prompt
 
 SIZES = Group("Sizes and budgets", sort_key=2)
 OUTPUT = Group("Output", sort_key=9)
@@ -73,6 +76,12 @@ DType = Annotated[
 ]
 
 
+BROKEN_LINES = (
+    "A line of a file of prompts that is none is told by its number and left out; the others run, and the exit code "
+    "is 2 at the end."
+)
+
+
 def paragraphs(*texts: str) -> str:
     """Help text; lines break where the window ends."""
     return "\n\n".join(texts)
@@ -93,3 +102,19 @@ def parse_budgets(texts: Sequence[str]) -> dict[str, int]:
             raise BadInput(f"--budget gives {memory} twice, {size!r} the second time: give it once")
         budgets[memory] = parse_bytes(size)
     return budgets
+
+
+def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
+    """The prompts of a file and the exit code that says whether lines of it were left out.
+
+    Raises:
+        BadInput: there is no prompt in it.
+    """
+    from moesched.cli.failures import BAD_INPUT, tell
+    from moesched.prompts import read_prompts
+
+    told: list[str] = []
+    prompts = read_prompts(file, told.append)
+    for line in told:
+        tell(line)
+    return prompts, BAD_INPUT if told else 0

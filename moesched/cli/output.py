@@ -73,6 +73,8 @@ def print_report(report: JobReport) -> None:
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
     )
+    if report.padded:
+        sizes += ", padded"
     if report.batches > 1:
         sizes += f", {report.batches} batches"
     placed = f"{plan.kept_pages} pages stay, {plan.streamed_pages} stream; KV cache on the {plan.kv_on}"

@@ -22,6 +22,7 @@ HELP = options.paragraphs(
     "Generate text on this machine, with weights that stream from a slower memory if they must.",
     "More prompts than fit a batch run as successive batches. Ctrl-C ends a run cleanly: the tokens so far are "
     "printed, the trace so far is written.",
+    options.BROKEN_LINES,
 )
 
 EPILOGUE = """Examples:
@@ -122,7 +123,7 @@ def run(
     from moesched.sampling import Sampling
     from moesched.settings import parse_settings
 
-    given = _prompts(prompt, prompts, prompt_ids)
+    given, code = _prompts(prompt, prompts, prompt_ids)
     display = display_of(given, has_text=(model_dir / TOKENIZER_NAME).is_file(), json=json)
 
     def job() -> JobReport:
@@ -148,15 +149,15 @@ def run(
             display.ran()
 
     done = hand_out(job, json=json, file=report, trace=trace)
-    return INTERRUPTED if done.interrupted else 0
+    return INTERRUPTED if done.interrupted else code
 
 
-def _prompts(texts: Sequence[str], file: Path | None, ids: str | None) -> list[Prompt]:
-    """The prompts, given in one of three ways."""
-    from moesched.prompts import parse_prompt_ids, read_prompts
+def _prompts(texts: Sequence[str], file: Path | None, ids: str | None) -> tuple[list[Prompt], int]:
+    """The prompts, given in one of three ways, and the exit code that says whether some were left out."""
+    from moesched.prompts import parse_prompt_ids
 
     if sum((bool(texts), file is not None, ids is not None)) != 1:
         raise BadInput("give prompts in one way: --prompt, --prompts or --prompt-ids")
     if file is not None:
-        return read_prompts(file)
-    return list(texts) if ids is None else list(parse_prompt_ids(ids))
+        return options.read_prompt_file(file)
+    return (list(texts) if ids is None else list(parse_prompt_ids(ids))), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -10,16 +11,21 @@ from moesched.cli import options
 
 if TYPE_CHECKING:
     from moesched.job_report import JobReport
+    from moesched.prompts import Prompt
 
 HELP = options.paragraphs(
     "Predict a run on a virtual clock: the same policy, a machine that you need not have, no weights and no GPU.",
-    "One batch of the workload is simulated, from loading to the last token.",
+    "One full batch of the workload is simulated, from loading to the last token, or as many requests as you say; "
+    "more than fit a batch run as successive batches. A list of prompts runs whole.",
+    options.BROKEN_LINES,
 )
 
 EPILOGUE = """Examples:
 
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench --gen 64
+  moesched simulate --model mixtral-8x7b --machine t4 --policy flexgen \\
+      --workload summarization --padded --requests 500
   moesched simulate --model models/mixtral-0.8b --machine auto \\
       --policy layer_streaming --workload uniform --batch-size 16 \\
       --budget host=640MB --trace out/predicted.json"""
@@ -46,13 +52,27 @@ def simulate(
     ],
     policy: options.Policy,
     workload: Annotated[
-        str, Parameter(metavar="NAME|FILE", help="A name of `moesched list workloads`, or a TOML file.")
+        str,
+        Parameter(
+            metavar="NAME|FILE",
+            help="A name of `moesched list workloads`, a TOML file, or a .jsonl file of prompts as `run` takes it.",
+        ),
     ],
     settings: options.Settings = (),
     gen: Annotated[
         int | None,
         Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
     ] = None,
+    requests: Annotated[
+        int | None,
+        Parameter(
+            metavar="N",
+            help="Requests in all; a workload repeats its prompts. By default one full batch, or each listed prompt.",
+        ),
+    ] = None,
+    padded: Annotated[
+        bool, Parameter(negative="", help="Count every prompt as long as the longest of the workload.")
+    ] = False,
     dtype: options.DType = None,
     seed: Annotated[int, Parameter(help="Of the order of the prompts and of the routing.")] = 0,
     batch_size: options.BatchSize = None,
@@ -61,7 +81,7 @@ def simulate(
     trace: options.Trace = None,
     report: options.ReportFile = None,
     json: options.Json = False,
-) -> None:
+) -> int:
     """See HELP."""
     from moesched.cli.display import SimulationBar
     from moesched.cli.output import Bar
@@ -69,15 +89,22 @@ def simulate(
     from moesched.jobs import simulate_model
     from moesched.settings import parse_settings
 
+    given: str | list[Prompt] = workload
+    code = 0
+    if workload.endswith(".jsonl"):
+        given, code = options.read_prompt_file(Path(workload))
+
     def job() -> JobReport:
         with Bar("simulating") as bar:
             return simulate_model(
                 model,
                 machine=machine,
                 policy=policy,
-                workload=workload,
+                workload=given,
                 settings=parse_settings(settings),
                 gen=gen,
+                requests=requests,
+                padded=padded,
                 dtype=dtype,
                 seed=seed,
                 batch_size=batch_size,
@@ -88,3 +115,4 @@ def simulate(
             )
 
     hand_out(job, json=json, file=report, trace=trace)
+    return code

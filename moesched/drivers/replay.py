@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -183,6 +183,14 @@ class Timeline:
                     followers=None,
                 )
                 number += 1
+
+
+@runtime_checkable
+class ReplayObserver(Protocol):
+    """An observer that wants a replayed run as a whole, since making its tasks takes longer than replaying it."""
+
+    def replayed(self, timeline: Timeline) -> None:
+        """Told once, instead of `ended` for each task."""
 
 
 def replay_run(schedule: Schedule, policy: Policy, cost: CostModel) -> Timeline:

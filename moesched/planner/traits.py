@@ -12,11 +12,12 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
+from moesched.batching import Sizes, batch_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import Batch, Plan, split_batch
+from moesched.plan import Batch, Plan
 from moesched.runs import make_lanes, plan_run
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Policy
@@ -46,7 +47,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
-        return split_batch(self.lengths[: micro_batches * size], self.new_tokens, size)
+        lengths = self.lengths[: micro_batches * size]
+        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size))
 
     def plan(self, batch: Batch, budgets: dict[str, int] | None = None) -> tuple[Plan, Policy]:
         """The policy's plan of a batch.

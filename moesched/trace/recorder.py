@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
 from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task
 from moesched.trace.recording import LaneName, MemorySample, Recording, Slice
+
+if TYPE_CHECKING:
+    from moesched.drivers.replay import Timeline
 
 
 class HasPeak(Protocol):
@@ -64,9 +67,9 @@ class Recorder(_Watcher):
         """Told of each task that ran: the bare append of a list."""
         return self._append
 
-    def replayed(self, tasks: Callable[[], Iterable[Task]]) -> None:
+    def replayed(self, timeline: Timeline) -> None:
         """Told of a replayed run, whose tasks are made only if somebody wants the recording."""
-        self._replayed.append(tasks)
+        self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:
         """What ran so far."""

@@ -57,6 +57,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.prompts is not None:
             _check(self.name, self.prompts)
 
+    @property
+    def longest(self) -> int:
+        """The length of its longest prompt in tokens."""
+        return max(self.prompt_tokens) if self.prompts is None else max(spread(self.prompts))
+
     def lengths(self, count: int, seed: int = 0) -> list[int]:
         """Prompt lengths in tokens of `count` requests.
 
