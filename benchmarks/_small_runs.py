@@ -39,6 +39,30 @@ roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned"
     "the machine with two memories",
 )
 
+# Weights come from the files; the host has room for the KV cache and for some of them.
+THREE_TIERS = parse_machine(
+    b"""
+name = "three tiers"
+memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
+memories.host = { capacity = "50KB", bandwidth = 1e10 }
+memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
+memories.disk = { capacity = "1GB", bandwidth = 1e9 }
+processors.gpu = { memory = "gpu", flops = { float32 = 1e12, bfloat16 = 1e12 } }
+processors.cpu = { memory = "host", flops = { float32 = 1e11, bfloat16 = 1e11 } }
+links = [
+    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 1e9 },
+    { source = "gpu", destination = "host", bandwidth = 1e9 },
+    { source = "host", destination = "pinned", bandwidth = 2e9 },
+    { source = "disk", destination = "pinned", bandwidth = 1e9, path = "disk" },
+    { source = "disk", destination = "host", bandwidth = 1e9, path = "disk" },
+    { source = "disk", destination = "gpu", bandwidth = 1e9, path = "disk" },
+]
+roles = { accelerator = "gpu", host = "cpu", weights = "disk", pinned = "pinned" }
+""",
+    "the machine with three tiers",
+)
+
 
 class Generated(NamedTuple):
     """What a run came to. logits_RSV: float32, by request and step."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moesched.memory import Slot
 from moesched.models.layout import Page
 from moesched.plan import KV_BLOCK_TOKENS
 from moesched.tasks import PageTransfer, Task
@@ -26,7 +27,7 @@ class HostSide:
 
     Args:
         accelerator: where the accelerator's tensors are.
-        home: the bytes of the pages that stream, by their id, as `bring_home` reads them.
+        home: the bytes of pages in host memory, by their id, as `bring_home` reads them; others come from the files.
         slot: the bytes of a slot, by its task's slots.
         cache: the KV cache, on the host if `cache_on_host`.
         kv_slots: room for keys and values that are loaded from there.
@@ -36,6 +37,7 @@ class HostSide:
     def __init__(
         self,
         accelerator: torch.device,
+        reader: PageReader,
         home: Mapping[int, Tensor],
         slot: Callable[[Any], Tensor],
         cache: BlockedKV,
@@ -51,6 +53,7 @@ class HostSide:
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
         self._attend = attend
+        self._reader = reader
         self._home = home
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "pin": self._bring,
@@ -64,14 +67,24 @@ class HostSide:
             self.verbs = {**self.verbs, "attention": self._attention, "load_kv": self._load_kv}
 
     def _bring(self, task: PageTransfer) -> None:
-        """Copy pages into slots: from the slots that the task reads, or from their home."""
-        sources = [self._slot(slot) for slot in task.operands or ()] or [
-            self._home[page.id] for page in task.pages
-        ]
-        for source, slot in zip(sources, task.slots, strict=True):
+        """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
+        sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
+        for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
             target = self._slot(slot)
-            nbytes = min(len(source), len(target))
-            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+            if source is None and page.id not in self._home:
+                self._read_into(target, page)
+                continue
+            held = self._home[page.id] if source is None else self._slot(source)
+            nbytes = min(len(held), len(target))
+            target[:nbytes].copy_(held[:nbytes], non_blocking=True)
+
+    def _read_into(self, target: Tensor, page: Page) -> None:
+        """Read a page from its file; by way of host memory where nothing can be read into the slot."""
+        if target.device.type == "cpu":
+            self._reader.read(page, target)
+        else:
+            held = _read(self._reader, page)
+            target[: len(held)].copy_(held)
 
     def _load_kv(self, task: Task) -> None:
         """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""

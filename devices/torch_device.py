@@ -140,8 +140,10 @@ class TorchDevice:
         self._let_go()
         if not self._head:
             self._start()
-        kept = [page for pool in plan.kept for page in pool.pages()]
-        missing = self._kept.retain(kept)
+        fast = plan.memory("accelerator")
+        missing = self._kept.retain(
+            page for pool in plan.kept if pool.memory is fast for page in pool.pages()
+        )
         if self._mapping and plan.machine.unified:
             self._mapped = self._mapped or MappedPages(self._checkpoint, self.layout, self._reader)
         else:
@@ -212,7 +214,8 @@ class TorchDevice:
 
     def _load(self, task: PageTransfer) -> None:
         for page in task.pages:
-            self._kept.load(page)
+            if page.id not in self._home:
+                self._kept.load(page)
 
     def _staging(self, pages: int) -> list[Tensor]:
         """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
@@ -258,12 +261,10 @@ class TorchDevice:
         return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._on_cpu)
 
     def _host_side(self, plan: Plan) -> HostSide:
-        kept = {page.id for pool in plan.kept for page in pool.pages()}
-        streamed = [page for page in self.layout.pages if page.id not in kept]
-        self._home = bring_home(self._home, self._reader, streamed)
         return HostSide(
             self._accelerator,
-            self._home,
+            self._reader,
+            self._home_of_weights(plan),
             self._bytes,
             self._cache,
             plan.kv_role == "host",
@@ -276,7 +277,21 @@ class TorchDevice:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
+    def _home_of_weights(self, plan: Plan) -> dict[int, Tensor]:
+        """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
+        fast, host = plan.memory("accelerator"), plan.memory("host")
+        if plan.machine.roles.weights == host.name:
+            kept = {page.id for pool in plan.kept if pool.memory is fast for page in pool.pages()}
+            pages = [page for page in self.layout.pages if page.id not in kept]
+        else:
+            pages = [page for pool in plan.kept if pool.memory is host for page in pool.pages()]
+        self._home = bring_home(self._home, self._reader, pages)
+        return self._home
+
     def _bytes(self, slot: Slot) -> Tensor:
+        if slot.fixed:
+            assert slot.page is not None
+            return self._home[slot.page.id]
         return self._arenas[slot.pool].slot(slot.index)
 
     def _weights(self, view: View[Any]) -> Weights:

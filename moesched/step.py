@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, TypeVar
 
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
-from moesched.memory import Pool, View, Views, describe
+from moesched.memory import Pool, Slot, View, Views, describe
 from moesched.models.layout import Page
 from moesched.schedule import STRIDE, Kind, MicroBatch, Schedule
 from moesched.tasks import (
@@ -97,18 +97,7 @@ class Step:
             PolicyError: a page is in that memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
-        origin = self._weights
-        reads: list[Block] = []
-        if source is not None:
-            origin = source.memory.name
-            table = source.memory.table
-            for page in pages:
-                held = table.get(page.id)
-                if held is None or held.pool is not source:
-                    raise NotResident(
-                        f"fetch: page {describe(page)} is not in pool {source.name}: pin it there first"
-                    )
-                reads.append(held)
+        origin, reads = self._origin("fetch", pages, source)
         lane, work, slots = self._place("fetch", pages, origin, pool)
         first = pages[0]
         task = PageTransfer(
@@ -118,16 +107,17 @@ class Step:
             first.layer,
             -1,
             first.expert,
-            tuple(reads),
+            reads,
             self.index,
             pages=tuple(pages),
             slots=slots,
         )
         return self._submit(task, reads, slots, (), DEMAND if urgent else PREFETCH)
 
-    def pin(self, pages: Sequence[Page], pool: Pool) -> Task:
-        """Move pages from where the weights live into pinned memory, the first hop to the accelerator."""
-        lane, work, slots = self._place("pin", pages, self._weights, pool)
+    def pin(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
+        """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
+        origin, reads = self._origin("pin", pages, source)
+        lane, work, slots = self._place("pin", pages, origin, pool)
         first = pages[0]
         task = PageTransfer(
             lane,
@@ -136,12 +126,12 @@ class Step:
             first.layer,
             -1,
             first.expert,
-            None,
+            reads,
             self.index,
             pages=tuple(pages),
             slots=slots,
         )
-        return self._submit(task, (), slots, (), PREFETCH)
+        return self._submit(task, reads, slots, (), PREFETCH)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
         """Give up pages; their slots are free for the next fetch."""
@@ -420,6 +410,19 @@ class Step:
         return samples
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _origin(self, verb: str, pages: Sequence[Page], source: Pool | None) -> tuple[str, tuple[Slot, ...]]:
+        """The memory that pages come from, and their slots there where they do not come from the weights' home."""
+        if source is None:
+            return self._weights, ()
+        table = source.memory.table
+        held = tuple(slot for page in pages if (slot := table.get(page.id)) and slot.pool is source)
+        if len(held) < len(pages):
+            lost = next(page for page in pages if getattr(table.get(page.id), "pool", None) is not source)
+            raise NotResident(
+                f"{verb}: page {describe(lost)} is not in pool {source.name}: bring it there first"
+            )
+        return source.memory.name, held
 
     def _place(
         self, verb: str, pages: Sequence[Page], origin: str, pool: Pool

@@ -87,7 +87,7 @@ class SymbolicDevice:
         for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
             data.write(slot, page.id if source is None else data.read(source))
 
-    _pin = _load
+    _pin = _fetch
 
     # -- a micro-batch through a layer -------------------------------------------------------------
 

@@ -126,6 +126,7 @@ def policy_cases() -> list[Case]:
         Case(name="uneven micro-batches", machine=unified, weights=0.8, micro_batch_size=3),
         Case(name="experts of several pages", machine=gpu, weights=0.7, pages_per_expert=3),
         Case(name="odd layers, deep", machine=unified, layers=7, weights=0.5),
+        Case(name="weights on the disk", machine=load_machine("t4-nvme"), weights=0.7),
         Case(name="one layer", machine=gpu, layers=1, weights=2.2),
         Case(name="one new token", machine=gpu, new_tokens=1),
         Case(name="dense model", machine=unified, experts=1, top_k=1),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
+from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.devices.torch_device import TorchDevice
 from moesched.drivers.lanes import LaneKind, Streams
@@ -19,6 +19,7 @@ from moesched.models.random_model import write_random_model
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
+from moesched.tasks import Task
 from test_streams import FakeStreams
 
 # Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
@@ -51,6 +52,7 @@ POLICIES = [
     ("fastdecode", {}),
     ("flexgen", {}),
     ("flexgen_cpu", {}),
+    ("three_tiers", {}),
     *(("adversarial", {"seed": n}) for n in range(8)),
 ]
 
@@ -95,6 +97,7 @@ def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
         pytest.param(TorchDevice, ONE_MEMORY, id="one memory"),
         pytest.param(TorchDevice, TWO_MEMORIES, id="two memories"),
         pytest.param(Streamed, TWO_MEMORIES, id="two memories, streams"),
+        pytest.param(TorchDevice, THREE_TIERS, id="three tiers"),
     ],
 )
 def test_every_policy_gives_the_same_logits(
@@ -120,6 +123,35 @@ def test_every_policy_gives_the_same_logits(
     assert same_bits(got.logits_RSV, expected.logits_RSV)
     if isinstance(device, Streamed):
         device.fake.close()
+
+
+def test_three_tiers_are_in_use_at_once(
+    checkpoint: Checkpoint, layout: WeightLayout, expected: Generated
+) -> None:
+    seen = Origins()
+    got = generate(
+        TorchDevice(checkpoint, layout, keep_logits=True),
+        make_policy("three_tiers"),
+        THREE_TIERS,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=2,
+        weights=0.8,
+        observers=[seen],
+    )
+    assert same_bits(got.logits_RSV, expected.logits_RSV)
+    assert seen.pins == {"disk->pinned", "host->pinned"}
+
+
+class Origins:
+    """Notes which way pages came to pinned memory."""
+
+    def __init__(self) -> None:
+        self.pins: set[str] = set()
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "pin":
+            self.pins.add(task.work.resource)
 
 
 @pytest.mark.parametrize(
