@@ -27,8 +27,9 @@ class CGOPipe:
         plan.place_kv("host")
         self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
         most = max(self.streamed, key=len)
-        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
-        self.pinned = plan.pool("pinned", "staging", 2 * len(most), most) if plan.has_pinned else None
+        pages = [page for layer in self.streamed for page in layer]
+        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), pages)
+        self.pinned = plan.pool("pinned", "staging", 2 * len(most), pages) if plan.has_pinned else None
 
     async def prefill(self, step: Step) -> None:
         """Everything on the accelerator, layer by layer; keys and values go to the host (§4)."""

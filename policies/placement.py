@@ -19,8 +19,9 @@ def keep_beside_buffer(plan: Plan, slots: Callable[[int], int]) -> list[list[Pag
     free = plan.free("accelerator")
     per_layer = [plan.layout.layer(i) for i in plan.layers]
     count = len(per_layer[0])
+    largest = max(map(plan.slot_bytes, plan.layout.pages))
     for streamed in range(count + 1):
-        buffer = slots(streamed) * max(map(plan.slot_bytes, per_layer[0]))
+        buffer = slots(streamed) * largest
         kept = [page for pages in per_layer for page in pages[: count - streamed]]
         left = free - buffer - sum(map(plan.slot_bytes, kept))
         if left >= 0 or streamed == count:
