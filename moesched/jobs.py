@@ -62,6 +62,7 @@ def run_model(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     device: str = "torch",
+    device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
     budgets: Mapping[str, int | str] | None = None,
     trace: Path | str | None = None,
@@ -75,7 +76,7 @@ def run_model(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         policy, device: names, as `moesched list` prints them, or package.module:Class.
-        settings: the policy's own.
+        settings, device_settings: the policy's own, and the device's.
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the largest batch that fits.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
@@ -98,7 +99,7 @@ def run_model(
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
     job = _Job(policy, settings, config, dtype, machine, budgets, device)
-    devices = _Devices(device, checkpoint, job.layout)
+    devices = _Devices(device, device_settings, checkpoint, job.layout)
     sizes = job.sizes(
         list(map(len, encoded)), max_new_tokens, batch_size, micro_batch_size, devices.slot_bytes
     )
@@ -186,14 +187,21 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
 
 
 def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
-    """A machine by its name or file; "auto" is this one, with what the device adds to it."""
-    if isinstance(machine, Machine):
-        return machine
-    if machine != "auto":
-        return load_machine(machine)
-    add = getattr(plugins.find("devices", device), "machine", None) if device else None
-    here = local_machine()
-    return here if add is None else add(here)
+    """A machine by its name or file; "auto" is this one, with what the device adds to it.
+
+    Raises:
+        BadInput: there is none of that name, or the device is not of that machine.
+    """
+    kind: Any = plugins.find("devices", device) if device else None
+    if machine == "auto":
+        add = getattr(kind, "machine", None)
+        here = local_machine()
+        return here if add is None else add(here)
+    found = machine if isinstance(machine, Machine) else load_machine(machine)
+    check = getattr(kind, "check_machine", None)
+    if check is not None:
+        check(found)
+    return found
 
 
 def require_writable(path: Path | str | None, what: str) -> None:
@@ -231,7 +239,7 @@ class _Job:
         device: str | None = None,
     ) -> None:
         self.policy = policy
-        self.settings = check_settings(_policy_class(policy), policy, settings or {})
+        self.settings = check_settings(_policy_class(policy), f"policy {policy}", settings or {})
         self.layout = weight_layout(config, dtype)
         self.machine = find_machine(machine, device)
         self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
@@ -346,7 +354,7 @@ class _Job:
             driver="realtime" if report.measured else "virtual",
             policy=report.policy,
             model=report.model,
-            machine=report.machine,
+            machine=report.place,
             plan=msgspec.to_builtins(report.plan),
         )
         listener.writing(path)
@@ -361,10 +369,13 @@ class _Job:
 class _Devices:
     """Devices of one kind; each batch takes one of its own, and plans are made with the next one."""
 
-    def __init__(self, name: str, checkpoint: Checkpoint, layout: WeightLayout) -> None:
+    def __init__(
+        self, name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
+    ) -> None:
         with interrupts_held():
             cls = plugins.find("devices", name)
-        self._make: Callable[[], Any] = lambda: cls(checkpoint, layout)
+        checked = check_settings(cls, f"device {name}", settings or {})
+        self._make: Callable[[], Any] = lambda: cls(checkpoint, layout, **checked)
         self._next: Any = self._make()
         self.slot_bytes: Callable[[Page], int] = self._next.slot_bytes
 

@@ -121,7 +121,7 @@ class Taking:
     ],
 )
 def test_a_policy_gets_settings_of_the_types_that_it_names(settings: Any, taken: Any) -> None:
-    assert check_settings(Taking, "taking", settings) == taken
+    assert check_settings(Taking, "policy taking", settings) == taken
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_policy_gets_settings_of_the_types_that_it_names(settings: Any, taken:
 )
 def test_other_settings_are_told(settings: Any, said: str) -> None:
     with pytest.raises(moesched.BadInput, match=said):
-        check_settings(Taking, "taking", settings)
+        check_settings(Taking, "policy taking", settings)
 
 
 def test_ctrl_c_is_held_back_until_the_moment_is_over() -> None:
