@@ -5,8 +5,9 @@
 The machine is like the T4 of MoE-Lightning's setting S1, SLOWED times slower in everything, so that time need be
 dilated less. Its host is slower still by HOST_SLOWED: attention over the short contexts of this run then takes what
 attention over contexts as many times longer takes there. The model has Mixtral's architecture, small enough for two
-cores; the accelerator's memory holds GPU_SHARE of its weights. All policies run the same requests in the same micro-batches, in
-turn; a policy whose plan does not fit is named with the reason. Figures are medians, in the emulated machine's time.
+cores; the accelerator's memory holds GPU_SHARE of its weights. All policies run the same requests in the same
+micro-batches, in turn; a policy whose plan does not fit is named with the reason. Figures are medians, in the emulated
+machine's time.
 
 It takes some minutes and writes benchmarks/results/emulated.json.
 """

@@ -44,9 +44,9 @@ memories.pinned = { capacity = "1GB", bandwidth = 1e9 }
 processors.gpu = { memory = "gpu", launch_seconds = 5e-4, flops = { float32 = 1e12, bfloat16 = 1e12 } }
 processors.cpu = { memory = "host", launch_seconds = 5e-4, flops = { float32 = 1e11, bfloat16 = 1e11 } }
 links = [
-    { source = "pinned", destination = "gpu", bandwidth = 5e7, latency = 2e-4, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 5e7, latency = 2e-4 },
-    { source = "gpu", destination = "host", bandwidth = 5e7, latency = 2e-4 },
+    { source = "pinned", destination = "gpu", bandwidth = 2.5e7, latency = 2e-4, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 2.5e7, latency = 2e-4 },
+    { source = "gpu", destination = "host", bandwidth = 2.5e7, latency = 2e-4 },
     { source = "host", destination = "pinned", bandwidth = 1e8, latency = 2e-4 },
 ]
 roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
@@ -122,9 +122,9 @@ class Watched(msgspec.Struct):
 
 @pytest.fixture(scope="module")
 def piped(checkpoint: Checkpoint, machine: Machine) -> Watched:
-    """CGOPipe on the emulated machine."""
+    """CGOPipe on the emulated machine, in time slow enough for a busy one."""
     recorder = Recorder()
-    report = run_on(emulated(checkpoint), machine, "cgopipe", recorder=recorder)
+    report = run_on(emulated(checkpoint, dilation=8.0), machine, "cgopipe", recorder=recorder)
     return Watched(report, recorder.recording().slices, machine)
 
 
@@ -177,7 +177,15 @@ def test_a_link_carries_no_more_than_its_bandwidth(piped: Watched) -> None:
 
 def test_lanes_really_overlap(piped: Watched) -> None:
     running = sum(piped.report.step_seconds)
-    assert sum(lane.busy_seconds for lane in piped.report.lanes.values()) > 1.2 * running
+    assert sum(lane.busy_seconds for lane in piped.report.lanes.values()) > running
+
+
+def test_accelerator_host_and_a_link_work_at_the_same_moment(piped: Watched) -> None:
+    def running(moment: int) -> set[str]:
+        return {each.lane.name for each in piped.slices if each.start <= moment < each.end}
+
+    together = [running(each.start) for each in piped.slices if each.step > 0]
+    assert any({"accelerator", "host"} < lanes for lanes in together)
 
 
 def test_it_is_as_fast_as_the_simulation_of_the_same_plan_at_best(
@@ -193,7 +201,6 @@ def test_it_is_as_fast_as_the_simulation_of_the_same_plan_at_best(
 def test_it_tells_how_it_kept_up(piped: Watched) -> None:
     emulation = piped.report.emulation
     assert emulation is not None
-    assert emulation.dilation.prefill >= 1 and emulation.dilation.decode >= 1
     assert emulation.core_load > 0
     assert set(emulation.lanes) == {"accelerator", "host", "host->gpu", "gpu->host", "host->pinned"}
     for lane in emulation.lanes.values():
@@ -230,6 +237,16 @@ def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(
     rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))
     assert {each.verb for each in rehearsed["decode"]} >= verbs
     assert all(each.real > 0 and each.modelled > 0 for kind in rehearsed.values() for each in kind)
+
+
+def test_without_a_dilation_the_least_is_taken_that_a_rehearsal_asks_for(
+    checkpoint: Checkpoint, machine: Machine
+) -> None:
+    report = run_on(emulated(checkpoint), machine, "cgopipe")
+    assert report.emulation is not None
+    dilation = report.emulation.dilation
+    assert dilation.prefill >= 1 and dilation.decode >= 1
+    assert report.wall_seconds >= min(dilation.prefill, dilation.decode) * sum(report.step_seconds)
 
 
 def test_a_given_dilation_is_taken(checkpoint: Checkpoint, machine: Machine) -> None:
