@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from _results import write_result
+from prediction import OtherLoad
 
 from moesched import plugins
 from moesched.errors import BadInput
@@ -41,7 +42,7 @@ from moesched.runs import plan_run, run, simulate
 SLOWED = 10
 HOST_SLOWED = 25
 GPU_SHARE = 0.7
-REQUESTS, MICRO_BATCH, NEW_TOKENS = 32, 8, 8
+REQUESTS, MICRO_BATCH, NEW_TOKENS = 32, 8, 6
 PROMPTS = range(16, 33)
 REPEATS = 3
 DTYPE = "float32"
@@ -62,10 +63,11 @@ SHAPE = msgspec.structs.replace(
 
 
 class Measured(NamedTuple):
-    """One run of a policy, and what was predicted of it."""
+    """One run of a policy, what was predicted of it, and how many cores other processes kept busy meanwhile."""
 
     run: Report
     prediction: Report
+    other_cores: float
 
 
 class Bench:
@@ -100,9 +102,11 @@ class Bench:
             self.checkpoint, self.layout
         )
         plan, policy = self.plan(name, device)
+        load = OtherLoad()
         report = run(plan, policy, device, self.prompts)
+        other_cores = load.cores()
         plan, policy = self.plan(name, device)
-        return Measured(report, simulate(plan, policy))
+        return Measured(report, simulate(plan, policy), other_cores)
 
 
 def t4_like() -> Machine:
@@ -168,6 +172,7 @@ def summary(name: str, results: Sequence[Measured]) -> dict[str, Any]:
         },
         "totals": [figures(each.run)["total"] for each in results],
         "throughput_tokens_per_second": median(each.run.throughput_tokens_per_second for each in results),
+        "other_cores": [round(each.other_cores, 2) for each in results],
         "wall_seconds": [each.run.wall_seconds for each in results],
         "emulation": [msgspec.to_builtins(each.run.emulation) for each in results],
     }
@@ -179,7 +184,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['policy']}: {plan['kept_pages']} pages stay, {plan['streamed_pages']} stream; "
         f"dilated by {emulation['dilation']['prefill']:g} in prefill, {emulation['dilation']['decode']:g} in decode, "
-        f"cores {100 * emulation['core_load']:.0f} % busy, wall {median(result['wall_seconds']):.0f} s"
+        f"cores {100 * emulation['core_load']:.0f} % busy, others on {max(result['other_cores']):.1f} cores, "
+        f"wall {median(result['wall_seconds']):.0f} s"
     ]
     for figure, seconds in result["measured"].items():
         predicted, error = result["predicted"][figure], result["error_percent"].get(figure, 0.0)

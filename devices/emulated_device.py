@@ -8,7 +8,7 @@ real work is to take less than a third of each lane's time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log2
+from math import ceil, floor, inf, log2
 from time import perf_counter, perf_counter_ns, process_time
 from typing import Any, NoReturn
 
@@ -39,6 +39,9 @@ REAL_SHARE = 1 / 3
 REHEARSED_SHARE = 1 / 4
 """The same in the rehearsal, where nothing else of the run keeps the cores busy."""
 
+REHEARSED_SHARE_OF_ONE = 1 / 2
+"""And how much of its own time any one kind of operation may take there."""
+
 
 class EmulatedDevice:
     """Imitates the accelerator and the links of any machine profile, in time that runs slower than ours.
@@ -57,7 +60,7 @@ class EmulatedDevice:
         dilation: float = 0.0,
         keep_logits: bool = False,
     ) -> None:
-        if dilation and dilation < 1:
+        if dilation and not 1 <= dilation < inf:
             raise BadInput(
                 f"device emulated: dilation is {dilation:g}: give 1 or more, or 0 to have it chosen"
             )
@@ -197,12 +200,14 @@ class _Meter:
 
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation of three binary digits that leaves real work its share of every lane."""
+    """The least dilation of three binary digits that leaves real work its share of each lane and each operation."""
     lanes: dict[str, tuple[float, float]] = {}
+    needed = 1.0
     for each in rehearsed:
         real, modelled = lanes.get(each.lane, (0.0, 0.0))
         lanes[each.lane] = real + each.real, modelled + each.modelled
-    needed = max(1.0, *(real / modelled / REHEARSED_SHARE for real, modelled in lanes.values()))
+        needed = max(needed, each.real / each.modelled / REHEARSED_SHARE_OF_ONE)
+    needed = max(needed, *(real / modelled / REHEARSED_SHARE for real, modelled in lanes.values()))
     digit = 2.0 ** (floor(log2(needed)) - 2)
     return ceil(needed / digit) * digit
 

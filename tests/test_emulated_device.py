@@ -222,10 +222,14 @@ def test_dilation_leaves_real_work_a_quarter_of_the_worst_lane(
     assert least_dilation([*lanes, Rehearsed("busy", "sample", real, 0.5 * modelled)]) == least
 
 
+def test_dilation_leaves_every_operation_half_of_its_own_time() -> None:
+    assert least_dilation([Rehearsed("a", "sample", 0.0, 99.0), Rehearsed("a", "embed", 3.0, 1.0)]) == 6.0
+
+
 @pytest.mark.parametrize(
     ("policy", "verbs"),
     [
-        ("cgopipe", {"pin", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "sample"}),
+        ("cgopipe", {"pin", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"}),
         ("resident", {"pin", "attention", "post_attention", "sample"}),
     ],
 )
@@ -279,9 +283,10 @@ def test_a_wait_lasts_as_long_as_the_clock_says() -> None:
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_time_cannot_run_faster_than_ours(checkpoint: Checkpoint) -> None:
-    with pytest.raises(BadInput, match=r"dilation is 0\.5: give 1 or more"):
-        emulated(checkpoint, dilation=0.5)
+@pytest.mark.parametrize("dilation", [0.5, -2.0, float("nan"), float("inf")])
+def test_time_cannot_run_faster_than_ours_nor_stand(checkpoint: Checkpoint, dilation: float) -> None:
+    with pytest.raises(BadInput, match=rf"dilation is {dilation:g}: give 1 or more"):
+        emulated(checkpoint, dilation=dilation)
 
 
 def test_memories_that_this_machine_cannot_hold_are_refused(checkpoint: Checkpoint, machine: Machine) -> None:
