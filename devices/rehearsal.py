@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from statistics import median
@@ -55,7 +56,7 @@ def rehearse(
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
     watch = _Watch(device, cost)
     with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
-        device.begin(trial, [[0] * length for length in batch.prompts], Sampling())
+        device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
         # A lane's thread sets how many cores torch uses for it; the caller's own number is not to change.
         thread.submit(_perform, trial, policy, cost, watch).result()
     return watch.summary(len(plan.layers))
@@ -131,7 +132,6 @@ class _Watch:
     def __init__(self, device: TorchDevice, cost: CostModel) -> None:
         self._device = device
         self._cost = cost
-        self._tasks: list[Task] = []
         self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
 
     def perform(self, task: Task) -> Any:
@@ -152,6 +152,14 @@ class _Watch:
             modelled = median(each[1] for each in times)
             by_kind[kind].append(Rehearsed(lane, verb, count * real, count * modelled))
         return by_kind
+
+
+def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Tokens that differ: equal ones would all be routed to the same experts."""
+    return [
+        [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
+        for request, length in enumerate(lengths)
+    ]
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:

@@ -243,6 +243,18 @@ def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(
     assert all(each.real > 0 and each.modelled > 0 for kind in rehearsed.values() for each in kind)
 
 
+def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
+    checkpoint: Checkpoint, machine: Machine
+) -> None:
+    device = emulated(checkpoint)
+    plan = plan_of(machine, device, make_policy("resident"), {})
+    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))["prefill"]
+    modelled = {
+        each.verb: each.modelled for each in prefill
+    }  # here nearly all of it is the time per operation
+    assert modelled["run_expert"] > (CONFIG.top_k + 0.5) * modelled["route"]
+
+
 def test_without_a_dilation_the_least_is_taken_that_a_rehearsal_asks_for(
     checkpoint: Checkpoint, machine: Machine
 ) -> None:
