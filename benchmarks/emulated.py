@@ -231,6 +231,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{name} is left out: {why}")
     tokens = [each.run.tokens for runs in results.values() for each in runs]
     result = {
+        "command": " ".join(["python benchmarks/emulated.py", *arguments]),
         "emulated_machine": {"name": bench.machine.name, "description": bench.machine.description},
         "model": SHAPE.name,
         "gpu_share": GPU_SHARE,
