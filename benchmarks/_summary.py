@@ -80,6 +80,24 @@ def prediction(result: dict[str, Any]) -> Iterator[str]:
         yield f"{each['policy']} | {each['micro_batch_size']} | {measured:.2f} | {predicted:.2f} | {error:+.0f} %"
 
 
+def emulated(result: dict[str, Any]) -> Iterator[str]:
+    """Policies on the emulated accelerator."""
+    yield (
+        "policy | decode step measured, ms | predicted | error | total measured, s | error "
+        "| worst lane's busy time, error | worst lane's real work"
+    )
+    yield "--- | --- | --- | --- | --- | --- | --- | ---"
+    for each in result["policies"]:
+        measured, predicted, errors = each["measured"], each["predicted"], each["error_percent"]
+        lanes = max((error for name, error in errors.items() if name.startswith("lane")), key=abs)
+        share = max(lane["real_share"] for run in each["emulation"] for lane in run["lanes"].values())
+        yield (
+            f"{each['policy']} | {measured['decode step'] * 1e3:.1f} | {predicted['decode step'] * 1e3:.1f} "
+            f"| {errors['decode step']:+.2f} % | {measured['total']:.3f} | {errors['total']:+.2f} % "
+            f"| {lanes:+.2f} % | {100 * share:.0f} %"
+        )
+
+
 def damaged_policies(result: dict[str, Any]) -> Iterator[str]:
     """How damaged policies end."""
     yield f"{result['policies']} damaged policies | how many ended so"
@@ -135,6 +153,7 @@ DESCRIBERS = {
     "offload_disk": offload_disk,
     "prediction": prediction,
     "damaged_policies": damaged_policies,
+    "emulated": emulated,
     "random_runs": random_runs,
 }
 

@@ -53,6 +53,19 @@ class CudaDevice(TorchDevice):
             roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
         )
 
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Whether a machine can be this one.
+
+        Raises:
+            BadInput: it has no GPU with a memory of its own.
+        """
+        if machine.unified:
+            raise BadInput(
+                f"machine {machine.name} has no accelerator with a memory of its own: use --device torch, "
+                "or --machine auto"
+            )
+
 
 def _require_cuda() -> None:
     if not torch.cuda.is_available():

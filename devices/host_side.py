@@ -75,7 +75,7 @@ class HostSide:
                 self._read_into(target, page)
                 continue
             held = self._home[page.id] if source is None else self._slot(source)
-            nbytes = min(len(held), len(target))
+            nbytes = self._reader.bytes_in_slot(page)
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 
     def _read_into(self, target: Tensor, page: Page) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
+from moesched.machines import Machine, machine_names
 from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
@@ -105,6 +106,19 @@ class TorchDevice:
         }
         self._verbs = self._verbs_of_one_memory
 
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Whether a machine can be this one.
+
+        Raises:
+            BadInput: it is another one: a profile that ships, or one whose accelerator has a memory of its own.
+        """
+        if machine.name in machine_names() or not machine.unified:
+            raise BadInput(
+                f"machine {machine.name} describes other hardware than the processor that device torch runs on: "
+                "use --device emulated to imitate it, or --machine auto"
+            )
+
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
         """What the lanes are: worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
@@ -191,6 +205,10 @@ class TorchDevice:
 
     async def aclose(self) -> None:
         """Close the checkpoint's files and end the threads."""
+        self.close()
+
+    def close(self) -> None:
+        """The same, where nothing can be awaited."""
         self._let_go()
         self._kept.retain([])
         self._home = {}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from moesched.listeners import kind_use
-from moesched.outcome import LaneUse, Report
+from moesched.outcome import Dilations, EmulatedLane, Emulation, LaneUse, Report
 from moesched.trace.summary import KindUse
 from moesched.trace.whole_file import whole_file
 
@@ -32,13 +32,21 @@ class JobReport(Report, frozen=True, kw_only=True):
     batches: int = 1
     padded: bool = False
 
+    @property
+    def place(self) -> str:
+        """The machine, and how it was emulated where it was."""
+        if self.emulation is None:
+            return self.machine
+        prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode
+        by = f"{decode:g}" if prefill == decode else f"{prefill:g} in prefill, {decode:g} in decode"
+        return f"{self.machine} (emulated, time dilated by {by})"
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        if self.measured:
-            foreign = ["simulated_seconds", "padded"]
-        else:
-            foreign = ["tokens", "text", "interrupted", "bytes_read"]
+        of_predictions = ("simulated_seconds", "padded")
+        of_runs = ("tokens", "text", "interrupted", "bytes_read", "emulation")
+        foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
         return content
@@ -92,6 +100,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         kinds=_merge_kinds([kind for report in reports for kind in report.kinds]),
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
+        emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
     )
 
 
@@ -100,6 +109,26 @@ def _token_counts(report: JobReport) -> list[int]:
     if report.tokens is None:
         return [report.plan.new_tokens] * report.plan.batch_size
     return list(map(len, report.tokens))
+
+
+def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
+    """Of several batches the largest dilations, loads and shares; counts and seconds add up."""
+    if not parts:
+        return None
+    lanes = {
+        name: EmulatedLane(
+            max(each.real_share for each in uses),
+            sum(each.overruns for each in uses),
+            sum(each.late for each in uses),
+            sum(each.excess_seconds for each in uses),
+        )
+        for name in parts[0].lanes
+        if (uses := [part.lanes[name] for part in parts if name in part.lanes])
+    }
+    dilation = Dilations(
+        max(part.dilation.prefill for part in parts), max(part.dilation.decode for part in parts)
+    )
+    return Emulation(dilation, max(part.core_load for part in parts), lanes)
 
 
 def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:

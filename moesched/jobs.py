@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def run_model(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     device: str = "torch",
-    page_cache: bool = False,
+    device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
     budgets: Mapping[str, int | str] | None = None,
     trace: Path | str | None = None,
@@ -80,10 +79,9 @@ def run_model(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         policy, device: names, as `moesched list` prints them, or package.module:Class.
-        settings: the policy's own.
+        settings, device_settings: the policy's own, and the device's.
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the largest batch that fits.
-        page_cache: read the model's files through the system's page cache instead of past it.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
         trace: where to write a trace; those of later batches get their number into the name.
@@ -106,7 +104,7 @@ def run_model(
     job = _Job(policy, settings, config, dtype, machine, budgets, device)
     lengths = list(map(len, encoded))
     reports = _Reports()
-    with _opened(device, checkpoint, job.layout, page_cache) as opened:
+    with _opened(device, device_settings, checkpoint, job.layout) as opened:
         sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
         batches = list(batches_of(lengths, max_new_tokens, sizes))
         if len(batches) > 1:
@@ -196,14 +194,21 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
 
 
 def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
-    """A machine by its name or file; "auto" is this one, with what the device adds to it."""
-    if isinstance(machine, Machine):
-        return machine
-    if machine != "auto":
-        return load_machine(machine)
-    add = getattr(plugins.find("devices", device), "machine", None) if device else None
-    here = local_machine()
-    return here if add is None else add(here)
+    """A machine by its name or file; "auto" is this one, with what the device adds to it.
+
+    Raises:
+        BadInput: there is none of that name, or the device is not of that machine.
+    """
+    kind: Any = plugins.find("devices", device) if device else None
+    if machine == "auto":
+        add = getattr(kind, "machine", None)
+        here = local_machine()
+        return here if add is None else add(here)
+    found = machine if isinstance(machine, Machine) else load_machine(machine)
+    check = getattr(kind, "check_machine", None)
+    if check is not None:
+        check(found)
+    return found
 
 
 def require_writable(path: Path | str | None, what: str) -> None:
@@ -241,7 +246,7 @@ class _Job:
         device: str | None = None,
     ) -> None:
         self.policy = policy
-        self.settings = check_settings(_policy_class(policy), policy, settings or {})
+        self.settings = check_settings(_policy_class(policy), f"policy {policy}", settings or {})
         self.layout = weight_layout(config, dtype)
         self.machine = find_machine(machine, device)
         self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
@@ -358,7 +363,7 @@ class _Job:
             driver="realtime" if report.measured else "virtual",
             policy=report.policy,
             model=report.model,
-            machine=report.machine,
+            machine=report.place,
             plan=msgspec.to_builtins(report.plan),
         )
         listener.writing(path)
@@ -371,13 +376,13 @@ class _Job:
 
 
 @contextmanager
-def _opened(name: str, checkpoint: Checkpoint, layout: WeightLayout, page_cache: bool) -> Iterator[Any]:
+def _opened(
+    name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
+) -> Iterator[Any]:
     """A device for all batches, closed at the end, so that weights which stay are loaded once."""
     with interrupts_held():
         cls = plugins.find("devices", name)
-    if page_cache and "direct" not in signature(cls).parameters:
-        raise BadInput(f"device {name} has no choice of how files are read: leave out --page-cache")
-    device = cls(checkpoint, layout, direct=False) if page_cache else cls(checkpoint, layout)
+    device = cls(checkpoint, layout, **check_settings(cls, f"device {name}", settings or {}))
     try:
         yield device
     finally:

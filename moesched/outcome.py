@@ -33,6 +33,42 @@ class LaneUse(msgspec.Struct, frozen=True):
     utilization: float
 
 
+class Dilations(msgspec.Struct, frozen=True):
+    """Real seconds for each second of an emulated machine."""
+
+    prefill: float
+    decode: float
+
+
+class EmulatedLane(msgspec.Struct, frozen=True):
+    """One lane of an emulated machine.
+
+    Attributes:
+        real_share: seconds of real work over the dilated seconds of the modelled work; below a third when all is well.
+        overruns: tasks whose real work took more than a third of their dilated time.
+        late: those whose real work took longer than that time, so that they ended late.
+        excess_seconds: by how much tasks took longer than modelled, together; in the emulated machine's time.
+    """
+
+    real_share: float
+    overruns: int
+    late: int
+    excess_seconds: float
+
+
+class Emulation(msgspec.Struct, frozen=True):
+    """How a machine was emulated by this one. All other times of a report are the emulated machine's.
+
+    Attributes:
+        dilation: how much slower time passed than on the emulated machine.
+        core_load: the share of this machine's cores that the run kept busy.
+    """
+
+    dilation: Dilations
+    core_load: float
+    lanes: dict[str, EmulatedLane]
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with."""
 
@@ -46,7 +82,12 @@ class PlanReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did, measured or predicted as `measured` says."""
+    """What a run did, measured or predicted as `measured` says.
+
+    Attributes:
+        wall_seconds: what the run took here; all other times are those of the machine that it ran on, emulated or not.
+        emulation: how the machine was emulated; None where it was there, or was only predicted.
+    """
 
     measured: bool
     policy: str
@@ -66,6 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[list[int]] | None = None
     text: list[str] | None = None
     interrupted: bool = False
+    emulation: Emulation | None = None
 
 
 def make_report(
@@ -76,6 +118,7 @@ def make_report(
     *,
     measured: bool,
     interrupted: bool = False,
+    emulation: Emulation | None = None,
 ) -> Report:
     """The report of a run of `plan` that came out as `outcome`."""
     loaded = outcome.loaded / 1e9
@@ -105,6 +148,7 @@ def make_report(
         simulated_seconds=None if measured else last,
         tokens=outcome.tokens if measured else None,
         interrupted=interrupted,
+        emulation=emulation,
     )
 
 

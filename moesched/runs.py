@@ -191,7 +191,12 @@ def run(
     schedule = Schedule(plan, engine, lanes)
     generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
     driver = RealtimeDriver(
-        [engine], device.execute, kinds=device.kinds, streams=device.streams, observers=observers
+        [engine],
+        device.execute,
+        kinds=device.kinds,
+        streams=device.streams,
+        observers=observers,
+        clock=getattr(device, "clock", time.perf_counter_ns),
     )
 
     async def main() -> None:
@@ -210,8 +215,15 @@ def run(
     except KeyboardInterrupt:
         interrupted = True
     seconds = time.perf_counter() - started
+    emulation = getattr(device, "emulation", None)
     return make_report(
-        plan, policy, _outcome(generation, engine), seconds, measured=True, interrupted=interrupted
+        plan,
+        policy,
+        _outcome(generation, engine),
+        seconds,
+        measured=True,
+        interrupted=interrupted,
+        emulation=None if emulation is None else emulation(),
     )
 
 

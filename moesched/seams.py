@@ -68,6 +68,10 @@ class Device(Protocol):
     A device runs batches of one model, one after the other: each starts with `begin`, once the tasks of the batch
     before have ended. `execute` is called on the thread of the task's lane, one task at a time for each lane, and
     returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
+
+    A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
+    `emulation()`, how that went; and on its class `machine(host)`, what `--machine auto` is with it, and
+    `check_machine(machine)`, which raises BadInput for a machine that it is not.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""A policy's own settings, as `--set KEY=VALUE` gives them: read as values, checked against what the policy takes."""
+"""Settings of a policy or a device, as `--set KEY=VALUE` gives them: read as values, checked against what it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.errors import BadInput
 _MEANT = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
-def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+def parse_settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """Settings from texts such as "ahead=3": whole numbers, other numbers, true and false, or text.
 
     Raises:
@@ -21,9 +21,9 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise BadInput(f"--set {text!r}: write KEY=VALUE, such as ahead=3")
+            raise BadInput(f"{option} {text!r}: write KEY=VALUE, such as ahead=3")
         if key in settings:
-            raise BadInput(f"--set gives {key} twice, {settings[key]!r} and {value!r}: give it once")
+            raise BadInput(f"{option} gives {key} twice, {settings[key]!r} and {value!r}: give it once")
         settings[key] = parse_value(value)
     return settings
 
@@ -40,27 +40,33 @@ def parse_value(text: str) -> int | float | bool | str:
     return text
 
 
-def check_settings(policy: type, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as the policy takes them; those that it names no plain type of are left to it.
+def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as a plug-in takes them; those that it names no plain type of are left to it.
+
+    Arguments without a default are not settings: whoever makes the plug-in gives them.
+
+    Args:
+        title: what to call it, such as "policy cgopipe".
 
     Raises:
         BadInput: it has no such setting, or the value is of another type.
     """
-    parameters = inspect.signature(policy).parameters
-    known = [key for key, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    hints = _hints(policy)
+    parameters = inspect.signature(plugin).parameters.values()
+    known = [each.name for each in parameters if each.default is not inspect.Parameter.empty]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    hints = _hints(plugin)
     for key, value in settings.items():
-        if key not in known and len(known) == len(parameters):
+        if key not in known and not takes_any:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise BadInput(f"policy {name} has no setting {key!r}: {takes}")
+            raise BadInput(f"{title} has no setting {key!r}: {takes}")
         if not _is(value, hints.get(key)):
-            raise BadInput(f"policy {name}: {key} is {value!r}: give {_MEANT[hints[key]]}")
+            raise BadInput(f"{title}: {key} is {value!r}: give {_MEANT[hints[key]]}")
     return {key: str(value) if hints.get(key) is str else value for key, value in settings.items()}
 
 
-def _hints(policy: type) -> dict[str, Any]:
+def _hints(plugin: type) -> dict[str, Any]:
     try:
-        return get_type_hints(policy.__init__)  # type: ignore[misc]  # the class itself is asked, not an instance
+        return get_type_hints(plugin.__init__)  # type: ignore[misc]  # the class itself is asked, not an instance
     except (NameError, TypeError):
         return {}  # names that exist for type checkers only
 

@@ -1,4 +1,4 @@
-"""Conformance suites for plug-ins: what every policy and every transport must do, for its author to run.
+"""Conformance suites for plug-ins: what every policy, device and transport must do, for its author to run.
 
     from moesched.testing import check_policy
     def test_my_policy():
@@ -15,11 +15,15 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, Literal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from moesched import plugins
 from moesched.cost import Roofline
+from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
@@ -27,14 +31,17 @@ from moesched.errors import BadInput, TransportError
 from moesched.generation import Generation
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
 from moesched.plan import Plan, split_batch
-from moesched.runs import make_lanes, plan_run
+from moesched.runs import make_lanes, plan_run, run
 from moesched.schedule import Schedule
 from moesched.seams import Observer, Policy, Transport
 from moesched.symbolic import SymbolicDevice, expected_tokens
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.trace import LaneName, Recorder, Recording
 from moesched.validation import CheckedEngine, CheckedSharedEngine, watching
 
 Clock = Literal["virtual", "shared", "real"]
@@ -63,7 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self) -> WeightLayout:
         """The weights of a small model, cut into pages."""
-        whole = weight_layout(self._config())
+        whole = weight_layout(self.config())
         expert = sum(page.nbytes for page in whole.expert(0, 0))
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
@@ -81,7 +88,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         weights = int(self.weights * sum(page.nbytes for page in layout.pages))
         return plan_run(self.machine, layout, batch, policy, {fast.name: fast.used + cache + weights})
 
-    def _config(self) -> ModelConfig:
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
         return ModelConfig(
             name=self.name,
             layers=self.layers,
@@ -202,6 +210,50 @@ def check_policy(
             taken += 1
     assert taken, "the policy took on none of the cases: its plans never fit"
     return taken
+
+
+def check_device(
+    make: Callable[[Checkpoint, WeightLayout], Any], machine: Machine, policies: Iterable[str] = ()
+) -> list[list[int]]:
+    """Check what every device promises, on a small random model; returns its tokens, to be held against another's.
+
+    Args:
+        make: makes the device, anew for each run.
+        machine: what the device is.
+        policies: names; by default those that ship.
+
+    Raises:
+        AssertionError: the tokens depend on the policy, tasks of one lane ran at once, or a lane is of no known kind.
+    """
+    config = Case(name="a device's", machine=machine).config()
+    prompts = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
+    outcomes: dict[str, list[list[int]]] = {}
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_random_model(config, Path(folder) / "model", dtype="float32"))
+        for name in policies or ("resident", "layer_streaming", "cgopipe", "expert_streaming"):
+            device, recorder = make(checkpoint, weight_layout(config, "float32")), Recorder()
+            policy = plugins.make_policy(name)
+            batch = split_batch([len(prompt) for prompt in prompts], 3, 2)
+            plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
+            strange = set(device.kinds.values()) - set(get_args(LaneKind))
+            assert not strange, f"lanes are of kinds that nobody knows: {strange}"
+            outcomes[name] = run(plan, policy, device, prompts, recorder=recorder).tokens or []
+            _check_lanes(name, recorder.recording())
+    first, *others = outcomes.items()
+    for name, tokens in others:
+        assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
+    return first[1]
+
+
+def _check_lanes(name: str, recording: Recording) -> None:
+    """Whether each lane ran one task at a time."""
+    ends: dict[LaneName, int] = {}
+    for each in sorted(recording.slices, key=lambda each: each.start):
+        before = ends.get(each.lane, 0)
+        assert before <= each.start <= each.end, (
+            f"{name}: {each.label} ran beside another task of {each.lane}"
+        )
+        ends[each.lane] = each.end
 
 
 def check_transport(make: Callable[[int], Transport]) -> None:

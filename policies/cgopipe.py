@@ -10,7 +10,7 @@ from moesched.models.layout import Page
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .placement import keep_beside_buffer
+from .placement import double_buffered
 
 
 class CGOPipe:
@@ -25,10 +25,9 @@ class CGOPipe:
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("host")
-        self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
-        most = max(self.streamed, key=len)
-        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
-        self.pinned = plan.pool("pinned", "staging", 2 * len(most), most) if plan.has_pinned else None
+        self.streamed, self.buffer = double_buffered(plan)
+        slots, pages = len(self.buffer.slots), [page for layer in self.streamed for page in layer]
+        self.pinned = plan.pool("pinned", "staging", slots, pages) if plan.has_pinned else None
 
     async def prefill(self, step: Step) -> None:
         """Everything on the accelerator, layer by layer; keys and values go to the host (§4)."""

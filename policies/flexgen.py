@@ -9,7 +9,7 @@ from __future__ import annotations
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .placement import keep_beside_buffer
+from .placement import double_buffered
 
 
 class FlexGen:
@@ -19,9 +19,7 @@ class FlexGen:
         plan.discipline = "in_order"
         plan.place_kv("host")
         plan.stage_kv(2)
-        self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
-        most = max(self.streamed, key=len)
-        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
+        self.streamed, self.buffer = double_buffered(plan)
 
     async def prefill(self, step: Step) -> None:
         self._fetch(step, 0)

@@ -10,7 +10,7 @@ from moesched.plan import Plan
 from moesched.step import Step
 
 from .flexgen import FlexGen
-from .placement import keep_beside_buffer
+from .placement import double_buffered
 
 
 class FlexGenCPU(FlexGen):
@@ -19,9 +19,7 @@ class FlexGenCPU(FlexGen):
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
         plan.place_kv("host")
-        self.streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
-        most = max(self.streamed, key=len)
-        self.buffer = plan.pool("accelerator", "weights", 2 * len(most), most)
+        self.streamed, self.buffer = double_buffered(plan)
 
     async def decode(self, step: Step) -> None:
         for j in step.micro_batches:

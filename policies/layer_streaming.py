@@ -15,8 +15,8 @@ class LayerStreaming:
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
-        pages = plan.layout.layer(0)
-        self.buffer = plan.pool("accelerator", "layers", 2 * len(pages), pages)
+        per_layer = len(plan.layout.layer(0))
+        self.buffer = plan.pool("accelerator", "layers", 2 * per_layer, plan.layout.pages)
 
     async def prefill(self, step: Step) -> None:
         self._fetch(step, 0)

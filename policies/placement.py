@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moesched.memory import Pool
 from moesched.models.layout import Page
 from moesched.plan import Plan
+
+
+def double_buffered(plan: Plan) -> tuple[list[list[Page]], Pool]:
+    """Keep what fits beside a buffer of two layers' streamed pages; returns those pages, by layer, and the buffer."""
+    streamed = keep_beside_buffer(plan, slots=lambda streamed: 2 * streamed)
+    slots = 2 * max(map(len, streamed))
+    return streamed, plan.pool(
+        "accelerator", "weights", slots, [page for pages in streamed for page in pages]
+    )
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int]) -> list[list[Page]]:
@@ -19,8 +29,9 @@ def keep_beside_buffer(plan: Plan, slots: Callable[[int], int]) -> list[list[Pag
     free = plan.free("accelerator")
     per_layer = [plan.layout.layer(i) for i in plan.layers]
     count = len(per_layer[0])
+    largest = max(map(plan.slot_bytes, plan.layout.pages))
     for streamed in range(count + 1):
-        buffer = slots(streamed) * max(map(plan.slot_bytes, per_layer[0]))
+        buffer = slots(streamed) * largest
         kept = [page for pages in per_layer for page in pages[: count - streamed]]
         left = free - buffer - sum(map(plan.slot_bytes, kept))
         if left >= 0 or streamed == count:

@@ -76,9 +76,9 @@ def test_successive_batches_add_up(model: Path) -> None:
     assert [kind.tasks for kind in samples] == [9]
 
 
-@pytest.mark.parametrize("page_cache", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("policy", ["resident", "cgopipe", "layer_streaming"])
-def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: str, page_cache: bool) -> None:
+def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: str, direct: bool) -> None:
     def read(prompts: int) -> int:
         report = moesched.run_model(
             model,
@@ -87,7 +87,7 @@ def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: st
             max_new_tokens=2,
             batch_size=2,
             budgets={"host": "400KB"} if policy != "resident" else None,
-            page_cache=page_cache,
+            device_settings={"direct": direct},
         )
         assert report.batches == prompts // 2
         streams.add(report.plan.kept_pages < pages)
@@ -255,7 +255,7 @@ class Taking:
     ],
 )
 def test_a_policy_gets_settings_of_the_types_that_it_names(settings: Any, taken: Any) -> None:
-    assert check_settings(Taking, "taking", settings) == taken
+    assert check_settings(Taking, "policy taking", settings) == taken
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_policy_gets_settings_of_the_types_that_it_names(settings: Any, taken:
 )
 def test_other_settings_are_told(settings: Any, said: str) -> None:
     with pytest.raises(moesched.BadInput, match=said):
-        check_settings(Taking, "taking", settings)
+        check_settings(Taking, "policy taking", settings)
 
 
 def test_ctrl_c_is_held_back_until_the_moment_is_over() -> None:

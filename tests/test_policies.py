@@ -115,6 +115,22 @@ def test_a_plan_without_a_place_for_the_cache_is_refused() -> None:
         plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), Homeless())
 
 
+@pytest.mark.parametrize("name", ["cgopipe", "expert_streaming", "layer_streaming"])
+def test_a_slot_holds_every_page_that_streams_though_one_layer_has_larger_ones(name: str) -> None:
+    layout = Case(name="uneven", machine=load_machine("t4"), layers=4).layout()
+    policy = make_policy(name)
+    plan = Plan(
+        load_machine("t4"),
+        layout,
+        split_batch([4] * 4, 3, 2),
+        {"gpu": 230_000},
+        slot_bytes=lambda page: page.nbytes + 4096 * (page.layer == 2),
+    )
+    policy.plan(plan)
+    largest = max(map(plan.slot_bytes, layout.pages))
+    assert plan.pools and all(pool.slot_bytes == largest for pool in plan.pools)
+
+
 # -- Algorithm 1 -----------------------------------------------------------------------------------
 
 

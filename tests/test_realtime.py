@@ -151,6 +151,22 @@ def test_tasks_know_when_they_ran() -> None:
     assert machine.lanes["gpu"].busy == one.end - one.start
 
 
+def test_times_are_those_of_the_clock_that_is_given() -> None:
+    ticks = iter(range(1000, 2000, 7))
+    lane = Lane("gpu")
+    engine = CheckedSharedEngine([lane])
+    driver = RealtimeDriver([engine], lambda task: None, clock=lambda: next(ticks))
+
+    async def policy() -> list[Kernel]:
+        tasks = [engine.submit(Kernel(lane, WORK, "kernel")) for _ in range(3)]
+        await tasks[-1]
+        return tasks
+
+    (tasks,) = asyncio.run(driver.run(policy()))
+    assert [(task.start, task.end) for task in tasks] == [(7, 14), (21, 28), (35, 42)]
+    assert lane.busy == 21
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.job_report import JobReport
+    from moesched.outcome import Emulation
 
 PATIENCE_SECONDS = 1.0
 WIDE = 250
@@ -68,7 +69,7 @@ def print_report(report: JobReport) -> None:
     from moesched.units import format_bytes, format_seconds
 
     measured = "measured" if report.measured else "predicted"
-    print(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.machine}")
+    print(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.place}")
     plan = report.plan
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
@@ -87,7 +88,8 @@ def print_report(report: JobReport) -> None:
     ]
     if report.simulated_seconds is not None:
         rates.append(["simulated", format_seconds(report.simulated_seconds)])
-    rates.append(["wall", format_seconds(report.wall_seconds)])
+    wall = "wall" if report.emulation is None else "wall, not dilated"
+    rates.append([wall, format_seconds(report.wall_seconds)])
     print_table(["", measured], rates, figures=1)
     print()
     lanes = [
@@ -102,6 +104,30 @@ def print_report(report: JobReport) -> None:
         if peak
     ]
     print_table(["memory", "peak", "budget"], memories, figures=2)
+    if report.emulation is not None:
+        print()
+        _print_emulation(report.emulation)
+
+
+def _print_emulation(emulation: Emulation) -> None:
+    """How well this machine kept up with the one that it imitated."""
+    from moesched.units import format_seconds
+
+    columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]
+    rows = [
+        [
+            name,
+            f"{100 * lane.real_share:.1f} %",
+            str(lane.overruns),
+            str(lane.late),
+            format_seconds(lane.excess_seconds),
+        ]
+        for name, lane in emulation.lanes.items()
+    ]
+    print_table(columns, rows, figures=4)
+    print(
+        f"\nreal work is a share of the dilated time; the cores were {100 * emulation.core_load:.0f} % busy"
+    )
 
 
 class Bar:

@@ -30,6 +30,8 @@ EPILOGUE = """Examples:
   moesched run examples/tiny-mixtral --policy resident --prompt "Return the"
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
       --prompt-ids "1,2,3;4,5" --trace out/run.json
+  moesched run models/mixtral-0.8b --policy cgopipe --device emulated --machine t4 \\
+      --budget gpu=640MB --prompt-ids "1,2,3;4,5"
   moesched run models/mixtral-0.8b --policy my_policy:Mine --set ahead=3 \\
       --prompts questions.jsonl --json"""
 
@@ -95,19 +97,22 @@ def run(
     device: Annotated[
         str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
     ] = "torch",
-    page_cache: Annotated[
-        bool,
+    device_settings: Annotated[
+        tuple[str, ...],
         Parameter(
+            name="--device-set",
+            metavar="KEY=VALUE",
             negative="",
-            help="Read the model's files through the system's page cache, not past it: faster where memory beyond the "
-            "budgets holds them.",
+            show_default=False,
+            help="A setting of the device's own, such as dilation=64 of the emulated one; again for more.",
         ),
-    ] = False,
+    ] = (),
     machine: Annotated[
         str,
         Parameter(
             metavar="NAME|FILE",
-            help="What the policy plans on: auto is this machine, as `moesched calibrate` left it.",
+            help="What the policy plans on: auto is this machine, as `moesched calibrate` left it; "
+            "--device emulated imitates any that has an accelerator.",
         ),
     ] = "auto",
     trace: options.Trace = None,
@@ -139,7 +144,7 @@ def run(
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 device=device,
-                page_cache=page_cache,
+                device_settings=parse_settings(device_settings, "--device-set"),
                 machine=machine,
                 budgets=options.parse_budgets(budget),
                 trace=trace,

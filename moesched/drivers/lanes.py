@@ -10,13 +10,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any, Literal, Protocol
 
 from moesched.tasks import Lane, Task
 
 LaneKind = Literal["thread", "loop", "awaitable", "stream"]
 Execute = Callable[[Task], Any]
+Clock = Callable[[], int]
+"""Tells the time in nanoseconds since whenever; never goes back."""
 
 LOOP_SLICE_NANOSECONDS = 1_000_000
 """How long tasks on the loop may run before the loop gets its turn."""
@@ -25,6 +26,7 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 class Reports(Protocol):
     """What a runner tells the driver. Both calls return a task that the runner `mine` can go on with at once."""
 
+    clock: Clock
     origin: int
     lock: Any
 
@@ -48,7 +50,7 @@ class Issued(Protocol):
         """What it came to."""
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the clock of `time.perf_counter_ns`; known once `wait` has returned."""
+        """When it ran, on the driver's clock; known once `wait` has returned."""
 
 
 class Streams(Protocol):
@@ -99,7 +101,7 @@ class ThreadRunner:
 
     def _work(self) -> None:
         driver, execute, wake = self._driver, self._execute, self._wake
-        origin, lock, complete = driver.origin, driver.lock, driver.complete
+        clock, origin, lock, complete = driver.clock, driver.origin, driver.lock, driver.complete
         while True:
             wake.acquire()
             task = self._task
@@ -107,12 +109,12 @@ class ThreadRunner:
                 return
             while task is not None:
                 value = error = None
-                task.start = perf_counter_ns() - origin
+                task.start = clock() - origin
                 try:
                     value = execute(task)
                 except BaseException as raised:
                     error = raised
-                task.end = perf_counter_ns() - origin
+                task.end = clock() - origin
                 lock.acquire()
                 try:
                     task = complete(task, value, error, self)
@@ -144,8 +146,9 @@ class LoopRunner:
 
     def _run(self) -> None:
         tasks, execute = self._tasks, self._execute
-        origin, lock, complete = self._driver.origin, self._driver.lock, self._driver.complete
-        now = perf_counter_ns()
+        driver = self._driver
+        clock, origin, lock, complete = driver.clock, driver.origin, driver.lock, driver.complete
+        now = clock()
         until = now + LOOP_SLICE_NANOSECONDS
         while tasks and now < until:
             task = tasks.popleft()
@@ -155,7 +158,7 @@ class LoopRunner:
                 value = execute(task)
             except BaseException as raised:
                 error = raised
-            now = perf_counter_ns()
+            now = clock()
             task.end = now - origin
             lock.acquire()
             try:
@@ -196,12 +199,12 @@ class AwaitableRunner:
 
     async def _run(self, task: Task) -> None:
         value = error = None
-        task.start = perf_counter_ns() - self._driver.origin
+        task.start = self._driver.clock() - self._driver.origin
         try:
             value = await self._execute(task)
         except BaseException as raised:
             error = raised
-        task.end = perf_counter_ns() - self._driver.origin
+        task.end = self._driver.clock() - self._driver.origin
         with self._driver.lock:
             self._driver.complete(task, value, error, None)
 
@@ -239,7 +242,7 @@ class StreamRunner:
             try:
                 issued = self._streams.issue(task, task.after or [])
             except BaseException as raised:
-                task.start = task.end = perf_counter_ns() - self._driver.origin
+                task.start = task.end = self._driver.clock() - self._driver.origin
                 with self._driver.lock:
                     following = self._driver.complete(task, None, raised, self)
                 continue

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from moesched.drivers.lanes import (
     AwaitableRunner,
+    Clock,
     Execute,
     LaneKind,
     LoopRunner,
@@ -92,6 +93,7 @@ class RealtimeDriver:
         kinds: what each lane is, by its name; a worker thread where nothing is said.
         streams: the device whose streams the lanes of kind "stream" are.
         observers: told of each task that ran, when it ends.
+        clock: what times are read from; a device that only imitates another one tells that one's time.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class RealtimeDriver:
         kinds: Mapping[str, LaneKind] | None = None,
         streams: Streams | None = None,
         observers: Sequence[Observer] = (),
+        clock: Clock = perf_counter_ns,
     ) -> None:
-        self.origin = perf_counter_ns()
+        self.clock = clock
+        self.origin = clock()
         self.lock = threading.Lock()
         self._engines = list(engines)
         self._observers = [observer.ended for observer in observers]
@@ -132,7 +136,7 @@ class RealtimeDriver:
     @property
     def now(self) -> int:
         """Nanoseconds since the driver was made."""
-        return perf_counter_ns() - self.origin
+        return self.clock() - self.origin
 
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
         """Run one coroutine per rank to its end, and all tasks that they submitted; returns what they returned.

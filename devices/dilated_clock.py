@@ -1,0 +1,45 @@
+"""The time of a machine that this one emulates in slow motion, and waiting until a moment of it."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns, sleep
+
+SPUN_NANOSECONDS = 80_000
+"""The end of a wait that is not slept through, since sleepers wake late: even `sleep(0)` some 60 µs; real time."""
+
+NAP_NANOSECONDS = 2_000_000
+"""The longest sleep before another look at the clock, which may go faster by then; real time."""
+
+
+class DilatedClock:
+    """Stands at 0 until it is given a pace; then it is so many times slower than the real one."""
+
+    def __init__(self) -> None:
+        self._pace: tuple[int, int, float] | None = None
+        """Real and emulated nanoseconds at the last change of pace, and the dilation since; replaced as a whole."""
+
+    @property
+    def dilation(self) -> float:
+        """Real seconds for each emulated one, now."""
+        return 1.0 if self._pace is None else self._pace[2]
+
+    def now(self) -> int:
+        """Nanoseconds of the emulated machine since the start."""
+        if self._pace is None:
+            return 0
+        real, emulated, dilation = self._pace
+        return emulated + int((perf_counter_ns() - real) / dilation)
+
+    def run(self, dilation: float) -> None:
+        """Go on at another pace."""
+        self._pace = perf_counter_ns(), self.now(), dilation
+
+    def wait_until(self, moment: int) -> None:
+        """Return when the emulated machine has reached a moment, on an idle core some 20 µs of real time later.
+
+        Other threads can run meanwhile, but for the last moments.
+        """
+        while (left := (moment - self.now()) * self.dilation) > SPUN_NANOSECONDS:
+            sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
+        while self.now() < moment:
+            pass

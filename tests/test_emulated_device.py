@@ -1,0 +1,361 @@
+"""The emulated accelerator: the torch device's tokens, in the time and with the overlap of another machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter, perf_counter_ns
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import moesched
+from moesched.cli.main import main
+from moesched.cost import Roofline
+from moesched.devices.dilated_clock import DilatedClock
+from moesched.devices.emulated_device import EmulatedDevice, least_dilation
+from moesched.devices.rehearsal import Rehearsed, rehearse
+from moesched.devices.torch_device import TorchDevice
+from moesched.errors import BadInput
+from moesched.machines import Machine, parse_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.outcome import Report
+from moesched.plan import Plan, split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run, run, simulate
+from moesched.sampling import Sampling
+from moesched.tasks import Work
+from moesched.testing import check_device
+from moesched.trace import Recorder, Slice
+from small_models import SMALL, small_model
+
+NAME = "moesched.devices.emulated_device:EmulatedDevice"
+
+MACHINE = b"""
+name = "slow accelerator"
+memories.gpu = { capacity = "1GB", bandwidth = 1e9 }
+memories.host = { capacity = "1GB", bandwidth = 1e9 }
+memories.pinned = { capacity = "1GB", bandwidth = 1e9 }
+processors.gpu = { memory = "gpu", launch_seconds = 5e-4, flops = { float32 = 1e12, bfloat16 = 1e12 } }
+processors.cpu = { memory = "host", launch_seconds = 5e-4, flops = { float32 = 1e11, bfloat16 = 1e11 } }
+links = [
+    { source = "pinned", destination = "gpu", bandwidth = 2.5e7, latency = 2e-4, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 2.5e7, latency = 2e-4 },
+    { source = "gpu", destination = "host", bandwidth = 2.5e7, latency = 2e-4 },
+    { source = "host", destination = "pinned", bandwidth = 1e8, latency = 2e-4 },
+]
+roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
+"""
+
+CONFIG = msgspec.structs.replace(SMALL, layers=3)
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
+TIGHT = {"gpu": 400_000}
+POLICIES = ["resident", "layer_streaming", "cgopipe", "expert_streaming"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "model", config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path) -> Checkpoint:
+    return open_checkpoint(model)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return parse_machine(MACHINE, "the test's machine")
+
+
+@pytest.fixture(scope="module")
+def machine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("machines") / "slow.toml"
+    path.write_bytes(MACHINE)
+    return path
+
+
+def plan_of(machine: Machine, device: Any, policy: Any, budgets: Mapping[str, int]) -> Plan:
+    batch = split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
+    return plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
+
+
+def run_on(
+    device: Any, machine: Machine, name: str, budgets: Mapping[str, int] = TIGHT, recorder: Any = None
+) -> Report:
+    policy = make_policy(name)
+    plan = plan_of(machine, device, policy, {} if name == "resident" else budgets)
+    return run(plan, policy, device, PROMPTS, recorder=recorder)
+
+
+def emulated(checkpoint: Checkpoint, **settings: Any) -> EmulatedDevice:
+    return EmulatedDevice(checkpoint, weight_layout(CONFIG, "float32"), **settings)
+
+
+def logits_of(device: Any) -> dict[tuple[int, ...], torch.Tensor]:
+    """All steps' logits by micro-batch: (N steps, S, V)."""
+    steps: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for requests, logits_SV in device.logits:
+        steps.setdefault(requests, []).append(logits_SV)
+    return {requests: torch.stack(logits) for requests, logits in steps.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint, machine: Machine) -> list[list[int]]:
+    tokens = run_on(TorchDevice(checkpoint, weight_layout(CONFIG, "float32")), machine, "resident").tokens
+    assert tokens is not None
+    return tokens
+
+
+class Watched(msgspec.Struct):
+    """A run, its tasks, and the machine that it was meant for."""
+
+    report: Report
+    slices: list[Slice]
+    machine: Machine
+
+
+@pytest.fixture(scope="module")
+def piped(checkpoint: Checkpoint, machine: Machine) -> Watched:
+    """CGOPipe on the emulated machine, in time slow enough for a busy one."""
+    recorder = Recorder()
+    report = run_on(emulated(checkpoint, dilation=8.0), machine, "cgopipe", recorder=recorder)
+    return Watched(report, recorder.recording().slices, machine)
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gives_the_tokens_and_the_logits_of_the_torch_device(
+    checkpoint: Checkpoint, machine: Machine, expected: list[list[int]], policy: str
+) -> None:
+    here = TorchDevice(checkpoint, weight_layout(CONFIG, "float32"), keep_logits=True)
+    there = emulated(checkpoint, dilation=2.0, keep_logits=True)
+    assert run_on(here, machine, policy).tokens == expected
+    assert run_on(there, machine, policy).tokens == expected
+    for requests, logits_NSV in logits_of(here).items():
+        assert torch.equal(logits_of(there)[requests], logits_NSV)
+
+
+def test_it_passes_the_suite_of_devices(machine: Machine) -> None:
+    def make(checkpoint: Checkpoint, layout: Any) -> EmulatedDevice:
+        return EmulatedDevice(checkpoint, layout, dilation=1.0)
+
+    assert check_device(make, machine) == check_device(TorchDevice, machine)
+
+
+# -- whose time it takes -----------------------------------------------------------------------------------------------
+
+
+def test_no_task_takes_less_than_the_emulated_machine_would(piped: Watched) -> None:
+    cost = Roofline(piped.machine, "float32")
+    assert {each.verb for each in piped.slices} >= {
+        "pin",
+        "fetch",
+        "offload_qkv",
+        "cpu_attention",
+        "load_hidden",
+    }
+    for each in piped.slices:
+        work = Work(each.kind, each.resource, each.flops, each.nbytes)
+        assert each.end - each.start >= round(cost.work(work).seconds * 1e9), each.label
+
+
+def test_a_link_carries_no_more_than_its_bandwidth(piped: Watched) -> None:
+    links = {f"{link.source}->{link.destination}": link for link in piped.machine.links}
+    transfers = [each for each in piped.slices if each.resource in links]
+    assert transfers
+    for each in transfers:
+        assert each.nbytes / ((each.end - each.start) / 1e9) <= links[each.resource].bandwidth
+
+
+def test_lanes_really_overlap(piped: Watched) -> None:
+    running = sum(piped.report.step_seconds)
+    assert sum(lane.busy_seconds for lane in piped.report.lanes.values()) > running
+
+
+def test_accelerator_host_and_a_link_work_at_the_same_moment(piped: Watched) -> None:
+    def running(moment: int) -> set[str]:
+        return {each.lane.name for each in piped.slices if each.start <= moment < each.end}
+
+    together = [running(each.start) for each in piped.slices if each.step > 0]
+    assert any({"accelerator", "host"} < lanes for lanes in together)
+
+
+def test_it_is_as_fast_as_the_simulation_of_the_same_plan_at_best(
+    checkpoint: Checkpoint, machine: Machine, piped: Watched
+) -> None:
+    policy = make_policy("cgopipe")
+    predicted = simulate(plan_of(machine, emulated(checkpoint), policy, TIGHT), policy)
+    assert sum(predicted.step_seconds) <= sum(piped.report.step_seconds) <= 3 * sum(predicted.step_seconds)
+    for name, lane in predicted.lanes.items():
+        assert lane.busy_seconds <= piped.report.lanes[name].busy_seconds
+
+
+def test_it_tells_how_it_kept_up(piped: Watched) -> None:
+    emulation = piped.report.emulation
+    assert emulation is not None
+    assert emulation.core_load > 0
+    assert set(emulation.lanes) == {"accelerator", "host", "host->gpu", "gpu->host", "host->pinned"}
+    for lane in emulation.lanes.values():
+        assert lane.real_share > 0
+        assert lane.late <= lane.overruns
+        assert lane.excess_seconds >= 0
+
+
+# -- dilation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("real", "modelled", "least"), [(1.0, 100.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0), (9.0, 1.0, 40.0)]
+)
+def test_dilation_leaves_real_work_a_quarter_of_the_worst_lane(
+    real: float, modelled: float, least: float
+) -> None:
+    lanes = [Rehearsed("idle", "fetch", 1e-9, 1.0), Rehearsed("busy", "embed", 0.0, 0.5 * modelled)]
+    assert least_dilation([*lanes, Rehearsed("busy", "sample", real, 0.5 * modelled)]) == least
+
+
+def test_dilation_leaves_every_operation_half_of_its_own_time() -> None:
+    assert least_dilation([Rehearsed("a", "sample", 0.0, 99.0), Rehearsed("a", "embed", 3.0, 1.0)]) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "verbs"),
+    [
+        ("cgopipe", {"pin", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"}),
+        ("resident", {"pin", "attention", "post_attention", "sample"}),
+    ],
+)
+def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(
+    checkpoint: Checkpoint, machine: Machine, policy: str, verbs: set[str]
+) -> None:
+    device = emulated(checkpoint)
+    plan = plan_of(machine, device, make_policy(policy), {})
+    rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))
+    assert {each.verb for each in rehearsed["decode"]} >= verbs
+    assert all(each.real > 0 and each.modelled > 0 for kind in rehearsed.values() for each in kind)
+
+
+def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
+    checkpoint: Checkpoint, machine: Machine
+) -> None:
+    device = emulated(checkpoint)
+    plan = plan_of(machine, device, make_policy("resident"), {})
+    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))["prefill"]
+    modelled = {
+        each.verb: each.modelled for each in prefill
+    }  # here nearly all of it is the time per operation
+    assert modelled["run_expert"] > (CONFIG.top_k + 0.5) * modelled["route"]
+
+
+def test_without_a_dilation_the_least_is_taken_that_a_rehearsal_asks_for(
+    checkpoint: Checkpoint, machine: Machine
+) -> None:
+    report = run_on(emulated(checkpoint), machine, "cgopipe")
+    assert report.emulation is not None
+    dilation = report.emulation.dilation
+    assert dilation.prefill >= 1 and dilation.decode >= 1
+    assert report.wall_seconds >= min(dilation.prefill, dilation.decode) * sum(report.step_seconds)
+
+
+def test_a_given_dilation_is_taken(checkpoint: Checkpoint, machine: Machine) -> None:
+    report = run_on(emulated(checkpoint, dilation=3.0), machine, "layer_streaming")
+    assert report.emulation is not None
+    assert (report.emulation.dilation.prefill, report.emulation.dilation.decode) == (3.0, 3.0)
+    assert report.wall_seconds >= 3.0 * sum(report.step_seconds)
+
+
+def test_the_clock_stands_until_it_runs_and_does_not_jump_when_its_pace_changes() -> None:
+    clock = DilatedClock()
+    assert clock.now() == clock.now() == 0
+    start = perf_counter_ns()
+    clock.run(1000.0)
+    before = clock.now()
+    assert before <= (perf_counter_ns() - start) / 1000
+    clock.run(10.0)
+    assert before <= clock.now() <= (perf_counter_ns() - start) / 10
+
+
+def test_a_wait_lasts_as_long_as_the_clock_says() -> None:
+    clock = DilatedClock()
+    clock.run(4.0)
+    start, moment = perf_counter(), clock.now() + 2_500_000
+    clock.wait_until(moment)
+    assert clock.now() >= moment
+    assert perf_counter() - start >= 4 * 0.0025
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dilation", [0.5, -2.0, float("nan"), float("inf")])
+def test_time_cannot_run_faster_than_ours_nor_stand(checkpoint: Checkpoint, dilation: float) -> None:
+    with pytest.raises(BadInput, match=rf"dilation is {dilation:g}: give 1 or more"):
+        emulated(checkpoint, dilation=dilation)
+
+
+def test_memories_that_this_machine_cannot_hold_are_refused(checkpoint: Checkpoint, machine: Machine) -> None:
+    device, policy = emulated(checkpoint), make_policy("resident")
+    plan = plan_of(machine, device, policy, {"host": 10**18})
+    plan.memory("host").reserve("more than anybody has", 10**17)
+    with pytest.raises(BadInput, match=r"the plan takes .* of machine slow accelerator"):
+        device.begin(plan, PROMPTS, Sampling())
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def arguments(model: Path, machine: Path | str, device: str = NAME) -> list[str]:
+    common = ["--policy", "layer_streaming", "--prompt-ids", "1,2;3", "--max-new-tokens", "2"]
+    return ["run", str(model), *common, "--device", device, "--machine", str(machine)]
+
+
+def test_a_run_says_that_its_machine_is_emulated(
+    model: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "run.json"
+    extra = ["--device-set", "dilation=2", "--budget", "gpu=400KB", "--trace", str(trace)]
+    assert main([*arguments(model, machine_file), *extra]) == 0
+    printed = capsys.readouterr().out
+    assert "measured on slow accelerator (emulated, time dilated by 2)" in printed
+    assert "the cores were" in printed
+    assert moesched.check_trace(trace) == []
+    assert moesched.read_trace(trace).about.machine == "slow accelerator (emulated, time dilated by 2)"
+
+
+def test_batches_of_an_emulated_run_add_up(
+    model: Path, machine_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--batch-size", "1", "--device-set", "dilation=2", "--json"]
+    assert main([*arguments(model, machine_file), *sizes]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["batches"] == 2
+    assert report["emulation"]["dilation"] == {"prefill": 2.0, "decode": 2.0}
+    assert report["emulation"]["lanes"]["accelerator"]["real_share"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "said"),
+    [
+        ("torch", "t4", "machine t4 describes other hardware .* use --device emulated to imitate it"),
+        (NAME, "auto", "device emulated imitates another machine: name it with --machine"),
+    ],
+)
+def test_a_machine_that_is_not_the_devices_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], device: str, machine: str, said: str
+) -> None:
+    assert main(arguments(model, machine, device)) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_machine_with_one_memory_is_refused(machine: Machine) -> None:
+    roles = msgspec.structs.replace(machine.roles, accelerator="cpu")
+    with pytest.raises(BadInput, match="has one memory for accelerator and host"):
+        EmulatedDevice.check_machine(msgspec.structs.replace(machine, roles=roles))
