@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
@@ -52,6 +53,12 @@ def write_result(name: str, figures: dict[str, Any], *packages: str) -> Path:
     text = json.dumps({"machine": this_machine(packages), **figures}, indent=2)
     path.write_text(text + "\n")
     return path
+
+
+def named_for_machine(name: str) -> str:
+    """The name of a result that depends on the machine: MOESCHED_MACHINE in the environment, or its host name."""
+    machine = os.environ.get("MOESCHED_MACHINE") or platform.node() or "machine"
+    return f"{name}-{re.sub('[^a-z0-9]+', '-', machine.lower()).strip('-')}"
 
 
 def this_machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -147,6 +147,20 @@ def exactness(result: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def plan_search(result: dict[str, Any]) -> Iterator[str]:
+    """The planner's choice against a grid."""
+    yield "machine, new tokens | chosen | tokens/s | best of the grid | tokens/s | regret"
+    yield "--- | --- | --- | --- | --- | ---"
+    for each in result["cases"]:
+        workload = f"{each['machine']}, {each['new_tokens']}{', padded' if each['padded'] else ''}"
+        sides = [
+            f"{one['policy']} {one['batch_size']} / {one['micro_batch_size']} | {one['tokens_per_second']:,.1f}"
+            for one in (each["chosen"], each["best_of_grid"])
+        ]
+        yield f"{workload} | {' | '.join(sides)} | {100 * each['regret']:.1f} %"
+    yield f"**seconds of a search, of the whole command** | {result['search_seconds']}, {result['command_seconds']} | | | |"
+
+
 DESCRIBERS = {
     "exactness": exactness,
     "engine": engine,
@@ -154,6 +168,7 @@ DESCRIBERS = {
     "prediction": prediction,
     "damaged_policies": damaged_policies,
     "emulated": emulated,
+    "plan_search": plan_search,
     "random_runs": random_runs,
 }
 

@@ -9,7 +9,7 @@ cores; the accelerator's memory holds GPU_SHARE of its weights. All policies run
 micro-batches, in turn; a policy whose plan does not fit is named with the reason. Figures are medians, in the emulated
 machine's time.
 
-It takes some minutes and writes benchmarks/results/emulated.json.
+It takes some minutes and writes benchmarks/results/emulated-<machine>.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
-from _results import write_result
+from _results import named_for_machine, write_result
 from prediction import OtherLoad
 
 from moesched import plugins
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str]) -> None:
         "left_out": left_out,
         "policies": summaries,
     }
-    print(write_result("emulated", result, "torch"))
+    print(write_result(named_for_machine("emulated"), result, "torch"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The virtual part is CGOPipe on Mixtral-8x7B's shape on a T4: the policy, the dependencies, the run and its recording,
 beside SimPy with one process for each task of the same graph. The real-time part is chains and fork-joins of tasks
-that do nothing, beside bare asyncio and dask. All are run in turns; medians count. Writes results/engine.json.
+that do nothing, beside bare asyncio and dask. All are run in turns; medians count. Writes results/engine-<machine>.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import dask.threaded
 import simpy
-from _results import write_result
+from _results import named_for_machine, write_result
 from rich.progress import track
 
 from moesched.cost import Roofline
@@ -90,7 +90,7 @@ def main() -> None:
         },
         "microseconds_per_task": {name: summary(measured[name], min) for name in real},
     }
-    print(write_result("engine", figures, "simpy", "dask", "uvloop"))
+    print(write_result(named_for_machine("engine"), figures, "simpy", "dask", "uvloop"))
 
 
 def summary(values: list[float], best: Callable[[list[float]], float]) -> dict[str, float]:

@@ -31,9 +31,7 @@ import argparse
 import gc
 import logging
 import os
-import platform
 import random
-import re
 import shutil
 import sys
 import tempfile
@@ -48,7 +46,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _results import write_result
+from _results import named_for_machine, write_result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -614,10 +612,9 @@ def main(arguments: Sequence[str]) -> None:
     if set(options.only) != set(PARTS):
         console.print("only a part was measured: no result is written")
         return
-    machine = re.sub(r"[^a-z0-9]+", "-", (platform.node() or "machine").lower()).strip("-")
     peers = () if missing_peers() else ("transformers", "accelerate")
     path = write_result(
-        f"offload_disk-{machine}",
+        named_for_machine("offload_disk"),
         {
             "command": "python benchmarks/offload_disk.py",
             "model": checkpoint.config.name,

@@ -5,7 +5,7 @@
 For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
 chooses from is looked at with every size of micro-batches and every number of them on a grid as wide as memory allows.
 Regret is how much more the best of the grid reaches than the planner's choice. The time of the whole command
-`moesched plan` is measured too. Writes results/plan_search.json.
+`moesched plan` is measured too. Writes results/plan_search-<machine>.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from _results import write_result
+from _results import named_for_machine, write_result
 from rich.progress import track
 
 from moesched.cost import cost_model
@@ -68,7 +68,7 @@ def main() -> None:
         "search_seconds": median(each["search_seconds"] for each in cases),
         "command_seconds": median(commands),
     }
-    print(write_result("plan_search", result))
+    print(write_result(named_for_machine("plan_search"), result))
 
 
 def case(machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
@@ -24,6 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
+from _results import named_for_machine, write_result
 
 from moesched import plugins
 from moesched.calibrate import calibrate
@@ -214,18 +214,16 @@ def main(arguments: Sequence[str]) -> None:
         print(table(results[-1]), flush=True)
     worst = max(abs(result["error_percent"]["total"]) for result in results)
     print(f"largest error of a total: {worst:.1f} %")
-    target = Path(__file__).parent / "results" / f"prediction-{machine.name}.json"
-    target.parent.mkdir(exist_ok=True)
     report = {
         "command": "python benchmarks/prediction.py",
-        "machine": {"name": machine.name, "description": machine.description},
+        "calibration": {"name": machine.name, "description": machine.description},
         "model": MODEL,
         "batch_size": BATCH,
         "new_tokens": STEPS,
         "largest_total_error_percent": worst,
         "runs": results,
     }
-    target.write_text(json.dumps(report, indent=1) + "\n")
+    print(write_result(named_for_machine("prediction"), report, "torch"))
 
 
 if __name__ == "__main__":
