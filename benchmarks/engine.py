@@ -4,7 +4,8 @@
 
 The virtual part is CGOPipe on Mixtral-8x7B's shape on a T4: the policy, the dependencies, the run and its recording,
 beside SimPy with one process for each task of the same graph. The real-time part is chains and fork-joins of tasks
-that do nothing, beside bare asyncio and dask. All are run in turns; medians count. Writes results/engine-<machine>.json.
+that do nothing, beside bare asyncio and dask. All are run in turns; medians count.
+Writes results/engine-<machine>.json.
 """
 
 from __future__ import annotations
