@@ -6,6 +6,7 @@ page between the micro-batches' activations, first into pinned memory, then onto
 
 from __future__ import annotations
 
+from moesched.memory import Pool
 from moesched.models.layout import Page
 from moesched.plan import Plan
 from moesched.step import Step
@@ -26,8 +27,14 @@ class CGOPipe:
     def plan(self, plan: Plan) -> None:
         plan.place_kv("host")
         self.streamed, self.buffer = double_buffered(plan)
-        slots, pages = len(self.buffer.slots), [page for layer in self.streamed for page in layer]
-        self.pinned = plan.pool("pinned", "staging", slots, pages) if plan.has_pinned else None
+        self.pinned = self._staging(plan) if plan.has_pinned else None
+
+    def _staging(self, plan: Plan) -> Pool:
+        """Pinned pages: as many as the buffer has, or as fit, but no fewer than stream of a layer."""
+        pages = [page for layer in self.streamed for page in layer]
+        fit = plan.free("pinned") // max(map(plan.slot_bytes, pages), default=1)
+        slots = max(max(map(len, self.streamed)), min(len(self.buffer.slots), fit))
+        return plan.pool("pinned", "staging", slots, pages)
 
     async def prefill(self, step: Step) -> None:
         """Everything on the accelerator, layer by layer; keys and values go to the host (§4)."""

@@ -178,6 +178,19 @@ def test_cgopipe_submits_in_the_order_of_algorithm_1() -> None:
     assert [told(task, first_page=2) for task in first_decode] == list(algorithm_1(4, 3))
 
 
+@pytest.mark.parametrize("name", ["cgopipe", "fastdecode", "three_tiers"])
+def test_a_layer_of_pinned_memory_is_enough(name: str) -> None:
+    layout = Case(name="little pinned", machine=load_machine("t4"), layers=4).layout()
+    layer = sum(page.nbytes for page in layout.layer(0))
+    largest = max(page.nbytes for page in layout.pages)
+    policy = make_policy(name)
+    budgets = {"gpu": 3 * layer + 40_000, "pinned": largest * len(layout.layer(0))}
+    plan = plan_run(load_machine("t4"), layout, split_batch([4] * 6, 4, 2), policy, budgets)
+    ended = run_on_symbols(policy, plan)
+    assert ended.tokens == ended.expected
+    assert any(task.verb == "pin" for task in ended.tasks)
+
+
 def test_cgopipe_fetches_nothing_for_a_step_that_does_not_come() -> None:
     policy = make_policy("cgopipe")
     case = Case(name="last", machine=load_machine("t4"), layers=4, weights=0.6, new_tokens=3)
