@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from _dbrxs import NO_CLIP, dbrx, random_dbrx
-from _mixtrals import DECISIVE, hugging_face_logits, prompts_of
+from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of
 from _small_runs import ONE_MEMORY, Generated, generate
 from safetensors.torch import load_file, save_file
 from transformers import DbrxForCausalLM
@@ -132,10 +132,7 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
         model = dbrx(d_model=128, ffn={"ffn_hidden_size": 256}, n_layers=4, initializer_range=0.06)
         model.to(torch.bfloat16).save_pretrained(tmp_path)
         run = generated(tmp_path, "bfloat16", page_bytes=40_000)
-        in_bfloat16, in_float32 = (
-            DbrxForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-            for dtype in (torch.bfloat16, torch.float32)
-        )
+        in_bfloat16, in_float32 = (load_model(tmp_path, dtype) for dtype in (torch.bfloat16, torch.float32))
         for prompt, tokens, logits in zip(prompts_of(97), run.tokens, run.logits_RSV, strict=True):
             rounded, exact = (
                 hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]

@@ -23,7 +23,7 @@ from test_streams import FakeStreams
 
 # Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
 # The window is shorter than one of the prompts and longer than the others.
-MIXTRAL = ModelConfig(
+CONFIG = ModelConfig(
     name="mixtral",
     layers=3,
     hidden=30,
@@ -43,7 +43,7 @@ MIXTRAL = ModelConfig(
     dtype="float32",
 )
 DBRX = msgspec.structs.replace(
-    MIXTRAL, name="dbrx", layers=4, hidden=90, sliding_window=None, norm="layer", clip_qkv=0.2, form="dbrx"
+    CONFIG, name="dbrx", layers=4, hidden=90, sliding_window=None, norm="layer", clip_qkv=0.2, form="dbrx"
 )
 # DBRX's pages hold a few rows each: its transposed matrices come in several blocks.
 PAGE_BYTES = {"mixtral": None, "dbrx": 12_000}
@@ -73,7 +73,7 @@ class Streamed(TorchDevice):
         return self.fake
 
 
-@pytest.fixture(scope="module", params=[MIXTRAL, DBRX], ids=lambda config: config.name)
+@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("models") / request.param.name
     return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
