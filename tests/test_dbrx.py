@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from _small_runs import ONE_MEMORY, Generated, generate
 from safetensors.torch import load_file, save_file
 from transformers import DbrxForCausalLM
 
+import moesched
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.page_reader import DTYPES, PageReader
 from moesched.devices.torch_device import TorchDevice
 from moesched.devices.transposed_weights import plain_linear
 from moesched.errors import BadInput
+from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig, read_config
 from moesched.models.layout import weight_layout
@@ -263,6 +266,22 @@ def test_the_work_of_a_token_is_that_of_the_published_shape() -> None:
     assert operations.experts(1).flops == pytest.approx(4 * 6 * 6144 * 10752)
     assert operations.experts(1).nbytes == pytest.approx(4 * operations.expert_bytes, rel=1e-3)
     assert operations.sample(1).flops == 2 * 6144 * 100352
+
+
+def test_a_simulation_moves_every_layer_once_a_step() -> None:
+    t4 = resources.files("moesched.machines").joinpath("t4.toml").read_text()
+    machine = parse_machine(
+        t4.replace('"192GB"', '"400GB"').replace('"16GB"', '"64GB"').encode(), "a large machine"
+    )
+    report = moesched.simulate_model(
+        "dbrx",
+        machine=machine,
+        policy="layer_streaming",
+        workload=moesched.given_lengths([64] * 4, 3),
+        batch_size=4,
+    )
+    layers = 40 * (2 * 6144 * (6144 + 1024) + 2 * 6144 + 16 * 6144 + 16 * 3 * 6144 * 10752) * 2
+    assert report.lanes["host->gpu"].busy_seconds == pytest.approx(3 * layers / 12e9, rel=1e-3)
 
 
 # ---------------------------------------------------------------- what is refused
