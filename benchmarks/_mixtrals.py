@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -31,7 +31,8 @@ def mixtral(**changes: Any) -> MixtralForCausalLM:
         "max_position_embeddings": 256,
         "initializer_range": 0.3,
     }
-    return _ready(MixtralForCausalLM(MixtralConfig(**(settings | changes))))
+    model: MixtralForCausalLM = _ready(MixtralForCausalLM(MixtralConfig(**(settings | changes))))
+    return model
 
 
 def random_mixtral(seed: int, layers: int = 2) -> MixtralForCausalLM:
@@ -57,15 +58,15 @@ def random_mixtral(seed: int, layers: int = 2) -> MixtralForCausalLM:
     )
 
 
-def load_mixtral(directory: Path, dtype: torch.dtype) -> MixtralForCausalLM:
-    """The model as Hugging Face reads it in a dtype.
+def load_model(directory: Path, dtype: torch.dtype) -> Any:
+    """A model, of whatever family, as Hugging Face reads it in a dtype.
 
     `model.to(bfloat16)` would not do: it rounds the frequencies of the rotary embedding too.
     """
-    return _ready(MixtralForCausalLM.from_pretrained(directory, dtype=dtype))
+    return _ready(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype))
 
 
-def _ready(model: MixtralForCausalLM) -> MixtralForCausalLM:
+def _ready(model: Any) -> Any:
     model.set_experts_implementation("eager")  # the others take no sizes that are odd
     return model.eval()
 

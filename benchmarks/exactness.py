@@ -1,6 +1,6 @@
-"""How exact results are: against Hugging Face's Mixtral in float32 and bfloat16, and from policy to policy to the bit.
+"""How exact results are: against Hugging Face's Mixtral and DBRX, and from policy to policy to the bit.
 
-    python benchmarks/exactness.py [--models 60] [--seeds 20]
+    python benchmarks/exactness.py [--mixtrals 60] [--dbrxs 30] [--seeds 20]
 
 Against Hugging Face: the tiny Mixtral that ships and random models of every shape generate greedily from prompts of
 mixed length in one batch. Hugging Face is given the same text at once. In float32 a token counts as wrong where it is
@@ -24,13 +24,14 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _mixtrals import DECISIVE, hugging_face_logits, load_mixtral, prompts_of, random_mixtral
+from _dbrxs import random_dbrx
+from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of, random_mixtral
 from _results import write_result
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from rich.progress import track
@@ -48,30 +49,34 @@ NEW_TOKENS = 16
 MICRO_BATCH = 3
 POLICIES = ("layer_streaming", "cgopipe", "expert_streaming", "fastdecode", "flexgen", "flexgen_cpu")
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)
-DEEP_MODELS = 2
+DEEP_MIXTRALS = 2
+DEEP_DBRXS = 1
 DEEP_LAYERS = 4  # so that layers stream while others wait
 SHARE_OF_WEIGHTS = 0.8
 MOST_BFLOAT16 = 2.0
+
+Maker = Callable[[int, int], Any]
 
 
 def main() -> int:
     """Measure, print what came out, write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", type=int, default=60, help="random models to compare with Hugging Face's")
+    parser.add_argument("--mixtrals", type=int, default=60, help="random Mixtrals to compare")
+    parser.add_argument("--dbrxs", type=int, default=30, help="random DBRX models to compare")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
     options = parser.parse_args()
     started = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for Hugging Face: work this small is done sooner by one thread
     with tempfile.TemporaryDirectory() as folder:
-        directories = [TINY, *write_models(Path(folder), options.models, layers=2)]
+        directories = [TINY, *write_models(Path(folder), options.mixtrals, options.dbrxs, layers=2)]
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
         torch.set_num_threads(threads)
-        deep = [TINY, *write_models(Path(folder), DEEP_MODELS, layers=DEEP_LAYERS)]
+        deep = [TINY, *write_models(Path(folder), DEEP_MIXTRALS, DEEP_DBRXS, layers=DEEP_LAYERS)]
         policies = compare_policies(deep, options.seeds)
     figures: dict[str, Any] = {
         "seconds": round(time.perf_counter() - started, 1),
-        "models": f"tiny-mixtral and {options.models} random ones",
+        "models": f"tiny-mixtral, {options.mixtrals} random Mixtrals, {options.dbrxs} random DBRX models",
         "float32": float32_figures([pair.float32 for pair in pairs]),
         "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
         "policies": policies,
@@ -87,11 +92,14 @@ def reached(figures: dict[str, Any]) -> Iterator[bool]:
     yield figures["policies"]["runs_that_differ"] == 0
 
 
-def write_models(folder: Path, count: int, layers: int) -> list[Path]:
+def write_models(folder: Path, mixtrals: int, dbrxs: int, layers: int) -> list[Path]:
     """Random models as Hugging Face saves them."""
-    directories = [folder / f"random-{seed}-of-{layers}-layers" for seed in range(count)]
-    for seed, directory in enumerate(track(directories, "random models")):
-        random_mixtral(seed, layers).save_pretrained(directory)
+    makers: list[tuple[Maker, int]] = [(random_mixtral, seed) for seed in range(mixtrals)]
+    makers += [(random_dbrx, seed) for seed in range(dbrxs)]
+    directories = []
+    for maker, seed in track(makers, "random models"):
+        directories.append(folder / f"{maker.__name__}-{seed}-of-{layers}-layers")
+        maker(seed, layers).save_pretrained(directories[-1])
     return directories
 
 
@@ -138,7 +146,7 @@ def compare(directory: Path) -> Pair:
 def compare_float32(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Float32:
     """Our greedy tokens and logits beside Hugging Face's for the same text."""
     ours = ours_in("float32", checkpoint, prompts, MICRO_BATCH)
-    model = load_mixtral(directory, torch.float32)
+    model = load_model(directory, torch.float32)
     expected_RSV = torch.stack(
         [hugging_face_logits(model, text)[-NEW_TOKENS - 1 : -1] for text in texts_of(prompts, ours)]
     )
@@ -158,9 +166,9 @@ def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list
     routed = Routed(checkpoint.config.layers, len(prompts), checkpoint.config.experts)
     ours = ours_in("bfloat16", checkpoint, prompts, 1, routed)
     texts = texts_of(prompts, ours)
-    model = load_mixtral(directory, torch.bfloat16)
+    model = load_model(directory, torch.bfloat16)
     theirs_RSV, their_counts = theirs_in(model, texts)
-    exact = load_mixtral(directory, torch.float32)
+    exact = load_model(directory, torch.float32)
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -225,7 +233,7 @@ def theirs_in(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def routed_by_step(logits_TE: Tensor, model: Any) -> Tensor:
     """How many tokens each expert got in each step (S, E): the first step takes in the whole prompt."""
-    chosen = logits_TE.float().softmax(-1).topk(model.config.num_experts_per_tok).indices
+    chosen = logits_TE.float().softmax(-1).topk(model.num_experts_per_tok).indices
     counts_TE = torch.zeros(logits_TE.shape, dtype=torch.int64).scatter_(1, chosen, 1)
     prompt = len(counts_TE) - NEW_TOKENS + 1
     return torch.cat((counts_TE[:prompt].sum(0, keepdim=True), counts_TE[prompt:]))

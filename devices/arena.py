@@ -68,13 +68,13 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous copy in memory of its own that starts as far into a cache line as the original does.
+    """A copy in memory of its own, in the original's order, that starts as far into a cache line as the original does.
 
     The last bits of a float32 product depend on that, and whether weights stay or stream must not show.
     """
     skip = tensor.data_ptr() % CACHE_LINE // tensor.itemsize
-    copy = torch.empty(skip + tensor.numel(), dtype=tensor.dtype, device=device)[skip:].view(tensor.shape)
-    return copy.copy_(tensor)
+    memory = torch.empty(skip + tensor.numel(), dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride(), skip).copy_(tensor)
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:

@@ -2,73 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
+
+from .transposed_weights import plain_linear
 
 # oneDNN rearranges a plain matrix anew in every product; with few tokens that costs more than the product.
 
 
 @cache
-def packing_pays() -> bool:
+def packing_pays(transposed: bool = False) -> bool:
     """Whether this processor gains from packed bfloat16 weights, and gets the same bits from them.
 
     The second is tried, not assumed: one policy may keep packed what another one streams, and a schedule
     must not show in the results. The matrices tried are packed whole and compared with their row blocks.
+
+    Args:
+        transposed: also for matrices that lie transposed in memory.
     """
     try:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        return all(_same_bits(outputs, inputs) for outputs, inputs in ((256, 192), (96, 4096), (33, 40)))
+        same_bits = [_same_bits, *([_same_bits_transposed] if transposed else [])]
+        return all(same(*shape) for same in same_bits for shape in ((256, 192), (96, 4096), (33, 40)))
     except (AttributeError, RuntimeError):
         return False
 
 
 def _same_bits(outputs: int, inputs: int) -> bool:
-    generator = torch.Generator().manual_seed(outputs)
-    weight_ND = torch.randn(outputs, inputs, generator=generator).to(torch.bfloat16)
+    weight_ND = _random(outputs, inputs)
     packed, blocks = pack(weight_ND), (weight_ND[: outputs // 2], weight_ND[outputs // 2 :])
     for tokens in (1, 2, 5, 16, 33):
-        x_TD = torch.randn(tokens, inputs, generator=generator).to(torch.bfloat16)
-        plain = torch.cat([torch.nn.functional.linear(x_TD, block) for block in blocks], dim=-1)
+        x_TD = _random(tokens, inputs)
+        plain = torch.cat([plain_linear(x_TD, block) for block in blocks], dim=-1)
         if not torch.equal(packed_linear(x_TD, packed), plain):
             return False
     return True
 
 
+def _same_bits_transposed(outputs: int, inputs: int) -> bool:
+    weight_ND = _random(inputs, outputs).T
+    packed = pack(weight_ND)
+    for tokens in (1, 2, 5, 16, 33):
+        x_TD = _random(tokens, 2 * inputs)[:, inputs:]  # as where the matrix is one of several column blocks
+        if not torch.equal(packed_linear(x_TD, packed), plain_linear(x_TD, weight_ND)):
+            return False
+    return True
+
+
 @cache
-def cores_keep_bits(dtype: torch.dtype, cores: int) -> bool:
+def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
     """Whether a product of this dtype has the same bits on one core as on so many, packed or not; tried, not assumed.
 
     Where it has not, a product must run on the same number of cores under every policy.
+
+    Args:
+        transposed: also for matrices that lie transposed in memory.
     """
     if dtype != torch.bfloat16:
         return False  # float32 products of five rows were seen to differ
     before = torch.get_num_threads()
     try:
-        return all(_same_on_cores(outputs, inputs, cores) for outputs, inputs in ((1024, 512), (33, 40)))
+        return all(
+            _same_on_cores(product, inputs, cores)
+            for outputs, inputs in ((1024, 512), (33, 40))
+            for product in _products(outputs, inputs, transposed)
+        )
     finally:
         torch.set_num_threads(before)
 
 
-def _same_on_cores(outputs: int, inputs: int, cores: int) -> bool:
-    generator = torch.Generator().manual_seed(outputs)
-    weight_ND = torch.randn(outputs, inputs, generator=generator).to(torch.bfloat16)
-    products: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        partial(torch.nn.functional.linear, weight=weight_ND)
-    ]
-    if packing_pays():
-        products.append(partial(packed_linear, packed=pack(weight_ND)))
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _products(outputs: int, inputs: int, transposed: bool) -> Iterator[Product]:
+    """Each way in which a matrix is multiplied."""
+    weight_ND = _random(outputs, inputs)
+    yield partial(plain_linear, weight_ND=weight_ND)
+    if transposed:
+        yield partial(plain_linear, weight_ND=_random(inputs, outputs).T)
+    if packing_pays(transposed):
+        yield partial(packed_linear, packed=pack(weight_ND))
+
+
+def _same_on_cores(product: Product, inputs: int, cores: int) -> bool:
     for tokens in (1, 5, 16, 128):
-        x_TD = torch.randn(tokens, inputs, generator=generator).to(torch.bfloat16)
-        for product in products:
-            torch.set_num_threads(1)
-            alone = product(x_TD)
-            torch.set_num_threads(cores)
-            if not torch.equal(alone, product(x_TD)):
-                return False
+        x_TD = _random(tokens, inputs)
+        torch.set_num_threads(1)
+        alone = product(x_TD)
+        torch.set_num_threads(cores)
+        if not torch.equal(alone, product(x_TD)):
+            return False
     return True
+
+
+def _random(rows: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, columns, generator=generator).to(torch.bfloat16)
 
 
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
@@ -76,7 +108,7 @@ def pack(weight_ND: torch.Tensor) -> torch.Tensor:
 
     weight_ND: bfloat16, CPU. Ask `packing_pays` first.
     """
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND)
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     return packed
 
 

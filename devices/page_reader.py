@@ -15,6 +15,7 @@ import torch
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Extent, Page, WeightLayout
+from moesched.models.tensors import is_transposed
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .direct_file import DirectFile
@@ -74,6 +75,7 @@ class PageReader:
         self.bytes_read = 0
         self._counting = threading.Lock()
         self._own = threading.local()
+        self._config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._files: dict[Path, DirectFile] = {}
         try:
@@ -125,6 +127,7 @@ class PageReader:
     def views(self, slot: torch.Tensor, page: Page) -> dict[str, list[torch.Tensor]]:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
+        Of a matrix that the files hold transposed, blocks are (outputs, some of the inputs), left to right.
         slot: uint8, on any device, with the bytes that `read` leaves.
         """
         plan = self._plans[page.id]
@@ -134,7 +137,7 @@ class PageReader:
         for (name, _, offset), shape in zip(plan.placements, plan.shapes, strict=True):
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
             block = torch.as_strided(items, shape, strides, first + offset // size)
-            blocks.setdefault(name, []).append(block)
+            blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor) -> int:
@@ -203,10 +206,10 @@ class PageReader:
         )
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
-        blocks = {name: iter(blocks) for name, blocks in self.views(slot, page).items()}
+        items, size = slot.view(self.dtype), self.dtype.itemsize
         buffer = self._own_buffer()
         return sum(
-            self._convert(extent.tensor, extent.rows, next(blocks[extent.tensor]).view(-1), buffer)
+            self._convert(extent.tensor, extent.rows, items[extent.offset // size :], buffer)
             for extent in page.extents
         )
 

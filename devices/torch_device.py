@@ -79,9 +79,12 @@ class TorchDevice:
         self._mapping = self._on_cpu and not direct and MappedPages.possible(self._reader)
         self._mapped: MappedPages | None = None
         self._dtype = DTYPES[layout.dtype]
-        self._packing = self._on_cpu and layout.dtype == "bfloat16" and packing_pays()
+        transposed = self.config.transposed_down
+        self._packing = self._on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._cores = usable_cores()
-        self._sharing = self._on_cpu and self._cores > 1 and cores_keep_bits(self._dtype, self._cores)
+        self._sharing = (
+            self._on_cpu and self._cores > 1 and cores_keep_bits(self._dtype, self._cores, transposed)
+        )
         self._threads_before = torch.get_num_threads()
         self._team = self._readers = Team(1)
         self._arenas: dict[Pool, Arena] = {}
@@ -360,6 +363,8 @@ class TorchDevice:
             heads=config.heads,
             kv_heads=config.kv_heads,
             eps=config.norm_eps,
+            norm_kind=config.norm,
+            clip=config.clip_qkv,
         )
 
     def _attention(self, task: Task) -> None:
@@ -392,7 +397,7 @@ class TorchDevice:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
         state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
-        x_TD = kernels.rms_norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps)
+        x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
             state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
@@ -440,9 +445,10 @@ class TorchDevice:
 
     def _logits(self, last_SD: Tensor) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
-        x_SD = kernels.rms_norm(last_SD, self._globals["final_norm"], self.config.norm_eps)
+        config = self.config
+        x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
         if not self._sharing:
-            self._use_cores_for(len(x_SD), self.config.vocabulary * self.config.hidden)
+            self._use_cores_for(len(x_SD), config.vocabulary * config.hidden)
             return kernels.linear(x_SD, self._head).float()
         parts: dict[int, Tensor] = {}
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])

@@ -4,8 +4,9 @@ Shapes in names: T tokens of all sequences together, D hidden size, H heads, K k
 share one of those, d head size, S sequences, L tokens in the cache, E experts, k experts per token, n rows of
 experts, V vocabulary, N outputs of a matrix, X whatever else.
 
-A weight matrix arrives as row blocks, top to bottom: a page may hold only a part of its rows. A block is
-(N, D), or packed (see `packed_weights.py`). Hidden states have the weights' dtype; what decides accuracy
+A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
+files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
+is a transpose, or packed (see `packed_weights.py`). Hidden states have the weights' dtype; what decides accuracy
 (norms, rotation, softmax, routing, the sum over experts) is computed in float32.
 """
 
@@ -17,7 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from moesched.models.config import NormKind
+
 from .packed_weights import packed_linear
+from .transposed_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
@@ -51,14 +55,37 @@ class Grouping(NamedTuple):
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x times the transpose of the matrix that the row blocks make: (T, rows)."""
+    """x times the transpose of the matrix that the blocks make: (T, N)."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
+    if blocks[0].shape[1] < x_TD.shape[1]:
+        return _sum_of_products(x_TD, blocks)
     return torch.cat([_linear(x_TD, block) for block in blocks], dim=-1)
 
 
 def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
-    return packed_linear(x_TD, block_ND) if block_ND.is_mkldnn else F.linear(x_TD, block_ND)
+    return packed_linear(x_TD, block_ND) if block_ND.is_mkldnn else plain_linear(x_TD, block_ND)
+
+
+def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
+    """The product with column blocks, summed in float32 and rounded once."""
+    total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
+    start = 0
+    for block in blocks:
+        stop = start + block.shape[1]
+        total_TN += _linear(x_TD[:, start:stop], block)
+        start = stop
+    return total_TN.to(x_TD.dtype)
+
+
+def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> Tensor:
+    """Each token normalised, times the weight."""
+    return (layer_norm if kind == "layer" else rms_norm)(x_TD, weight_D, eps)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Each token less its mean, divided by its standard deviation, times the weight."""
+    return F.layer_norm(x_TD, weight_D.shape, weight_D, None, eps)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -98,12 +125,16 @@ def project_qkv(
     heads: int,
     kv_heads: int,
     eps: float,
+    norm_kind: NormKind = "rms",
+    clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), contiguous, keys and values (T, K, d).
 
-    qkv: the row blocks of q, then those of k, then those of v.
+    qkv: the row blocks of q, then those of k, then those of v. clip: the largest magnitude that these keep.
     """
-    x_TX = linear(rms_norm(hidden_TD, norm_D, eps), qkv)
+    x_TX = linear(norm(hidden_TD, norm_D, eps, norm_kind), qkv)
+    if clip is not None:
+        x_TX = x_TX.clamp(-clip, clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
     turned = apply_rotary(x_TXd[:, : heads + kv_heads], cos_T1d, sin_T1d)
     return turned[:, :heads].contiguous(), turned[:, heads:], x_TXd[:, heads + kv_heads :]
@@ -191,7 +222,8 @@ def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> T
 def route(x_TD: Tensor, router: Blocks, top_k: int) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32, summing to 1), both (T, k).
 
-    The top-k logits are chosen first and softmaxed then, as Mixtral does.
+    The top-k logits are chosen first and softmaxed then, as Mixtral does. DBRX's softmax over all experts, of which
+    the top k are divided by their sum, comes to the same.
     """
     logits_TE = linear(x_TD.float(), [block.float() for block in router])
     top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
@@ -231,6 +263,8 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
     return sum_experts(y_nD, rows_Tk, weights_Tk).add_(residual_TD).to(residual_TD.dtype)
 
 
-def lm_head(hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float) -> Tensor:
+def lm_head(
+    hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
+) -> Tensor:
     """The logits (T, V), float32, that follow the given tokens: the last ones of their sequences."""
-    return linear(rms_norm(hidden_TD, norm_D, eps), head).float()
+    return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()

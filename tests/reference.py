@@ -10,6 +10,7 @@ import torch
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.kv_cache import BlockedKV, KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.tensors import is_transposed
 
 Tensor = torch.Tensor
 Cut = Callable[[Tensor], list[Tensor]]
@@ -21,7 +22,7 @@ def whole(weight: Tensor) -> list[Tensor]:
 
 
 def cut_in_three(weight: Tensor) -> list[Tensor]:
-    """A matrix as row blocks of uneven size."""
+    """A matrix as blocks of uneven size, as its file has its rows."""
     return list(weight.split(-(-weight.shape[0] // 3)))
 
 
@@ -33,7 +34,8 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor
             file.seek(stored.offset)
             data = bytearray(file.read(stored.nbytes))
         tensor = torch.frombuffer(data, dtype=getattr(torch, stored.dtype))
-        weights[name] = tensor.reshape(stored.shape).to(dtype)
+        weight = tensor.reshape(stored.shape).to(dtype)
+        weights[name] = weight.T if is_transposed(checkpoint.config, name) else weight
     return weights
 
 
@@ -45,7 +47,15 @@ class Reference:
         self.config = checkpoint.config
         self.dtype = dtype
         self.weights = read_weights(checkpoint, dtype)
-        self.blocks = {name: cut(weight) for name, weight in self.weights.items() if weight.dim() == 2}
+        self.blocks = {
+            name: self._cut(name, cut) for name, weight in self.weights.items() if weight.dim() == 2
+        }
+
+    def _cut(self, name: str, cut: Cut) -> list[Tensor]:
+        weight = self.weights[name]
+        if is_transposed(self.config, name):
+            return [block.T for block in cut(weight.T)]
+        return cut(weight)
 
     def cache(self, blocks: int = 64, block_size: int = 4) -> BlockedKV:
         """An empty KV cache for this model."""
@@ -62,7 +72,7 @@ class Reference:
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
         last_SD = hidden_TD[step.last_S]
         head = self.blocks["embedding" if config.tied_embeddings else "lm_head"]
-        return kernels.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps)
+        return kernels.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps, config.norm)
 
     def layer(
         self, layer: int, hidden_TD: Tensor, cache: BlockedKV, step: KVStep, angles: tuple[Tensor, Tensor]
@@ -77,11 +87,13 @@ class Reference:
             heads=config.heads,
             kv_heads=config.kv_heads,
             eps=config.norm_eps,
+            norm_kind=config.norm,
+            clip=config.clip_qkv,
         )
         cache.append(layer, step, k_TKd, v_TKd)
         attended_TX = kernels.attention(q_THd, cache.views(layer, step), config.sliding_window)
         hidden_TD = kernels.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
-        x_TD = kernels.rms_norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps)
+        x_TD = kernels.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
         if config.experts == 1:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)

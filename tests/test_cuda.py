@@ -9,14 +9,15 @@ import pytest
 
 import moesched
 from moesched.models.random_model import write_random_model
-from test_same_logits import CONFIG, PROMPTS
+from test_same_logits import CONFIG, DBRX, PROMPTS
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(CONFIG, tmp_path_factory.mktemp("models") / "model", seed=3, dtype="float32")
+@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param.name
+    return write_random_model(request.param, folder, seed=3, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         experts=experts,
         top_k=draw(st.integers(1, experts)),
         tied_embeddings=draw(st.booleans()),
+        form=draw(st.sampled_from(["llama", "dbrx"])),
     )
 
 

@@ -20,7 +20,8 @@ from moesched.devices.page_reader import PageReader
 from moesched.errors import BadInput, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, weight_layout
-from moesched.models.random_model import published_name, write_random_model
+from moesched.models.published import published_tensors
+from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 
@@ -36,6 +37,8 @@ TINY = msgspec.structs.replace(
     vocabulary=128,
 )
 BLOCKS_OF_ROWS = 1000  # bytes: a page of a few rows
+
+PUBLISHED = {part: name for name, (_, ((part, _),)) in published_tensors(TINY).items()}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,7 +56,7 @@ def stored(directory: Path) -> Tensors:
 
 
 def canonical(tensors: Tensors) -> Tensors:
-    return {name: tensors[published_name(name, dense=False)] for name in tensor_shapes(TINY)}
+    return {name: tensors[PUBLISHED[name]] for name in tensor_shapes(TINY)}
 
 
 def move_data(directory: Path, start: int) -> None:
@@ -67,7 +70,7 @@ def move_data(directory: Path, start: int) -> None:
 
 def write_fused(directory: Path, tensors: Tensors) -> None:
     """One file without an index, the experts of a layer in one tensor."""
-    fused = {published_name(n, dense=False): t.clone() for n, t in tensors.items() if "experts" not in n}
+    fused = {PUBLISHED[n]: t.clone() for n, t in tensors.items() if "experts" not in n}
     for layer in range(TINY.layers):
         experts = [f"layers.{layer}.experts.{e}." for e in range(TINY.experts)]
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -152,7 +155,7 @@ def test_one_file_may_hold_several_dtypes(model: Path) -> None:
         name: tensor.to(kinds.get(name.split(".")[-1], tensor.dtype)) for name, tensor in expected.items()
     }
     write_fused(model, expected)
-    save_file({published_name(n, dense=False): t for n, t in mixed.items()}, model / "model.safetensors")
+    save_file({PUBLISHED[n]: t for n, t in mixed.items()}, model / "model.safetensors")
     require_equal(model, expected, "bfloat16")
 
 

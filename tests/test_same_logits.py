@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
@@ -25,7 +26,7 @@ from test_streams import FakeStreams
 # Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
 # The window is shorter than one of the prompts and longer than the others.
 CONFIG = ModelConfig(
-    name="two-memories",
+    name="mixtral",
     layers=3,
     hidden=30,
     intermediate=44,
@@ -43,6 +44,11 @@ CONFIG = ModelConfig(
     stop_tokens=(),
     dtype="float32",
 )
+DBRX = msgspec.structs.replace(
+    CONFIG, name="dbrx", layers=4, hidden=90, sliding_window=None, norm="layer", clip_qkv=0.2, form="dbrx"
+)
+# DBRX's pages hold a few rows each: its transposed matrices come in several blocks.
+PAGE_BYTES = {"mixtral": None, "dbrx": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 POLICIES = [
     ("resident", {}),
@@ -73,15 +79,15 @@ class Streamed(TorchDevice):
         return self.fake
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    return open_checkpoint(write_random_model(CONFIG, folder, seed=3, dtype="float32"))
+@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("models") / request.param.name
+    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def layout(request: pytest.FixtureRequest) -> WeightLayout:
-    return weight_layout(CONFIG, request.param)
+def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayout:
+    return weight_layout(checkpoint.config, request.param, PAGE_BYTES[checkpoint.config.name])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _mixtrals import DECISIVE, hugging_face_logits, load_mixtral, mixtral, prompts_of, random_mixtral
+from _mixtrals import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from moesched.devices import torch_kernels as kernels
@@ -127,7 +127,7 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
         model.to(torch.bfloat16).save_pretrained(tmp_path)
         prompt = prompts_of(97, [60])[0]
         rounded, exact = (
-            hugging_face_logits(load_mixtral(tmp_path, dtype), prompt)
+            hugging_face_logits(load_model(tmp_path, dtype), prompt)
             for dtype in (torch.bfloat16, torch.float32)
         )
         theirs.append((rounded - exact).abs())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig, read_config
+from moesched.models.published import published_tensors
 from moesched.models.tensors import Shape, tensor_shapes
 
 SINGLE_NAME = "model.safetensors"
@@ -62,20 +64,24 @@ class _Found(msgspec.Struct):
     file_bytes: int
 
 
+Names = Callable[[_Found], Iterator[tuple[str, StoredTensor]]]
+"""The model's tensors that a stored one is or contains, by canonical name; none where it has no use for it."""
+
+
 def open_checkpoint(directory: Path | str) -> Checkpoint:
     """Find every tensor of the model in `directory`: one safetensors file or several with an index.
 
-    Experts may have tensors of their own or be fused into one tensor per layer; then each expert's
-    StoredTensor is its range of bytes in the fused one. Raises BadInput, naming the file, the value and the
-    remedy, where files are missing, truncated, no safetensors, of another shape than config.json says, or
-    incomplete.
+    Where the files hold several of the model's tensors as one (a layer's experts; queries, keys and values), the
+    StoredTensor of each is its range of bytes there. Raises BadInput, naming the file, the value and the remedy,
+    where files are missing, truncated, no safetensors, of another shape than config.json says, or incomplete.
     """
     directory = Path(directory)
     config = read_config(directory)
     shapes = tensor_shapes(config)
     tensors: dict[str, StoredTensor] = {}
+    as_canonical = _dbrx_names(config) if config.form == "dbrx" else partial(_llama_names, config)
     for found in _find(directory):
-        for name, stored in _as_canonical(config, found):
+        for name, stored in as_canonical(found):
             if name in shapes:
                 tensors[name] = _checked(found, stored, shapes[name])
     _require_all(directory, shapes, tensors)
@@ -166,7 +172,18 @@ _MLP_NAME = re.compile(r"mlp\.(gate_proj|down_proj|up_proj)\.weight")
 _FUSED_NAME = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
 
 
-def _as_canonical(config: ModelConfig, found: _Found) -> Iterator[tuple[str, StoredTensor]]:
+def _dbrx_names(config: ModelConfig) -> Names:
+    published = published_tensors(config)
+
+    def names(found: _Found) -> Iterator[tuple[str, StoredTensor]]:
+        _refuse_bias(found)
+        if found.name in published:
+            yield from _parts_of(found, *published[found.name])
+
+    return names
+
+
+def _llama_names(config: ModelConfig, found: _Found) -> Iterator[tuple[str, StoredTensor]]:
     """The model's tensors that this stored one is or contains; none where the model has no use for it."""
     name = found.name.removeprefix("model.")
     if name in _GLOBAL:
@@ -176,8 +193,7 @@ def _as_canonical(config: ModelConfig, found: _Found) -> Iterator[tuple[str, Sto
     if in_layer is None:
         return
     prefix, name = f"layers.{in_layer[1]}.", in_layer[2]
-    if name.endswith(".bias"):
-        raise BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
+    _refuse_bias(found)
     if name.removesuffix(".weight") in _DENSE:
         yield prefix + _DENSE[name.removesuffix(".weight")], _stored(found)
     elif match := _EXPERT_NAME.fullmatch(name):
@@ -194,16 +210,24 @@ def _fused_parts(
     config: ModelConfig, found: _Found, prefix: str, parts: tuple[str, ...]
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Expert after expert, and within an expert part after part."""
-    whole = _stored(found)
     rows = config.hidden if parts == ("down",) else config.intermediate
     columns = config.intermediate if parts == ("down",) else config.hidden
-    _require_shape(found, (config.experts, len(parts) * rows, columns))
-    nbytes = rows * columns * ITEM_BYTES[whole.dtype]
-    for expert in range(config.experts):
-        for i, part in enumerate(parts):
-            offset = whole.offset + (expert * len(parts) + i) * nbytes
-            stored = StoredTensor(whole.file, offset, (rows, columns), whole.dtype, nbytes)
-            yield f"{prefix}experts.{expert}.{part}", stored
+    names = [f"{prefix}experts.{expert}.{part}" for expert in range(config.experts) for part in parts]
+    shape = (config.experts, len(parts) * rows, columns)
+    yield from _parts_of(found, shape, [(name, (rows, columns)) for name in names])
+
+
+def _parts_of(
+    found: _Found, shape: Shape, parts: Iterable[tuple[str, Shape]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that lie one after the other in a stored one of that shape."""
+    whole = _stored(found)
+    _require_shape(found, shape)
+    start = whole.offset
+    for name, part in parts:
+        nbytes = math.prod(part) * ITEM_BYTES[whole.dtype]
+        yield name, StoredTensor(whole.file, start, part, whole.dtype, nbytes)
+        start += nbytes
 
 
 # ---------------------------------------------------------------- checks
@@ -227,6 +251,11 @@ def _stored(found: _Found) -> StoredTensor:
         has = f"it has {found.file_bytes:,} bytes, {found.name} ends at {needed:,}"
         raise BadInput(f"{found.file} is truncated: {has}; {RESTORE}")
     return StoredTensor(found.file, found.data_start + start, entry.shape, dtype, nbytes)
+
+
+def _refuse_bias(found: _Found) -> None:
+    if found.name.endswith(".bias"):
+        raise BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
 
 
 def _checked(found: _Found, stored: StoredTensor, shape: Shape) -> StoredTensor:

@@ -23,27 +23,15 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.shapes import SHAPES
-from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
 Progress = Callable[[int, int], None]
 
-STANDARD_DEVIATION = 0.02
 CHUNK_VALUES = 1 << 20
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float32": "F32"}
 INDEX_NAME = "model.safetensors.index.json"
-
-_GLOBAL_NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
-_LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "router": "block_sparse_moe.gate",
-}
-_EXPERT_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
 class _Tensor(NamedTuple):
@@ -92,7 +80,7 @@ def write_random_model(
         partial.mkdir()
         _write_shards(partial, shards, config.dtype, seed, progress)
         _write_json(partial / INDEX_NAME, _index(shards))
-        _write_json(partial / "config.json", hugging_face_config(config))
+        _write_json(partial / "config.json", published_config(config))
         partial.rename(target)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -100,47 +88,6 @@ def write_random_model(
             raise _cannot_write(target, error) from error
         raise
     return target
-
-
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of this model: Mixtral, or Mistral for a dense one."""
-    common = {
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": _one_or_list(config.stop_tokens),
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden,
-        "initializer_range": STANDARD_DEVIATION,
-        "intermediate_size": config.intermediate,
-        "max_position_embeddings": config.max_positions,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "sliding_window": config.sliding_window,
-        "tie_word_embeddings": config.tied_embeddings,
-        "torch_dtype": config.dtype,
-        "use_cache": True,
-        "vocab_size": config.vocabulary,
-    }
-    if config.experts == 1:
-        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **common}
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        **common,
-        "num_experts_per_tok": config.top_k,
-        "num_local_experts": config.experts,
-        "output_router_logits": False,
-    }
-
-
-def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
-    if not tokens:
-        return None
-    return tokens[0] if len(tokens) == 1 else list(tokens)
 
 
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
@@ -160,25 +107,8 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 
 
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
-    for name, shape in tensor_shapes(config).items():
-        yield _Tensor(published_name(name, dense=config.experts == 1), shape)
-
-
-def published_name(name: str, dense: bool) -> str:
-    """The name that published checkpoints give to the tensor of that canonical name."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name] + ".weight"
-    _, layer, *rest = name.split(".")
-    return f"model.layers.{layer}.{_name_in_layer(rest, dense)}.weight"
-
-
-def _name_in_layer(rest: list[str], dense: bool) -> str:
-    if len(rest) == 1:
-        return _LAYER_NAMES[rest[0]]
-    _, expert, matrix = rest
-    if dense:
-        return f"mlp.{matrix}_proj"
-    return f"block_sparse_moe.experts.{expert}.{_EXPERT_NAMES[matrix]}"
+    for name, tensor in published_tensors(config).items():
+        yield _Tensor(name, tensor.shape)
 
 
 def _weight_bytes(config: ModelConfig) -> int:

@@ -64,7 +64,6 @@ SHAPES: dict[str, ModelConfig] = {
             stop_tokens=(2,),
             dtype="bfloat16",
         ),
-        # For simulation only: its norms and router differ from Mixtral's, its sizes are what matters here.
         ModelConfig(
             name="dbrx",
             layers=40,
@@ -83,6 +82,9 @@ SHAPES: dict[str, ModelConfig] = {
             tied_embeddings=False,
             stop_tokens=(100257,),
             dtype="bfloat16",
+            norm="layer",
+            clip_qkv=8.0,
+            form="dbrx",
         ),
     )
 }

@@ -4,7 +4,7 @@
     layers.{i}.attention_norm, q, k, v, o, ffn_norm, router (absent in a dense model)
     layers.{i}.experts.{e}.gate, up, down
 
-Matrices are stored as (outputs, inputs), so that a row makes one output.
+Matrices are stored as (outputs, inputs), so that a row makes one output, or the other way round where `is_transposed`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,20 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
     prefix = f"layers.{layer}.experts.{expert}."
     return {
         prefix + "gate": (config.intermediate, config.hidden),
-        prefix + "down": (config.hidden, config.intermediate),
+        prefix + "down": _down_shape(config),
         prefix + "up": (config.intermediate, config.hidden),
     }
+
+
+def is_transposed(config: ModelConfig, name: str) -> bool:
+    """Whether the files of this model hold that matrix as (inputs, outputs)."""
+    return config.transposed_down and name.endswith(".down")
+
+
+def _down_shape(config: ModelConfig) -> Shape:
+    if config.transposed_down:
+        return config.intermediate, config.hidden
+    return config.hidden, config.intermediate
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
