@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import torch
 
-from .transposed_weights import plain_linear
+from .plain_weights import plain_linear
 
 # oneDNN rearranges a plain matrix anew in every product; with few tokens that costs more than the product.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -27,6 +28,20 @@ def use_cores(count: int) -> None:
         torch.get_num_threads()  # a thread's first look takes over the process's number, and must not come later
         torch.set_num_threads(count)
         _own.cores = count
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep torch to one core for operations whose bits might depend on the number of cores."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Team:

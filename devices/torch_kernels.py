@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from moesched.models.config import NormKind
 
 from .packed_weights import packed_linear
-from .transposed_weights import plain_linear
+from .plain_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]

@@ -20,8 +20,8 @@ from transformers import DbrxForCausalLM
 import moesched
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.page_reader import DTYPES, PageReader
+from moesched.devices.plain_weights import plain_linear
 from moesched.devices.torch_device import TorchDevice
-from moesched.devices.transposed_weights import plain_linear
 from moesched.errors import BadInput
 from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint

@@ -1,0 +1,41 @@
+"""Products with plain matrices: right, the same on any number of cores, and rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesched.devices.plain_weights import plain_linear
+from moesched.devices.team import one_core, usable_cores
+
+
+def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 6, 7, 33])
+def test_a_product_in_bfloat16_is_right_to_its_last_bit_or_next_to_it(rows: int, transposed: bool) -> None:
+    x_TD = matrix(rows, 600, 1)
+    weight_ND = matrix(600, 300, 2).T if transposed else matrix(300, 600, 2)
+    exact_TN = x_TD.double() @ weight_ND.double().T
+    error = (plain_linear(x_TD, weight_ND).double() - exact_TN).abs()
+    assert (error <= exact_TN.abs() * 2**-8 + 0.02).all()
+
+
+@pytest.mark.skipif(usable_cores() == 1, reason="this machine has one core")
+@pytest.mark.parametrize("rows", [1, 7, 33, 128])
+def test_the_bits_do_not_depend_on_the_number_of_cores(rows: int) -> None:
+    x_TD, weight_ND = matrix(rows, 600, 1), matrix(1000, 600, 2)
+    with one_core():
+        alone = plain_linear(x_TD, weight_ND)
+    assert torch.equal(plain_linear(x_TD, weight_ND), alone)
+
+
+def test_one_core_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), one_core():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
