@@ -97,41 +97,13 @@ class Step:
             PolicyError: a page is in that memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
-        origin, reads = self._origin("fetch", pages, source)
-        lane, work, slots = self._place("fetch", pages, origin, pool)
-        first = pages[0]
-        task = PageTransfer(
-            lane,
-            work,
-            "fetch",
-            first.layer,
-            -1,
-            first.expert,
-            reads,
-            self.index,
-            pages=tuple(pages),
-            slots=slots,
-        )
-        return self._submit(task, reads, slots, (), DEMAND if urgent else PREFETCH)
+        task, reads = self._transfer("fetch", pages, pool, source)
+        return self._submit(task, reads, task.slots, (), DEMAND if urgent else PREFETCH)
 
     def pin(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
-        origin, reads = self._origin("pin", pages, source)
-        lane, work, slots = self._place("pin", pages, origin, pool)
-        first = pages[0]
-        task = PageTransfer(
-            lane,
-            work,
-            "pin",
-            first.layer,
-            -1,
-            first.expert,
-            reads,
-            self.index,
-            pages=tuple(pages),
-            slots=slots,
-        )
-        return self._submit(task, reads, slots, (), PREFETCH)
+        task, reads = self._transfer("pin", pages, pool, source)
+        return self._submit(task, reads, task.slots, (), PREFETCH)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
         """Give up pages; their slots are free for the next fetch."""
@@ -410,6 +382,27 @@ class Step:
         return samples
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _transfer(
+        self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
+    ) -> tuple[PageTransfer, tuple[Slot, ...]]:
+        """The task that moves pages into slots of a pool, and the slots that it reads them from."""
+        origin, reads = self._origin(verb, pages, source)
+        lane, work, slots = self._place(verb, pages, origin, pool)
+        first = pages[0]
+        task = PageTransfer(
+            lane,
+            work,
+            verb,
+            first.layer,
+            -1,
+            first.expert,
+            reads,
+            self.index,
+            pages=tuple(pages),
+            slots=slots,
+        )
+        return task, reads
 
     def _origin(self, verb: str, pages: Sequence[Page], source: Pool | None) -> tuple[str, tuple[Slot, ...]]:
         """The memory that pages come from, and their slots there where they do not come from the weights' home."""

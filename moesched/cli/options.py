@@ -34,6 +34,16 @@ Trace = Annotated[
 ReportFile = Annotated[
     Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write what --json prints to a file.")
 ]
+Model = Annotated[
+    str,
+    Parameter(metavar="NAME|DIR", help="A name of `moesched list models`, or a folder with a config.json."),
+]
+Machine = Annotated[
+    str,
+    Parameter(
+        metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
+    ),
+]
 Policy = Annotated[
     str,
     Parameter(

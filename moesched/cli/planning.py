@@ -33,18 +33,8 @@ def add_to(app: App) -> None:
 
 def plan(
     *,
-    model: Annotated[
-        str,
-        Parameter(
-            metavar="NAME|DIR", help="A name of `moesched list models`, or a folder with a config.json."
-        ),
-    ],
-    machine: Annotated[
-        str,
-        Parameter(
-            metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
-        ),
-    ],
+    model: options.Model,
+    machine: options.Machine,
     workload: Annotated[
         str, Parameter(metavar="NAME|FILE", help="A name of `moesched list workloads`, or a TOML file.")
     ] = "mtbench",

@@ -38,18 +38,8 @@ def add_to(app: App) -> None:
 
 def simulate(
     *,
-    model: Annotated[
-        str,
-        Parameter(
-            metavar="NAME|DIR", help="A name of `moesched list models`, or a folder with a config.json."
-        ),
-    ],
-    machine: Annotated[
-        str,
-        Parameter(
-            metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
-        ),
-    ],
+    model: options.Model,
+    machine: options.Machine,
     policy: options.Policy,
     workload: Annotated[
         str,
