@@ -15,7 +15,7 @@ def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("rows", [1, 6, 7, 33])
+@pytest.mark.parametrize("rows", [1, 2, 3, 33])
 def test_a_product_in_bfloat16_is_right_to_its_last_bit_or_next_to_it(rows: int, transposed: bool) -> None:
     x_TD = matrix(rows, 600, 1)
     weight_ND = matrix(600, 300, 2).T if transposed else matrix(300, 600, 2)
@@ -25,7 +25,7 @@ def test_a_product_in_bfloat16_is_right_to_its_last_bit_or_next_to_it(rows: int,
 
 
 @pytest.mark.skipif(usable_cores() == 1, reason="this machine has one core")
-@pytest.mark.parametrize("rows", [1, 7, 33, 128])
+@pytest.mark.parametrize("rows", [1, 3, 33, 128])
 def test_the_bits_do_not_depend_on_the_number_of_cores(rows: int) -> None:
     x_TD, weight_ND = matrix(rows, 600, 1), matrix(1000, 600, 2)
     with one_core():
