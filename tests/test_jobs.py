@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import moesched
+from moesched.batch_reports import NotTraced
 from moesched.interrupts import interrupts_held
-from moesched.jobs import NotTraced
 from moesched.listeners import KindMeter, Listener
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
