@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
+from moesched.planner import MOST_REQUESTS, Setting
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
@@ -36,8 +38,6 @@ from moesched.teller import Teller
 from moesched.trace.whole_file import require_writable
 from moesched.units import parse_bytes
 from moesched.workloads import Workload
-
-LARGEST_SIMULATED_BATCH = 1024
 
 
 def run_model(
@@ -68,7 +68,7 @@ def run_model(
         policy, device: names, as `moesched list` prints them, or package.module:Class.
         settings, device_settings: the policy's own, and the device's.
         dtype: "float32" or "bfloat16"; by default the model's own.
-        batch_size, micro_batch_size: by default the largest batch that fits.
+        batch_size, micro_batch_size: by default the planner's, of no more requests than there are prompts.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
         trace: where to write a trace; those of later batches get their number into the name.
@@ -154,11 +154,11 @@ def simulate_model(
     if requests is not None and requests < 1:
         raise BadInput(f"--requests is {requests}: ask for at least 1")
     all_told = requests or len(workload.prompt_tokens)
-    count = all_told or batch_size or LARGEST_SIMULATED_BATCH
+    count = all_told or batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     job = _Job(policy, settings, config, dtype, machine, budgets)
-    sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None)
+    sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
     for number, batch in enumerate(batches):
@@ -180,7 +180,8 @@ class _Job:
         device: str | None = None,
     ) -> None:
         self.policy = policy
-        self.settings = check_settings(find_policy(policy), f"policy {policy}", settings or {})
+        cls = find_policy(policy)
+        self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
         self.layout = weight_layout(config, dtype)
         self.machine = find_machine(machine, device)
         self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
@@ -192,19 +193,26 @@ class _Job:
         batch_size: int | None,
         micro_batch_size: int | None,
         slot_bytes: Callable[[Page], int] | None,
+        *,
+        successive: bool = True,
     ) -> Sizes:
+        setting = Setting(
+            make=self.make,
+            machine=self.machine,
+            layout=self.layout,
+            lengths=tuple(lengths),
+            new_tokens=new_tokens,
+            cost=cost_model(self.machine, self.layout.dtype),
+            budgets=self.budgets,
+            slot_bytes=slot_bytes,
+        )
         return choose_sizes(
-            lengths,
-            new_tokens,
-            self.machine,
-            lambda batch: self.plan(batch, slot_bytes),
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
+            setting, batch_size=batch_size, micro_batch_size=micro_batch_size, successive=successive
         )
 
     def plan(self, batch: Batch, slot_bytes: Callable[[Page], int] | None) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""
-        policy: Policy = plugins.make_policy(self.policy, self.settings)
+        policy: Policy = self.make()
         return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
 
     def run(
