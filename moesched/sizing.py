@@ -1,103 +1,149 @@
-"""Sizes that nobody gave: the largest batch that a policy's plan fits the budgets with, and its micro-batches."""
+"""Sizes that nobody gave: those with which the planner has a policy generate the most tokens per second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
-from moesched.batching import Sizes, batch_of, batches_of
+from msgspec.structs import replace
+
+from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
-from moesched.machines import Machine
-from moesched.plan import Batch
+from moesched.plan import KV_BLOCK_TOKENS, Batch, Plan, cached_tokens
+from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.traits import Setting
+from moesched.preview import preview
 
-LARGEST_MICRO_BATCH = 32
-MICRO_BATCHES_TO_OVERLAP = 4
-HALVINGS = 2
-
-Try = Callable[[Batch], object]
-"""Plans a batch, and raises BadInput where that does not fit."""
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into how many micro-batches a batch of a given size may be cut."""
+MOST_AT_ONCE = 8
+"""All requests are looked at as one batch where they are at most so many of the planner's batches."""
+AS_FAST = 1.02
+"""By what factor several batches must beat a single one."""
+BETTER = 1.001
+"""By what factor smaller micro-batches must beat larger ones."""
+MOST_WORSE = 2
+"""So many counts in a row that are no better, and those beyond are not looked at."""
 
 
 def choose_sizes(
-    prompts: Sequence[int],
-    new_tokens: int,
-    machine: Machine,
-    plan: Try,
+    setting: Setting,
     *,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    successive: bool = True,
 ) -> Sizes:
-    """What is given, and what fits where nothing is.
-
-    The batch is the largest up to all prompts with which every batch fits; the longest prompts are tried together
-    first. It assumes that with fewer prompts a plan needs no more bytes.
+    """What is given, and what the planner finds best where nothing is.
 
     Args:
-        prompts: prompt lengths in tokens.
+        setting: its lengths are those of all requests, in their order.
+        successive: whether all requests run, in successive batches; else only the first batch must fit.
 
     Raises:
-        BadInput: a given size is below 1, or not even one prompt fits.
+        BadInput: a given size is below 1, or not even one request fits; the message says by how many bytes, of what.
     """
     for option, size in (("--batch-size", batch_size), ("--micro-batch-size", micro_batch_size)):
         if size is not None and size < 1:
             raise BadInput(f"{option} is {size}: give 1 or more")
-    longest_first = sorted(prompts, reverse=True)
-
-    searched = batch_size is None
-
-    def micro_batches(batch_size: int) -> list[int]:
-        """Sizes to try, the best first. A larger batch is worth smaller micro-batches, but not ever smaller ones."""
-        if micro_batch_size is not None:
-            return [min(micro_batch_size, batch_size)]
-        sizes = _halvings(default_micro_batch(machine, batch_size))
-        return sizes[: HALVINGS + 1] if searched else sizes
-
-    def fits(batch: Batch) -> bool:
-        try:
-            plan(batch)
-        except BadInput:
-            return False
-        return True
-
-    def fit(batch_size: int) -> int | None:
-        """The first size of micro-batches with which that many of the longest prompts fit."""
-        tried = (
-            (size, batch_of(longest_first, new_tokens, Sizes(batch_size, size)))
-            for size in micro_batches(batch_size)
-        )
-        return next((size for size, batch in tried if fits(batch)), None)
-
-    if batch_size is None:
-        batch_size = _largest(len(prompts), lambda size: fit(size) is not None)
-    batch_size = min(batch_size, len(prompts))
-    sizes = Sizes(batch_size, fit(batch_size) or micro_batches(batch_size)[-1])
-    while searched and sizes.batch_size > 1 and not all(map(fits, batches_of(prompts, new_tokens, sizes))):
-        # Shorter prompts may spread less evenly than the longest did.
-        sizes = Sizes(sizes.batch_size - 1, min(sizes.micro_batch_size, sizes.batch_size - 1))
-    return sizes
+    count = len(setting.lengths)
+    if batch_size is None and count > 1:
+        found = _search(setting, micro_batch_size, successive)
+        return _fit_all(setting, found) if successive else found
+    batch_size = min(batch_size or 1, count)
+    return Sizes(batch_size, min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size))
 
 
-def default_micro_batch(machine: Machine, batch_size: int) -> int:
-    """The requests of a micro-batch.
+def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:
+    """The planner's sizes; of given micro-batches it decides the number."""
+    if given is not None:
+        given = min(given, len(setting.lengths))
+        if not _fits(setting, setting.batch(1, given)):
+            size = _largest(given, lambda size: _fits(setting, setting.batch(1, size)))
+            return Sizes(size, size)
+    candidate = Candidate("that was asked for", setting, [given] if given else None)
+    seen = candidate.look()
+    if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
+        seen = _rather_all(setting, candidate, seen)
+    batch_size, size = seen.batch_size, seen.micro_batch_size
+    plan, _ = setting.plan(setting.batch(-(-batch_size // size), size))
+    return Sizes(batch_size, size, _cache_tokens(plan, setting))
 
-    Where accelerator and host share a memory nothing is copied between them, and one micro-batch reads the weights
-    once. Elsewhere several overlap: one computes while others are copied or attend on the host.
+
+def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
+    """All requests in one batch, where they fit and that is about as fast as several."""
+    requests, size = len(setting.lengths), seen.micro_batch_size
+    at_once = candidate.see(size, -(-requests // size))
+    batches = -(-requests // seen.batch_size)
+    in_turn = (
+        seen.throughput * requests / (batches * seen.batch_size)
+    )  # the last batch takes as long as the others
+    return at_once if at_once.throughput * AS_FAST >= in_turn else seen
+
+
+def _cache_tokens(plan: Plan, setting: Setting) -> int:
+    """What a micro-batch may have in the KV cache: its share of what the plan has for it and leaves free.
+
+    It is at least what the plan's largest micro-batch has, and the longest request alone.
     """
-    if machine.unified:
-        return batch_size
-    return min(LARGEST_MICRO_BATCH, -(-batch_size // MICRO_BATCHES_TO_OVERLAP))
+    assert plan.kv_role is not None
+    token = len(plan.layers) * plan.operations.kv_bytes
+    tokens = plan.batch.cache_tokens + plan.free(plan.kv_role) // token
+    share = tokens // len(plan.micro_batches) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    largest = max(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
+    return max(share, largest, cached_tokens(max(setting.lengths) + setting.new_tokens))
 
 
-def _halvings(size: int) -> list[int]:
-    sizes = [size]
-    while sizes[-1] > 1:
-        sizes.append(-(-sizes[-1] // 2))
+def _fit_all(setting: Setting, sizes: Sizes) -> Sizes:
+    """The same sizes, or a smaller batch where successive ones, of other lengths than the first, would not fit."""
+    while sizes.batch_size > 1 and not all(
+        _fits(setting, batch) for batch in batches_of(setting.lengths, setting.new_tokens, sizes)
+    ):
+        batch_size = sizes.batch_size - -(-sizes.batch_size // 16)
+        sizes = sizes._replace(
+            batch_size=batch_size, micro_batch_size=min(sizes.micro_batch_size, batch_size)
+        )
     return sizes
+
+
+def _best_micro_batch(setting: Setting, batch_size: int) -> int:
+    """The micro-batches that a batch of the longest requests runs fastest with, of those that fit."""
+    longest = tuple(sorted(setting.lengths, reverse=True)[:batch_size])
+    setting = replace(setting, lengths=longest)
+    if batch_size == 1:
+        return 1
+    best, most, worse = 0, 0.0, 0
+    for size in _shares(batch_size):
+        batch = setting.batch(-(-batch_size // size), size)
+        try:
+            plan, policy = setting.plan(batch)
+        except BadInput:
+            continue
+        throughput = preview(plan, policy, setting.cost).tokens_per_second(batch)
+        if throughput > most * BETTER:
+            best, most, worse = size, throughput, 0
+            continue
+        worse += 1
+        if worse == MOST_WORSE:
+            break
+    return best or _largest(
+        batch_size, lambda size: _fits(setting, setting.batch(-(-batch_size // size), size))
+    )
+
+
+def _shares(batch_size: int) -> Iterator[int]:
+    """Sizes that cut a batch evenly, the largest first."""
+    yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
+
+
+def _fits(setting: Setting, batch: Batch) -> bool:
+    try:
+        setting.plan(batch)
+    except BadInput:
+        return False
+    return True
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, at least 1, where all below one that fits do so too."""
-    if fits(limit):
-        return limit
+    """The largest number below `limit` that fits, at least 1, where all below one that fits do so too."""
     low, high = 1, limit
     while high - low > 1:
         middle = (low + high) // 2

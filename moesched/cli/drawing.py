@@ -63,9 +63,9 @@ def roofline(
 ) -> None:
     """See HELP."""
     from moesched.cli.output import Bar, print_json
-    from moesched.jobs import require_writable
     from moesched.roofline import roofline_of
     from moesched.roofline_picture import draw_roofline, require_format
+    from moesched.trace.whole_file import require_writable
 
     if out is not None:
         require_format(out)

@@ -7,7 +7,8 @@ bound that is left comes near what was seen.
 
 from __future__ import annotations
 
-from .proposal import Proposal, plan_model
+from .proposal import MOST_REQUESTS, Proposal, plan_model
 from .search_policies import POLICIES, Best, plan_best
+from .traits import Setting
 
-__all__ = ["POLICIES", "Best", "Proposal", "plan_best", "plan_model"]
+__all__ = ["MOST_REQUESTS", "POLICIES", "Best", "Proposal", "Setting", "plan_best", "plan_model"]

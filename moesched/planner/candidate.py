@@ -12,12 +12,13 @@ from moesched.plan import Plan
 from moesched.preview import Preview, preview
 from moesched.seams import Policy
 
-from .search import Choice, best
+from .search import Choice, best, least
 from .traits import Probe, Setting, Traits, kept_bytes, learn
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all of the first are tried, of the second those that lie around the best of the first."""
+MOST_SHARES = 8
 MOST_PREVIEWS = 8
 
 
@@ -40,24 +41,28 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 class Candidate:
     """A policy and its bound.
 
+    Args:
+        sizes: of micro-batches, where not any will do.
+
     Raises:
         BadInput: not even one request fits; the message says by how many bytes, of what.
     """
 
-    def __init__(self, name: str, setting: Setting) -> None:
+    def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
         setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
         self.traits: Traits = learn(setting)
         self._probes: dict[int, Probe] = {}
-        size = self._search(setting, self.traits, SIZES).micro_batch_size
-        self.choice = self._search(
-            setting, self.traits, [*SIZES, *(finer for finer in FINER if size / 2 < finer < size * 2)]
-        )
+        coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
+        self._ladder = sizes or sorted({*coarse, *FINER})
+        size = self._search(setting, self.traits, coarse).micro_batch_size
+        finer = [other for other in self._ladder if other in coarse or size / 2 < other < size * 2]
+        self.choice = self._search(setting, self.traits, finer)
 
     def look(self) -> Seen:
         """The best schedule around the choice: from one to a better one, until no neighbour is better."""
-        found = self._see(self.choice.micro_batch_size, self.choice.micro_batches)
+        found = self.see(self.choice.micro_batch_size, self.choice.micro_batches)
         tried = {(found.micro_batch_size, self.choice.micro_batches)}
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
@@ -66,7 +71,7 @@ class Candidate:
                 continue
             tried.add(sizes)
             with suppress(BadInput):
-                other = self._see(*sizes)
+                other = self.see(*sizes)
                 if other.throughput > found.throughput:
                     found = other
                     ahead = self._around(found)
@@ -87,10 +92,7 @@ class Candidate:
 
     def _search(self, setting: Setting, traits: Traits, sizes: Sequence[int]) -> Choice:
         shapes = [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
-        choice = best(setting, traits, shapes)
-        if choice is None:
-            raise BadInput(f"policy {self.name} does not fit: lower --gen, or raise --budget")
-        return choice
+        return best(setting, traits, shapes) or least(setting, traits, shapes[0])
 
     def _probe(self, size: int) -> Probe:
         if size not in self._probes:
@@ -98,11 +100,10 @@ class Candidate:
         return self._probes[size]
 
     def _neighbours(self, size: int) -> list[int]:
-        ladder = sorted({*SIZES, *FINER})
-        place = ladder.index(size)
-        return [*ladder[place + 1 : place + 3], *ladder[max(0, place - 2) : place]]
+        place = self._ladder.index(size)
+        return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
-    def _see(self, size: int, micro_batches: int) -> Seen:
+    def see(self, size: int, micro_batches: int) -> Seen:
         """Look at the schedule of that many micro-batches, or of as many as fit."""
         plan, policy = self._fitting(size, micro_batches)
         batch = plan.batch
@@ -126,3 +127,9 @@ class Candidate:
                 if count == 1:
                     raise
             count, step = max(1, count - step), 2 * step
+
+
+def _even_shares(requests: int) -> set[int]:
+    """Sizes of micro-batches that share out so many requests evenly, where a few of them hold all."""
+    shares = {-(-requests // count) for count in range(1, MOST_SHARES + 1)}
+    return {share for share in shares if share <= SIZES[-1]}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.jobs import find_machine, find_shape
+from moesched.lookup import find_machine, find_shape
 from moesched.machines import Machine
 from moesched.models.layout import weight_layout
 from moesched.units import parse_bytes

@@ -48,10 +48,15 @@ def best(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> Choice | 
     return found
 
 
+def least(setting: Setting, traits: Traits, shape: Shape) -> Choice:
+    """One micro-batch of that shape, with no more weights kept than must be."""
+    return _choice(setting, traits, shape, 1, 0.0 if traits.streams else traits.keeps)
+
+
 def _solve(setting: Setting, traits: Traits, shapes: Sequence[Shape], rate: float) -> Choice | None:
     """The solution for one λ."""
     machine, config = setting.machine, setting.layout.config
-    weights = sum(page.nbytes for page in setting.layout.pages)
+    weights = sum(map(setting.slot_bytes or (lambda page: page.nbytes), setting.layout.pages))
     model = highspy.Highs()
     model.silent()
     taken = [model.addBinary() for _ in shapes]

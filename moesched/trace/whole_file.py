@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,3 +52,24 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "name another file")
         raise BadInput(f"cannot write {what} {path}: {error.strerror or error}: {remedy}") from error
+
+
+def require_writable(path: Path | str | None, what: str) -> None:
+    """Whether a file may be written, so that nobody learns it after a long run only.
+
+    Raises:
+        BadInput: it cannot be.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise BadInput(f"cannot write {what} {path}: it is a folder: name a file in it")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device: trying would write to it
+    with suppress(_OnlyTried), whole_file(path, what):
+        raise _OnlyTried
+
+
+class _OnlyTried(Exception):
+    """Leaves a file that is only tried before it appears."""

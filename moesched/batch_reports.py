@@ -1,0 +1,47 @@
+"""The reports of successive batches, and a trace that could not be written, told when all of them are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.job_report import JobReport, merge_reports
+
+
+class NotTraced(BadInput):
+    """The job is done, but its trace could not be written; `report` is what came out."""
+
+    def __init__(self, error: BadInput, report: JobReport) -> None:
+        super().__init__(str(error))
+        self.report = report
+
+
+class Reports:
+    """Reports of successive batches. A trace that cannot be written stops none of them, and is told at the end."""
+
+    def __init__(self) -> None:
+        self.all: list[JobReport] = []
+        self._untraced: NotTraced | None = None
+
+    def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
+        """Run one batch."""
+        try:
+            self.all.append(job(*arguments))
+        except NotTraced as error:
+            self.all.append(error.report)
+            self._untraced = self._untraced or error
+
+    def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
+        """One report of all batches, also of those that did not run.
+
+        Raises:
+            NotTraced: a trace could not be written; the report comes with it.
+        """
+        report = merge_reports(self.all, requests=requests, batches=batches)
+        report = msgspec.structs.replace(report, padded=padded)
+        if self._untraced is not None:
+            raise NotTraced(self._untraced, report)
+        return report

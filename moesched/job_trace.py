@@ -1,0 +1,62 @@
+"""The trace of a job: how much of it is kept, which file it goes to, and what it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from moesched.batch_reports import NotTraced
+from moesched.errors import BadInput
+from moesched.job_report import JobReport
+from moesched.listeners import Listener
+from moesched.plan import Plan
+from moesched.trace import About, LastSteps, Recorder, write_trace
+
+MOST_TRACED_TASKS = 500_000
+
+_log = structlog.get_logger(__name__)
+
+
+def recorder_of(plan: Plan) -> Recorder | LastSteps:
+    """Keeps all of a run of ordinary size, and the last steps of a longer one."""
+    per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
+    if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
+        return Recorder()
+    steps = max(2, MOST_TRACED_TASKS // per_step)
+    _log.warning("the run is too long for a whole trace: its last steps are kept", steps=steps)
+    return LastSteps(steps)
+
+
+def numbered(path: Path | str | None, number: int) -> Path | None:
+    """The name of the trace of a batch: the first has the name that was given."""
+    if path is None or number == 0:
+        return None if path is None else Path(path)
+    path = Path(path)
+    stem, dot, suffixes = path.name.partition(".")
+    return path.with_name(f"{stem}.batch{number + 1}{dot}{suffixes}")
+
+
+def write_job_trace(
+    path: Path, recorder: Recorder | LastSteps, report: JobReport, listener: Listener
+) -> None:
+    """Write the trace of the batch that `report` is of.
+
+    Raises:
+        NotTraced: it cannot be written.
+    """
+    about = About(
+        driver="realtime" if report.measured else "virtual",
+        policy=report.policy,
+        model=report.model,
+        machine=report.place,
+        plan=msgspec.to_builtins(report.plan),
+    )
+    listener.writing(path)
+    try:
+        write_trace(path, recorder.recording(), about)
+    except BadInput as error:
+        raise NotTraced(error, report) from error
+    finally:
+        listener.ran()
