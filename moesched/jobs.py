@@ -13,7 +13,6 @@ import structlog
 
 from moesched import plugins, runs
 from moesched.batching import Sizes, batches_of
-from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
 from moesched.interrupts import interrupts_held
@@ -309,8 +308,6 @@ class _Job:
 
     def simulate(self, batch: Batch, seed: int, listener: Listener, trace: Path | None) -> JobReport:
         try:
-            if self.machine.unified:
-                raise NotFixed  # tasks share the memory, so that how long one takes depends on the others
             return self._simulate(batch, seed, listener, trace, replay=True)
         except NotFixed:
             return self._simulate(batch, seed, listener, trace, replay=False)
@@ -319,6 +316,8 @@ class _Job:
         self, batch: Batch, seed: int, listener: Listener, trace: Path | None, *, replay: bool
     ) -> JobReport:
         plan, policy = self.plan(batch, None)
+        if replay and plan.contended:
+            raise NotFixed  # how long a task takes depends on what runs beside it
         listener.planned(plan)
         recorder = _recorder(plan) if trace else None
         kinds = KindMeter()
@@ -326,7 +325,6 @@ class _Job:
         report = runs.simulate(
             plan,
             policy,
-            cost=cost_model(self.machine, self.layout.dtype),
             routing=SeededRouting(config.experts, config.top_k, seed),
             replay=replay,
             observers=[listener, kinds],
