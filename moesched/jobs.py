@@ -13,7 +13,6 @@ import anyio
 from moesched import plugins, runs
 from moesched.batch_reports import Reports
 from moesched.batching import Sizes, batches_of
-from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
 from moesched.interrupts import interrupts_held
@@ -251,8 +250,6 @@ class _Job:
 
     def simulate(self, batch: Batch, seed: int, listener: Listener, trace: Path | None) -> JobReport:
         try:
-            if self.machine.unified:
-                raise NotFixed  # tasks share the memory, so that how long one takes depends on the others
             return self._simulate(batch, seed, listener, trace, replay=True)
         except NotFixed:
             return self._simulate(batch, seed, listener, trace, replay=False)
@@ -261,6 +258,8 @@ class _Job:
         self, batch: Batch, seed: int, listener: Listener, trace: Path | None, *, replay: bool
     ) -> JobReport:
         plan, policy = self.plan(batch, None)
+        if replay and plan.contended:
+            raise NotFixed  # how long a task takes depends on what runs beside it
         listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
@@ -268,7 +267,6 @@ class _Job:
         report = runs.simulate(
             plan,
             policy,
-            cost=cost_model(self.machine, self.layout.dtype),
             routing=SeededRouting(config.experts, config.top_k, seed),
             replay=replay,
             observers=[listener, kinds],

@@ -14,9 +14,10 @@ import msgspec
 
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
+from moesched.machines.group import numbered, written_out
 from moesched.memory import Fixed, Memory, Pool, Replacement
 from moesched.models.layout import Page, WeightLayout
-from moesched.models.operations import Operations
+from moesched.models.operations import DTYPE_BYTES, Operations
 from moesched.tasks import Discipline
 
 Role = Literal["accelerator", "host", "pinned"]
@@ -92,6 +93,7 @@ class Plan:
         self.layout = layout
         self.batch = batch
         self.operations = Operations(layout.config, layout.dtype)
+        self.stages: tuple[range, ...] = (self.layers,)
         self.memories = _memories(machine, budgets or {})
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
         self.pools: list[Pool] = []
@@ -100,11 +102,7 @@ class Plan:
         self.kv_slots = 0
         self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
-        if machine.roles.weights == machine.host.memory:
-            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
-        fast = self.memory("accelerator")
-        fast.reserve("embedding, final norm and LM head", layout.globals_bytes)
-        fast.reserve("activations of the largest micro-batch", activation_bytes(self.operations, batch))
+        self._needed = self._reserve_what_all_need()
 
     # -- what a policy reads -----------------------------------------------------------------------
 
@@ -123,55 +121,101 @@ class Plan:
         """Whether pages pass through pinned memory on their way to the accelerator."""
         return self.machine.roles.pinned is not None
 
-    def memory(self, role: Role) -> Memory:
-        """The memory that plays a role."""
+    @property
+    def contended(self) -> bool:
+        """Whether what one lane does slows others: accelerator and host share a memory, or links of several stages do."""
+        return self.machine.unified or len(self.stages) > 1
+
+    @property
+    def accelerators(self) -> list[Memory]:
+        """The accelerators' memories, by stage."""
+        return [self.memory("accelerator", stage) for stage in range(len(self.stages))]
+
+    def stage_of(self, layer: int) -> int:
+        """The number of the stage that a layer belongs to."""
+        return layer * len(self.stages) // len(self.layers)
+
+    def memory(self, role: Role, stage: int = 0) -> Memory:
+        """The memory that plays a role; each stage of a pipeline has an accelerator of its own."""
         roles = self.machine.roles
         if role == "pinned":
             if roles.pinned is None:
                 raise BadInput(f"machine {self.machine.name} has no pinned memory: ask `has_pinned` first")
             return self.memories[roles.pinned]
-        processor = roles.accelerator if role == "accelerator" else roles.host
+        processor = numbered(roles.accelerator, stage) if role == "accelerator" else roles.host
         return self.memories[self.machine.processors[processor].memory]
 
-    def free(self, role: Role) -> int:
+    def free(self, role: Role, stage: int = 0) -> int:
         """Bytes of a memory that are still to be given away."""
-        return self.memory(role).free_bytes
+        return self.memory(role, stage).free_bytes
 
     # -- what a policy decides ---------------------------------------------------------------------
 
+    def pipeline(self) -> None:
+        """Cut the layers into stages, one for each of the machine's equal accelerators: pipeline parallelism.
+
+        Layer i of L belongs to stage i S // L of S. Pages go to the accelerator of their layer's stage, and a
+        micro-batch's hidden state moves on with the first verb of a stage. With one accelerator there is one stage.
+
+        Raises:
+            PolicyError: something was placed already.
+        """
+        if self._used() != self._needed:
+            raise PolicyError("pipeline: memory was reserved already: call it before all else")
+        layers = len(self.layers)
+        count = min(self.machine.accelerator_group.count, layers)
+        starts = [-(-stage * layers // count) for stage in range(count + 1)]
+        self.stages = tuple(map(range, starts, starts[1:]))
+        self.machine = written_out(self.machine, count)
+        budgets = {memory.name: memory.capacity for memory in self.memories.values()}
+        fast = self.memory("accelerator")
+        for name in set(self.machine.memories) - set(budgets):
+            budgets[name] = fast.capacity
+        self.memories = _memories(self.machine, budgets)
+        self._needed = self._reserve_what_all_need()
+
     def place_kv(self, role: Role) -> None:
-        """Say which memory holds the KV cache."""
-        nbytes = self.batch.cache_tokens * self.layout.config.layers * self.operations.kv_bytes
-        self.memory(role).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
+        """Say which memory holds the KV cache; where it is the accelerators', each holds that of its layers."""
+        for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
+            nbytes = self.batch.cache_tokens * len(layers) * self.operations.kv_bytes
+            self.memory(role, stage).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
         self.kv_role = role
 
     def stage_kv(self, slots: int) -> None:
         """Room beside the accelerator for what `Step.load_kv` brings from the host's KV cache.
 
-        slots: how many micro-batches' keys and values of one layer may be there at once.
+        slots: how many micro-batches' keys and values of one layer may be there at once; of each stage.
         """
         self.kv_slots = slots
         if self.machine.unified:
             return
         longest = max(map(self.batch.tokens_at_end, self.batch.micro_batches))
         self.kv_slot_bytes = longest * self.operations.kv_bytes
-        self.memory("accelerator").reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
+        for fast in self.accelerators:
+            fast.reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
 
     def pool(
         self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring"
     ) -> Pool:
-        """`slots` slots, each large enough for any of `pages`."""
+        """`slots` slots, each large enough for any of `pages`.
+
+        Raises:
+            PolicyError: the pages belong to several stages, and the pool would be an accelerator's.
+        """
         size = max((self.slot_bytes(page) for page in pages), default=0)
-        pool = Pool(name, self.memory(role), slots, size, replacement)
+        pool = Pool(name, self._memory_for(pages, role), slots, size, replacement)
         self.pools.append(pool)
         return pool
 
     def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
-        """Pages that stay in a memory for the whole run; they are loaded before the first step."""
+        """Pages that stay in a memory for the whole run; they are loaded before the first step.
+
+        Raises:
+            PolicyError: they belong to several stages, and the memory would be an accelerator's.
+        """
         pages = tuple(pages)
-        kept = Fixed(
-            f"kept {len(self.kept)}", self.memory(role), pages, [self.slot_bytes(page) for page in pages]
-        )
+        memory = self._memory_for(pages, role)
+        kept = Fixed(f"kept {len(self.kept)}", memory, pages, [self.slot_bytes(page) for page in pages])
         self.kept.append(kept)
         return kept
 
@@ -185,6 +229,40 @@ class Plan:
             raise PolicyError(
                 "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
             )
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _reserve_what_all_need(self) -> dict[str, int]:
+        """Reserve what no policy can do without; returns the bytes by memory."""
+        layout = self.layout
+        if self.machine.roles.weights == self.machine.host.memory:
+            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
+        for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
+            fast.reserve("embedding, final norm and LM head", nbytes)
+            fast.reserve(
+                "activations of the largest micro-batch", activation_bytes(self.operations, self.batch)
+            )
+        return self._used()
+
+    def _used(self) -> dict[str, int]:
+        return {name: memory.used for name, memory in self.memories.items()}
+
+    def _memory_for(self, pages: Sequence[Page], role: Role) -> Memory:
+        """The memory of a role that pages go to: an accelerator's is that of their stage."""
+        stages = {self.stage_of(page.layer) for page in pages} if role == "accelerator" else {0}
+        if len(stages) > 1:
+            raise PolicyError(f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself")
+        return self.memory(role, next(iter(stages), 0))
+
+
+def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
+    """Bytes of the embedding, the final norm and the LM head at each stage: the first embeds, the last samples."""
+    if stages == 1:
+        return [layout.globals_bytes]
+    config = layout.config
+    embedding = config.vocabulary * config.hidden * DTYPE_BYTES[layout.dtype]
+    head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
+    return [embedding, *[0] * (stages - 2), head]
 
 
 def activation_bytes(operations: Operations, batch: Batch) -> int:

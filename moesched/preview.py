@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from moesched.cost import cost_model
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.generation import Generation
@@ -40,12 +41,15 @@ class Preview(msgspec.Struct, frozen=True):
         return len(batch.prompts) * batch.new_tokens / seconds
 
 
-def preview(plan: Plan, policy: Policy, cost: CostModel) -> Preview:
+def preview(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Preview:
     """Run the prefill and up to four decode steps of a plan, which is used up then.
 
     The first decode step begins while the prefill ends, and the last one fetches nothing for another: neither is
     looked at where there are others.
+
+    cost: by default what the plan's machine was calibrated to, or its roofline.
     """
+    cost = cost or cost_model(plan.machine, plan.layout.dtype)
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     steps = min(MOST_STEPS, plan.batch.new_tokens)
@@ -55,7 +59,7 @@ def preview(plan: Plan, policy: Policy, cost: CostModel) -> Preview:
         Decision: decide(plan, SeededRouting(config.experts, config.top_k))
     }
     spans = _Spans()
-    driver = VirtualDriver([engine], cost, sharing=plan.machine.unified, perform=perform, observers=[spans])
+    driver = VirtualDriver([engine], cost, sharing=plan.contended, perform=perform, observers=[spans])
     with closing(Schedule(plan, engine, lanes, steps=steps, age=age)) as schedule:
         generation = Generation(schedule, policy)
         driver.run(generation.run())

@@ -21,6 +21,7 @@ from moesched.engine import Engine
 from moesched.errors import BadInput, OverBudget
 from moesched.generation import Generation, OnTokens
 from moesched.machines import Machine
+from moesched.machines.group import numbered
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Outcome, Report, make_report
 from moesched.plan import Batch, Plan
@@ -60,9 +61,12 @@ def plan_run(
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
     """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
 
+    Each stage of a pipeline has an accelerator of its own: "accelerator", "accelerator 1", ...
+
     Those that are streams, of one device, share a domain.
     """
-    names = ["accelerator", "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
+    accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
+    names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
     kinds = kinds or {}
     return {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
@@ -95,7 +99,7 @@ def simulate(
     """
     started = time.perf_counter()
     cost = cost or cost_model(plan.machine, plan.layout.dtype)
-    sharing = plan.machine.unified if sharing is None else sharing
+    sharing = plan.contended if sharing is None else sharing
     if replay:
         if sharing:
             raise BadInput("replay does not go with sharing: durations would depend on what else runs")
@@ -183,7 +187,15 @@ def run(
 
     Args:
         keep_open: leave the device open for another batch; whoever asks for that closes it.
+
+    Raises:
+        BadInput: the plan is a pipeline, which no device runs.
     """
+    if len(plan.stages) > 1:
+        raise BadInput(
+            f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "
+            f"one: give --machine with one accelerator instead of {plan.machine.name}, or use `moesched simulate`"
+        )
     started = time.perf_counter()
     lanes = make_lanes(plan, device.kinds)
     engine = new_shared_engine(lanes.values())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 from moesched.engine import Engine
-from moesched.memory import Fixed, Views
+from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
 from moesched.plan import Plan
+from moesched.stages import Stage
 from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
 
 STRIDE = 8
@@ -23,7 +23,10 @@ Kind = Literal["prefill", "decode"]
 
 
 class MicroBatch:
-    """One micro-batch's data: its blocks, and the tag that says how far it is."""
+    """One micro-batch's data: its blocks, the tag that says how far it is, and the stage that it is at.
+
+    `works` are what its verbs ask of the stage, those of all stages are in `works_at`.
+    """
 
     __slots__ = (
         "attention",
@@ -33,22 +36,20 @@ class MicroBatch:
         "index",
         "kv",
         "last",
-        "load_hidden",
-        "load_kv_lane",
         "normed",
-        "offload_kv",
-        "offload_qkv",
         "pending",
         "positions",
         "qkv",
         "qkv_host",
         "requests",
         "routed",
+        "stage",
         "staged",
         "tag",
         "tokens",
         "unsaved",
         "works",
+        "works_at",
     )
 
     def __init__(self, index: int, requests: tuple[int, ...], layers: int, *, unified: bool) -> None:
@@ -70,11 +71,14 @@ class MicroBatch:
         self.routed: Task | None = None
         self.pending: set[int] | None = None
         self.expert_outputs: list[Block] = []
+        self.stage: Stage
         self.works: dict[str, Work] = {}
-        self.offload_qkv: tuple[Lane, Work]
-        self.offload_kv: tuple[Lane, Work]
-        self.load_hidden: tuple[Lane, Work]
-        self.load_kv_lane: Lane
+        self.works_at: list[dict[str, Work]] = []
+
+    def enter(self, stage: Stage) -> None:
+        """From here on its verbs run at that stage."""
+        self.stage = stage
+        self.works = self.works_at[stage.number]
 
 
 class Schedule:
@@ -95,34 +99,27 @@ class Schedule:
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _kept(plan))
         self.engine = engine
         self.lanes = lanes
-        roles = plan.machine.roles
-        self.processors = {"accelerator": roles.accelerator, "host": roles.host}
         self.unified = plan.machine.unified
         self.kv_on_accelerator = plan.kv_role == "accelerator"
-        layout, fast, host = plan.layout, plan.memory("accelerator"), plan.memory("host")
-        self.dense = Views(fast, layout.dense)
-        self.whole = Views(fast, layout.layer)
-        self.expert: dict[str, Views[tuple[int, int]]] = {
-            "accelerator": Views(fast, lambda key: layout.expert(*key)),
-            "host": Views(host, lambda key: layout.expert(*key)),
-        }
+        self.stages = [Stage(plan, number, lanes) for number in range(len(plan.stages))]
+        self.stage_of = [self.stages[plan.stage_of(layer)] for layer in plan.layers]
         self.micro_batches = [
             MicroBatch(index, requests, len(plan.layers), unified=self.unified)
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
-        self.kv_slots = [Block(f"keys and values [{number}]") for number in range(plan.kv_slots)]
-        self.empty_kv_slots = deque(range(plan.kv_slots))
+        slots = plan.kv_slots * len(self.stages)
+        self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
         self.stride = (len(plan.layers) + 1) * STRIDE
         self._sized_for: Kind | None = None
-        self._works: dict[tuple[str, int], Work] = {}
+        self._works: dict[tuple[str, str, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
-        work = self._works.get((kind, tokens))
+        work = self._works.get((kind, resource, tokens))
         if work is None:
             flops, nbytes, parts = amount(tokens)
-            work = self._works[kind, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
+            work = self._works[kind, resource, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
         return work
 
     def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
@@ -143,7 +140,24 @@ class Schedule:
             if kind != self._sized_for:
                 _size_works(self, batch, kind)
             _size_attention(self, batch, index + self._age if index else 0)
+            batch.enter(self.stages[0])
         self._sized_for = kind
+
+    def pass_on(self, batch: MicroBatch, layer: int, step: int) -> list[PageTransfer]:
+        """Have a micro-batch enter the next stage, which begins with `layer`.
+
+        Returns:
+            what takes its hidden state there, to be submitted in this order.
+        """
+        stage = batch.stage
+        nbytes = batch.works["embed"].tokens * self.operations.hidden_bytes
+        hops = []
+        for source, destination in stage.onward:
+            lane, work = self.move(source, destination, nbytes)
+            ends = (source, destination)
+            hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
+        batch.enter(self.stages[stage.number + 1])
+        return hops
 
     def skip(self, steps: int) -> None:
         """Go on as if that many more steps had been scheduled, each like the one before."""
@@ -159,10 +173,9 @@ class Schedule:
         for pool in (*plan.pools, *plan.kept):
             for slot in pool.slots:
                 slot.forget()
-        self.dense.open.clear()
-        self.whole.open.clear()
-        for experts in self.expert.values():
-            experts.open.clear()
+        for stage in self.stages:
+            for views in stage.views:
+                views.open.clear()
 
     def load(self, kept: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
@@ -185,10 +198,10 @@ class Schedule:
 
 
 def _kept(plan: Plan) -> Kept:
-    """How much of the weights stays in the accelerator's memory."""
+    """How much of the weights stays in the accelerators' memories."""
     kept = {True: 0, False: 0}
     for fixed in plan.kept:
-        if fixed.memory is plan.memory("accelerator"):
+        if fixed.memory in plan.accelerators:
             for page in fixed.pages():
                 kept[page.expert < 0] += page.nbytes
     dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
@@ -200,19 +213,22 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
     """Set a micro-batch's works that are the same in all steps of a kind."""
     plan = schedule.plan
     operations = schedule.operations
-    accelerator = schedule.processors["accelerator"]
     sequences = len(batch.requests)
     tokens = sequences
     if kind == "prefill":
         tokens = sum(plan.batch.prompts[request] for request in batch.requests)
-    batch.works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
-    for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
-        batch.works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
-    if not schedule.unified:
-        fast, slow = plan.memory("accelerator").name, plan.memory("host").name
-        batch.offload_qkv = schedule.move(fast, slow, tokens * operations.qkv_bytes)
-        batch.offload_kv = schedule.move(fast, slow, tokens * operations.kv_bytes)
-        batch.load_hidden = schedule.move(slow, fast, tokens * operations.attention_bytes)
+    batch.works_at = []
+    for stage in schedule.stages:
+        accelerator = stage.processors["accelerator"]
+        works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
+        for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
+            works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
+        if not schedule.unified:
+            fast, slow = stage.memory, plan.memory("host").name
+            works["offload_qkv"] = schedule.move(fast, slow, tokens * operations.qkv_bytes)[1]
+            works["offload_kv"] = schedule.move(fast, slow, tokens * operations.kv_bytes)[1]
+            works["load_hidden"] = schedule.move(slow, fast, tokens * operations.attention_bytes)[1]
+        batch.works_at.append(works)
 
 
 def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
@@ -225,11 +241,13 @@ def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     else:
         amount = schedule.operations.attention([(length, length) for length in lengths])
     flops, nbytes, parts = amount
-    accelerator, host = schedule.processors["accelerator"], schedule.processors["host"]
     there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
-    batch.works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
-    batch.works["cpu_attention"] = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)
-    if index and schedule.kv_slots and not schedule.unified:
-        fast, slow = schedule.plan.memory("accelerator").name, schedule.plan.memory("host").name
-        cached = (sum(lengths) - tokens) * schedule.operations.kv_bytes
-        batch.load_kv_lane, batch.works["load_kv"] = schedule.move(slow, fast, cached)
+    host = schedule.plan.machine.roles.host
+    on_host = Work("cpu_attention", host, flops, nbytes, tokens, there_and_back)
+    for stage, works in zip(schedule.stages, batch.works_at, strict=True):
+        accelerator = stage.processors["accelerator"]
+        works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
+        works["cpu_attention"] = on_host
+        if index and schedule.kv_slots and not schedule.unified:
+            cached = (sum(lengths) - tokens) * schedule.operations.kv_bytes
+            works["load_kv"] = schedule.move(schedule.plan.memory("host").name, stage.memory, cached)[1]

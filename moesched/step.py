@@ -13,6 +13,9 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
 
 On a machine whose accelerator and host share a memory, `offload_qkv`, `load_hidden` and `offload_kv` have
 nothing to move: they check and set tags, and return the task that made the data.
+
+In a pipeline a micro-batch is at one stage at a time, and so are its verbs: `pre_attention` of a stage's first layer
+takes its hidden state there. Token ids come from the host in any case.
 """
 
 from __future__ import annotations
@@ -62,10 +65,7 @@ class Step:
         self._submit = schedule.engine.submit
         self._batches = schedule.micro_batches
         self._base = index * schedule.stride
-        self._accelerator = schedule.lanes["accelerator"]
         self._host = schedule.lanes["host"]
-        self._dense = schedule.dense.open
-        self._whole = schedule.whole.open
         self._weights = schedule.plan.machine.roles.weights
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
@@ -125,8 +125,9 @@ class Step:
         if batch.tag != self._base - 1:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
         batch.tag = self._base
+        lane = batch.stage.lane
         batch.last = task = Kernel(
-            self._accelerator, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index
+            lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index
         )
         return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 
@@ -136,10 +137,15 @@ class Step:
         tag = self._base + layer * STRIDE
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("pre_attention", layer, batch, tag)
-        view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
+        stage = batch.stage
+        if layer == stage.end:
+            for hop in self._schedule.pass_on(batch, layer, self.index):
+                self._submit(hop, (batch.hidden,), (batch.hidden,))
+            stage = batch.stage
+        view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
         batch.tag = tag + QKV
         batch.last = task = Kernel(
-            self._accelerator,
+            stage.lane,
             batch.works["pre_attention"],
             "pre_attention",
             layer,
@@ -169,8 +175,9 @@ class Step:
                 cache = cache if schedule.unified else schedule.kv_slots[slot]
             batch.unsaved = layer
         batch.tag = tag - QKV + ATTENDED
+        lane = batch.stage.lane
         batch.last = task = Kernel(
-            self._accelerator, batch.works["attention"], "attention", layer, micro_batch, -1, slot, self.index
+            lane, batch.works["attention"], "attention", layer, micro_batch, -1, slot, self.index
         )
         return self._submit(task, (batch.qkv, cache), (batch.attention, cache))
 
@@ -190,16 +197,17 @@ class Step:
             raise self._out_of_order("load_kv", layer, batch, tag)
         if layer in batch.staged:
             raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
-        if not schedule.empty_kv_slots:
+        stage = schedule.stage_of[layer]
+        if not stage.empty_kv_slots:
             raise OverBudget(
-                f"load_kv: all {len(schedule.kv_slots)} slots for keys and values are taken: call attention for one "
+                f"load_kv: all {schedule.plan.kv_slots} slots for keys and values are taken: call attention for one "
                 "of them first, or plan.stage_kv more"
             )
-        slot = batch.staged[layer] = schedule.empty_kv_slots.popleft()
+        slot = batch.staged[layer] = stage.empty_kv_slots.popleft()
         if schedule.unified:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
-        work = batch.works["load_kv"]
-        task = PageTransfer(batch.load_kv_lane, work, "load_kv", layer, micro_batch, -1, slot, self.index)
+        work = batch.works_at[stage.number]["load_kv"]
+        task = PageTransfer(stage.from_host, work, "load_kv", layer, micro_batch, -1, slot, self.index)
         # The positions say where in the cache the keys and values lie.
         return self._submit(task, (batch.kv[layer], batch.positions), (schedule.kv_slots[slot],))
 
@@ -212,7 +220,7 @@ class Step:
         batch.tag = tag - QKV + QKV_HOST
         if self._schedule.unified:
             return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
-        lane, work = batch.offload_qkv
+        lane, work = batch.stage.to_host, batch.works["offload_qkv"]
         batch.last = task = PageTransfer(lane, work, "offload_qkv", layer, micro_batch, -1, None, self.index)
         return self._submit(task, (batch.qkv,), (batch.qkv_host,))
 
@@ -250,7 +258,7 @@ class Step:
         batch.tag = tag - ATTENDED_HOST + ATTENDED
         if self._schedule.unified:
             return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
-        lane, work = batch.load_hidden
+        lane, work = batch.stage.from_host, batch.works["load_hidden"]
         batch.last = task = PageTransfer(lane, work, "load_hidden", layer, micro_batch, -1, None, self.index)
         return self._submit(task, (batch.attention_host,), (batch.attention,))
 
@@ -262,7 +270,7 @@ class Step:
         batch.unsaved = -1
         if self._schedule.unified:
             return batch.last  # type: ignore[return-value]  # a layer to save means that a task was submitted
-        lane, work = batch.offload_kv
+        lane, work = batch.stage.to_host, batch.works["offload_kv"]
         task = PageTransfer(lane, work, "offload_kv", layer, micro_batch, -1, None, self.index)
         # All else that uses the positions lies between this step's `embed` and the next one's; this alone may be late.
         reads = (batch.qkv, batch.kv[layer], batch.positions)
@@ -274,10 +282,11 @@ class Step:
         tag = self._base + layer * STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("post_attention", layer, batch, tag)
-        view = self._whole.get(layer) or self._view(self._schedule.whole, layer)
+        stage = batch.stage
+        view = stage.whole.open.get(layer) or self._view(stage.whole, layer)
         batch.tag = tag - ATTENDED + STRIDE
         batch.last = task = Kernel(
-            self._accelerator,
+            stage.lane,
             batch.works["post_attention"],
             "post_attention",
             layer,
@@ -294,11 +303,12 @@ class Step:
         tag = self._base + layer * STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("route", layer, batch, tag)
-        view = self._dense.get(layer) or self._view(self._schedule.dense, layer)
+        stage = batch.stage
+        view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
         batch.tag = tag - ATTENDED + ROUTED
         batch.pending = None
         batch.last = batch.routed = task = Decision(
-            self._accelerator, batch.works["route"], "route", layer, micro_batch, -1, view, self.index
+            stage.lane, batch.works["route"], "route", layer, micro_batch, -1, view, self.index
         )
         reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
@@ -319,7 +329,8 @@ class Step:
             raise OutOfOrder(
                 f"run_expert: L{layer} mb{micro_batch} has no tokens for E{expert}, or it has run already"
             )
-        views = schedule.expert[at]
+        stage = batch.stage
+        views = stage.expert[at]
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
         view.touch()
         batch.pending.discard(expert)
@@ -330,8 +341,8 @@ class Step:
         kind, amount = f"expert at {at}", operations.fetched_expert
         if view.slots[0].fixed:
             kind, amount = f"kept expert at {at}", operations.kept_expert
-        work = schedule.work(kind, schedule.processors[at], tokens, amount)
-        lane, kernel = (self._accelerator, Kernel) if at == "accelerator" else (self._host, HostKernel)
+        work = schedule.work(kind, stage.processors[at], tokens, amount)
+        lane, kernel = (stage.lane, Kernel) if at == "accelerator" else (self._host, HostKernel)
         task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
         return self._submit(task, (batch.normed, *view.reads), (output,))
 
@@ -347,8 +358,9 @@ class Step:
         batch.tag = tag - ROUTED + STRIDE
         batch.pending = batch.routed = None
         outputs, batch.expert_outputs = batch.expert_outputs, []
+        lane = batch.stage.lane
         batch.last = task = Kernel(
-            self._accelerator, batch.works["combine"], "combine", layer, micro_batch, -1, None, self.index
+            lane, batch.works["combine"], "combine", layer, micro_batch, -1, None, self.index
         )
         return self._submit(task, (batch.normed, batch.hidden, *outputs), (batch.hidden,))
 
@@ -359,8 +371,9 @@ class Step:
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("sample", len(self.layers), batch, tag)
         batch.tag = self._base + self._schedule.stride - 1
+        lane = batch.stage.lane
         batch.last = task = Decision(
-            self._accelerator, batch.works["sample"], "sample", -1, micro_batch, -1, None, self.index
+            lane, batch.works["sample"], "sample", -1, micro_batch, -1, None, self.index
         )
         return self._submit(task, (batch.hidden,), (batch.tokens,))
 
@@ -440,7 +453,7 @@ class Step:
             raise PolicyError(
                 "attention: the KV cache lives on the host: load_kv before, or use cpu_attention in decode"
             )
-        self._schedule.empty_kv_slots.append(slot)
+        batch.stage.empty_kv_slots.append(slot)
         return slot
 
     def _view(self, views: Views[K], key: K) -> View[K]:

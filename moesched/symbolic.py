@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from moesched.drivers.lanes import LaneKind
+from moesched.machines.group import numbered
 from moesched.memory import Slot, View
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
@@ -61,6 +62,9 @@ class SymbolicDevice:
         self._batch = plan.batch
         self._unified = plan.machine.unified
         self._offloads_kv = not plan.machine.unified and plan.kv_role == "host"
+        self._memory_of = {
+            numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
+        }
         for index, requests in enumerate(plan.batch.micro_batches):
             self._data["tokens", index] = first_tokens(requests)
 
@@ -93,12 +97,16 @@ class SymbolicDevice:
 
     def _embed(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
-        data.write(("hidden", j), embed(data.read(("tokens", j))))
+        data.write(self._hidden(task), embed(data.read(("tokens", j))))
         data.write(("positions", j), positions(task.step))
+
+    def _pass_hidden(self, task: Task, data: _Access) -> None:
+        source, destination = task.operands
+        data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
 
     def _pre_attention(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
-        hidden = data.read(("hidden", j))
+        hidden = data.read(self._hidden(task))
         data.write(("qkv", j), project(task.layer, hidden, data.weights(task.operands)))
 
     def _offload_qkv(self, task: Task, data: _Access) -> None:
@@ -139,11 +147,11 @@ class SymbolicDevice:
         weights = data.weights(task.operands)
         hidden, routed = self._routed(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in routed]
-        data.write(("hidden", task.micro_batch), combine(hidden, outputs))
+        data.write(self._hidden(task), combine(hidden, outputs))
 
     def _route(self, task: Task, data: _Access) -> dict[int, int]:
         hidden, routed = self._routed(task, data, data.weights(task.operands))
-        data.write(("hidden", task.micro_batch), hidden)
+        data.write(self._hidden(task), hidden)
         data.write(("normed", task.micro_batch), hidden)
         return routed
 
@@ -156,17 +164,21 @@ class SymbolicDevice:
 
     def _combine(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
-        hidden = data.read(("hidden", j))
+        hidden = data.read(self._hidden(task))
         routed = choose_experts(self._config, hidden, self._tokens(task))
-        data.write(("hidden", j), combine(hidden, [data.read(("output", e, j)) for e in routed]))
+        data.write(self._hidden(task), combine(hidden, [data.read(("output", e, j)) for e in routed]))
 
     def _sample(self, task: Task, data: _Access) -> list[int]:
         j = task.micro_batch
-        tokens = sample(data.read(("hidden", j)), self._batch.micro_batches[j])
+        tokens = sample(data.read(self._hidden(task)), self._batch.micro_batches[j])
         data.write(("tokens", j), symbol("tokens", *tokens))
         return tokens
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _hidden(self, task: Task) -> Key:
+        """The hidden state in the memory of the accelerator that a kernel runs on."""
+        return "hidden", task.micro_batch, self._memory_of[task.lane.name]
 
     def _tokens(self, task: Task) -> int:
         requests = self._batch.micro_batches[task.micro_batch]
@@ -175,7 +187,7 @@ class SymbolicDevice:
     def _routed(self, task: Task, data: _Access, weights: Mapping[int, int]) -> tuple[int, dict[int, int]]:
         j = task.micro_batch
         hidden = project_output(
-            task.layer, data.read(("attention", j)), data.read(("hidden", j)), weights[-1]
+            task.layer, data.read(("attention", j)), data.read(self._hidden(task)), weights[-1]
         )
         return hidden, choose_experts(self._config, hidden, self._tokens(task))
 

@@ -94,7 +94,7 @@ def watching(schedule: Schedule) -> Iterator[None]:
     if not isinstance(engine, CheckedEngine):
         yield
         return
-    views: list[Views[Any]] = [schedule.dense, schedule.whole, *schedule.expert.values()]
+    views = [each for stage in schedule.stages for each in stage.views]
     engine.watch(plan.memories.values(), [*plan.pools, *plan.kept], views)
     try:
         yield

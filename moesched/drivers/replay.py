@@ -173,7 +173,7 @@ class Timeline:
             for captured in template.tasks:
                 yield msgspec.structs.replace(
                     captured,
-                    work=self.works[index].get((captured.micro_batch, captured.verb), captured.work),
+                    work=_resized(captured.work, self.works[index].get((captured.micro_batch, captured.verb))),
                     id=number,
                     step=index - 1,
                     state=DONE,
@@ -183,6 +183,13 @@ class Timeline:
                     followers=None,
                 )
                 number += 1
+
+
+def _resized(captured: Work, work: Work | None) -> Work:
+    """A captured task's work in another step; at a later stage of a pipeline it is that of the first one elsewhere."""
+    if work is None or work.resource == captured.resource:
+        return work or captured
+    return msgspec.structs.replace(work, kind=captured.kind, resource=captured.resource)
 
 
 @runtime_checkable

@@ -224,5 +224,5 @@ def _layer_seconds(plan: Plan, cost: CostModel) -> tuple[float, float, float, fl
     if plan.kv_slots:
         link = [works["load_kv"]] if "load_kv" in works else []
         return seconds(link), 0.0, accelerator + seconds([works["attention"]]), prefill
-    link = [] if schedule.unified else [batch.load_hidden[1]]
+    link = [] if schedule.unified else [works["load_hidden"]]
     return seconds(link), seconds([works["cpu_attention"]]), accelerator, prefill

@@ -1,0 +1,67 @@
+"""A group of equal accelerators written out: each with a processor, a memory and links of its own.
+
+What a profile says once, of one accelerator, is then said of each, so that costs, lanes and memories of all of them
+are found by their names like any other. Measured costs are the first one's alone: who asks for another's is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from moesched.machines import AcceleratorGroup, Link, Machine
+
+
+def numbered(name: str, number: int) -> str:
+    """What a thing of the first accelerator is called at another one: "gpu", "gpu 1", "gpu 2"."""
+    return f"{name} {number}" if number else name
+
+
+def written_out(machine: Machine, count: int) -> Machine:
+    """The machine with `count` accelerators of its group described one by one; the first keeps its names.
+
+    The interconnect becomes links from each one to the next.
+    """
+    role, memory = machine.roles.accelerator, machine.accelerator.memory
+    numbers = range(count)
+    processors = {
+        numbered(role, number): msgspec.structs.replace(machine.accelerator, memory=numbered(memory, number))
+        for number in numbers
+    }
+    memories = {numbered(memory, number): machine.memories[memory] for number in numbers}
+    common = [link for link in machine.links if memory not in (link.source, link.destination)]
+    own = [link for number in numbers for link in _links_of(machine, number)]
+    return msgspec.structs.replace(
+        machine,
+        processors=machine.processors | processors,
+        memories=machine.memories | memories,
+        links=[*own, *common, *_between(machine, count)],
+        accelerator_group=AcceleratorGroup(),
+    )
+
+
+def _links_of(machine: Machine, number: int) -> Iterator[Link]:
+    """The links between one of the accelerators and the memories that all of them use."""
+    memory = machine.accelerator.memory
+    names = {memory: numbered(memory, number)}
+    for link in machine.links:
+        if memory in (link.source, link.destination):
+            yield msgspec.structs.replace(
+                link,
+                source=names.get(link.source, link.source),
+                destination=names.get(link.destination, link.destination),
+                path=link.path and numbered(link.path, number),
+            )
+
+
+def _between(machine: Machine, count: int) -> Iterator[Link]:
+    joined, memory = machine.accelerator_group.interconnect, machine.accelerator.memory
+    if joined is not None:
+        for number in range(1, count):
+            yield Link(
+                source=numbered(memory, number - 1),
+                destination=numbered(memory, number),
+                bandwidth=joined.bandwidth,
+                latency=joined.latency,
+            )

@@ -1,0 +1,74 @@
+"""FlexGen over several GPUs: pipeline parallelism (ICML'23; why FlexGen does not scale in MoE-Lightning, section 5.3).
+
+Each GPU is a stage that holds a range of layers. The batch is cut into as many groups of micro-batches as there are
+stages, and each group passes layer by layer, as in `flexgen`, while the next stage is busy with the group before. So a
+stage fetches its streamed weights anew for every group: with twice the GPUs a stage has half the layers, and needs each
+of them twice as often.
+"""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .placement import double_buffered
+
+
+class FlexGenPipeline:
+    """FlexGen's block schedule, group after group, through stages that each have a double buffer; on one GPU, FlexGen."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.discipline = "in_order"
+        plan.pipeline()
+        plan.place_kv("host")
+        plan.stage_kv(2)
+        self.stages = plan.stages
+        self.following: dict[int, int] = {}
+        self.weights = {}
+        for number, layers in enumerate(plan.stages):
+            streamed, buffer = double_buffered(plan, number)
+            for i, after, pages in zip(layers, [*layers[1:], layers[0]], streamed, strict=True):
+                self.following[i] = after
+                self.weights[i] = pages, buffer
+
+    async def prefill(self, step: Step) -> None:
+        for layers in self.stages:
+            self._fetch(step, layers[0])
+        self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        self._schedule(step)
+
+    def _schedule(self, step: Step) -> None:
+        count, all_of_them = len(self.stages), step.micro_batches
+        cuts = [group * len(all_of_them) // count for group in range(count + 1)]
+        groups = [all_of_them[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+        for group in groups:
+            self._pass(step, group, last=step.last and group is groups[-1])
+
+    def _pass(self, step: Step, group: range, *, last: bool) -> None:
+        """One group through all layers; where none is to come, a stage's first layer is not fetched again."""
+        order = [(i, j) for i in step.layers for j in group]
+        loads = order if step.kind == "decode" else []
+        for j in group:
+            step.embed(j)
+        for load in loads[:1]:
+            step.load_kv(*load)
+        for number, (i, j) in enumerate(order, 1):
+            if j == group[0] and (self.following[i] > i or not last):
+                self._fetch(step, self.following[i])
+            for load in loads[number : number + 1]:
+                step.load_kv(*load)
+            step.pre_attention(i, j)
+            step.attention(i, j)
+            step.offload_kv(i, j)
+            step.post_attention(i, j)
+        for j in group:
+            step.sample(j)
+
+    def _fetch(self, step: Step, i: int) -> None:
+        """All that streams of a layer, as one transfer to its stage."""
+        streamed, buffer = self.weights[i]
+        pages = [page for page in streamed if page not in buffer]
+        if pages:
+            step.fetch(pages, buffer)
