@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
 
+from moesched.difference import Cause, Difference, explain_difference
 from moesched.errors import BadInput
-from moesched.trace.chrome_reader import read_bytes, read_trace
+from moesched.replayed_run import replay_recording
+from moesched.trace.chrome_reader import Trace, read_bytes, read_trace
+from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 from moesched.trace.recording import About, Recording
 from moesched.trace.summary import KindUse, lane_title, summarize
 from moesched.units import format_bytes, format_seconds
+
+MOST_WAITS = 5
+"""Kinds of task that are named for the time before them."""
+
+_WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
 
 Section = Literal["total", "lane", "kind", "memory"]
 Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
@@ -29,7 +37,10 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that is compared: where its figures come from, whether they are predicted, and the figures."""
+    """One run that is compared: where its figures come from, whether they are predicted, and the figures.
+
+    `trace` is None where there is only a report.
+    """
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -37,6 +48,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     machine: str = ""
     values: dict[Measure, float]
+    trace: Trace | None = None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +80,14 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs side by side; the first is what the others are held against."""
+    """Runs side by side; the first is what the others are held against.
+
+    `difference` says why the second of two took longer or shorter than the first; None unless there is a trace of both.
+    """
 
     runs: list[Title]
     rows: list[Row]
+    difference: Difference | None = None
 
     def header(self) -> list[str]:
         """The columns of `table`."""
@@ -80,6 +96,65 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             letter = chr(ord("A") + number)
             columns += [f"{letter}/A", "error"]
         return columns
+
+    def reasons(self) -> list[str]:
+        """The difference in sentences; empty where there is none to tell of."""
+        told = self.difference
+        if told is None:
+            return []
+        first, second = (f"{self.runs[place].title} ({self.runs[place].figures})" for place in told.places)
+        took, replayed = told.run_seconds, told.replayed_seconds
+        percent = f" ({100 * told.seconds / took[0]:+.1f} %)" if took[0] else ""
+        lines = [
+            f"Without loading, {second} took {format_seconds(took[1])} and {first} {format_seconds(took[0])}: "
+            f"{_signed(told.seconds)}{percent}."
+        ]
+        if took[1]:
+            explained = 100 * replayed[1] / took[1]
+            lines.append(
+                f"Graph and durations of {second} explain {format_seconds(replayed[1])} of its time ({explained:.2f} %)"
+                "; the rest passed between tasks, in dispatching them and in waiting for the host."
+            )
+        return lines
+
+    def causes(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows: what makes the difference, the largest part first."""
+        told = self.difference
+        assert told is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in told.places]
+        header = [
+            "",
+            "lane",
+            "phase",
+            "tasks",
+            *(f"mean, {title}" for title in titles),
+            "part of the gap",
+            "share",
+        ]
+        return header, [_cause(cause) for cause in told.causes if abs(cause.seconds) >= 5e-10]
+
+    def lane_causes(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows: the same, by lane."""
+        told = self.difference
+        assert told is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in told.places]
+        header = ["lane", *(f"busy, {title}" for title in titles), "part of the gap", "share"]
+        rows = [
+            [each.lane, *map(format_seconds, each.busy_seconds), _signed(each.seconds), _percent(each.share)]
+            for each in told.lanes
+        ]
+        return header, rows
+
+    def waits(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows: where the second run's critical path stood still."""
+        told = self.difference
+        assert told is not None, "there is a difference where there are reasons"
+        header = ["before", "on lane", "times", "waited"]
+        rows = [
+            [each.kind, each.lane, f"{each.times:,}", format_seconds(each.seconds)]
+            for each in told.waits[:MOST_WAITS]
+        ]
+        return header, rows
 
     def table(self) -> list[list[str]]:
         """The rows as text for a reader, section by section."""
@@ -95,18 +170,33 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
 
-def compare(sides: Sequence[Side | Path | str]) -> Comparison:
+def compare(
+    sides: Sequence[Side | Path | str],
+    *,
+    replayed: bool = False,
+    trace: Path | str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Comparison:
     """Hold runs against the first of them.
 
     Args:
         sides: runs, or the files of their traces or reports.
+        replayed: hold the first one against its own graph with its own durations too, run on the virtual clock.
+        trace: where to write all of them as one trace.
+        progress: told of how much is done and to do while the difference is worked out.
 
     Raises:
-        BadInput: fewer than two, or a file is neither a trace nor a report.
+        BadInput: fewer than two and no replay; a file is neither a trace nor a report; there is a report where a trace
+            is needed.
     """
-    if len(sides) < 2:
+    if len(sides) + replayed < 2:
         raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
     runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
+    if replayed:
+        runs.insert(1, replayed_side(runs[0]))
+    if trace is not None:
+        shown = [TitledRun(run.title, *_traced(run, "--trace shows")) for run in runs]
+        write_side_by_side(trace, shown)
     measures = dict.fromkeys(measure for run in runs for measure in run.values)
     order = ("total", "lane", "kind", "memory")
     return Comparison(
@@ -119,7 +209,33 @@ def compare(sides: Sequence[Side | Path | str]) -> Comparison:
         rows=[
             _row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))
         ],
+        difference=_difference(runs, progress),
     )
+
+
+def replayed_side(side: Side) -> Side:
+    """What the graph of a run and its durations come to on the virtual clock, without its start times.
+
+    Raises:
+        BadInput: the run has no trace, or its trace cannot be replayed.
+    """
+    recording, about = _traced(side, "--replayed replays")
+    again = msgspec.structs.replace(about, driver="virtual")
+    return side_of_recording(f"{side.title} replayed", replay_recording(recording), again)
+
+
+def _traced(side: Side, what: str) -> Trace:
+    if side.trace is None:
+        raise BadInput(f"{side.title} is a report, and {what} traces: name what --trace wrote of the run")
+    return side.trace
+
+
+def _difference(runs: Sequence[Side], progress: Callable[[int, int], object] | None) -> Difference | None:
+    if len(runs) != 2 or any(run.trace is None for run in runs):
+        return None
+    places = (1, 0) if (runs[0].figures, runs[1].figures) == ("measured", "predicted") else (0, 1)
+    first, second = (_traced(runs[place], "") for place in places)
+    return explain_difference(first.recording, second.recording, places=places, progress=progress)
 
 
 def read_side(path: Path | str) -> Side:
@@ -167,6 +283,7 @@ def side_of_recording(title: str, recording: Recording, about: About) -> Side:
         model=about.model,
         machine=about.machine,
         values=values,
+        trace=Trace(recording, about),
     )
 
 
@@ -291,3 +408,18 @@ def _text(value: float | None, unit: Unit) -> str:
     if unit == "tasks":
         return f"{value:,.0f}"
     return f"{value:,.4g} {unit}"
+
+
+def _cause(cause: Cause) -> list[str]:
+    what = cause.kind or _WITHOUT_KIND[cause.what]
+    means = ["–" if mean is None else format_seconds(mean) for mean in cause.means]
+    tasks = f"{cause.tasks:,}" if cause.tasks else ""
+    return [what, cause.lane, cause.phase, tasks, *means, _signed(cause.seconds), _percent(cause.share)]
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.0f} %"

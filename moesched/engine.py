@@ -77,6 +77,8 @@ class Engine:
         """Settled tasks that somebody waits for, for the driver to wake."""
         self.joined: list[Join] | None = None
         """Where joins are kept for a trace, which draws edges through them; None keeps none."""
+        self.awaits: list[tuple[int, int]] | None = None
+        """Where it is kept for a trace what the policy waited for: a task's id, and how many were submitted by then."""
         self.submitted = 0
         self.settled = 0
         self.joins = 0
@@ -255,6 +257,11 @@ class Engine:
             self._refusal = failure if self.halt_on_failure else None
         self._settle(task, FAILED)
         self._leave(task.lane, task)
+
+    def policy_waits(self, task: Task) -> None:
+        """The policy awaits a task that has not settled, and submits nothing more until it has."""
+        if self.awaits is not None:
+            self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
         """A stream has taken a running task in: tasks on streams of the same device need wait for it no longer.

@@ -172,6 +172,8 @@ class RealtimeDriver:
 
     def _resume(self, run: PolicyRun) -> None:
         run.resume()
+        if run.awaited is not None:
+            self._engines[run.rank].policy_waits(run.awaited)
         if run.done:
             with self.lock:
                 if run.error is not None:

@@ -82,6 +82,8 @@ class VirtualDriver:
                     run.resume()
                     if run.done:
                         self._rendezvous.leave(run.rank, run.error)
+                    elif run.awaited is not None:
+                        self._engines[run.rank].policy_waits(run.awaited)
                 self._advance()
                 if not self._awaited:
                     stuck = next((run for run in runs if not run.done), None)

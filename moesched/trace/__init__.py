@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moesched.trace.checker import check_trace
 from moesched.trace.chrome_reader import Trace, read_trace
-from moesched.trace.chrome_writer import write_trace
+from moesched.trace.chrome_writer import TitledRun, write_side_by_side, write_trace
 from moesched.trace.critical import Hop, critical_path
 from moesched.trace.recorder import LastSteps, Recorder
 from moesched.trace.recording import About, LaneName, MemorySample, Recording, Slice
@@ -23,10 +23,12 @@ __all__ = [
     "Slice",
     "StepTime",
     "Summary",
+    "TitledRun",
     "Trace",
     "check_trace",
     "critical_path",
     "read_trace",
     "summarize",
+    "write_side_by_side",
     "write_trace",
 ]

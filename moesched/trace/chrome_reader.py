@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT
+from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import About, LaneName, MemorySample, Recording, Slice
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -52,15 +52,17 @@ class SliceArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
     state: str = "done"
     ticket: int = -1
     line: str = ""
+    link_class: int = 0
+    awaited_at: int = -1
 
 
 class OtherData(msgspec.Struct):
     """What a trace says of itself."""
 
     format: str
-    driver: str
     tasks: int
     edges: int
+    driver: str = ""
     joins: int = 0
     trimmed: bool = False
     policy: str = ""
@@ -78,6 +80,7 @@ class TraceFile(msgspec.Struct):
 
 class _NameArgs(msgspec.Struct):
     name: str
+    in_order: bool = False
 
 
 class _CounterArgs(msgspec.Struct):
@@ -99,8 +102,11 @@ def read_trace(path: Path | str) -> Trace:
         BadInput: the file cannot be read, or is no trace of ours, or is damaged.
     """
     path = Path(path)
+    file = decode_trace(read_bytes(path), path)
+    if file.other_data.format == SIDE_BY_SIDE:
+        raise BadInput(f"{path} shows several runs side by side: name the trace of one of them")
     try:
-        return trace_of(decode_trace(read_bytes(path), path))
+        return trace_of(file)
     except (msgspec.DecodeError, LookupError, ValueError) as error:
         raise BadInput(f"{path}: the trace is damaged: {error}: record it again") from error
 
@@ -123,13 +129,13 @@ def decode_trace(data: bytes, path: Path) -> TraceFile:
     """The events of a trace file.
 
     Raises:
-        BadInput: the bytes are no JSON, or no trace that moesched wrote.
+        BadInput: the bytes are no JSON, or neither a trace that moesched wrote nor several of them side by side.
     """
     try:
         file = msgspec.json.decode(data, type=TraceFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is no trace of moesched: {error}: write one with --trace") from error
-    if file.other_data.format != FORMAT:
+    if file.other_data.format not in (FORMAT, SIDE_BY_SIDE):
         raise BadInput(f"{path}: its format is {file.other_data.format!r}, not {FORMAT!r}: record it again")
     return file
 
@@ -175,11 +181,12 @@ def tracks_of(slices: list[Event]) -> dict[int, Track]:
 def trace_of(file: TraceFile) -> Trace:
     """The recording that a decoded file shows; raises LookupError or ValueError where it is damaged."""
     events = file.trace_events
-    lanes = {
-        event.tid: LaneName(event.pid - FIRST_RANK_PID, msgspec.json.decode(event.args, type=_NameArgs).name)
+    named = [
+        (event, msgspec.json.decode(event.args, type=_NameArgs))
         for event in events
         if event.ph == "M" and event.name == "thread_name" and event.pid != CRITICAL_PID
-    }
+    ]
+    lanes = {event.tid: LaneName(event.pid - FIRST_RANK_PID, args.name) for event, args in named}
     tasks = [event for event in events if event.ph == "X" and event.pid != CRITICAL_PID]
     other = file.other_data
     recording = Recording(
@@ -189,6 +196,7 @@ def trace_of(file: TraceFile) -> Trace:
         _memory(events),
         other.trimmed,
         other.joins,
+        frozenset(lanes[event.tid] for event, args in named if args.in_order),
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
@@ -221,6 +229,8 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
                 args.ticket,
                 args.state,
                 args.line,
+                args.link_class,
+                args.awaited_at,
             )
         )
     return slices

@@ -2,31 +2,72 @@
 
 One track per lane, one process per rank, edges as arrows, memories as counters, and the critical path as a track of
 its own, since arrows show for selected slices only. Times are microseconds with exactly three decimals: anything else
-makes viewers drop slices that touch.
+makes viewers drop slices that touch. Several runs may stand in one file, each a process of its own, to be looked at
+side by side.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, Slice
+from moesched.trace.summary import summarize
 from moesched.trace.whole_file import whole_file
 
 FORMAT = "moesched trace 1"
+SIDE_BY_SIDE = "moesched traces side by side 1"
 CRITICAL_PATH = "critical path"
-CRITICAL_PID = CRITICAL_TID = 1
+CRITICAL_PID = 1
 FIRST_RANK_PID = 2
 FIRST_LANE_TID = 2
 
 _EVENTS_PER_WRITE = 10_000
+
+
+class _Shown(NamedTuple):
+    """A run as the file shows it.
+
+    Attributes:
+        title: what its tracks are called besides, where there are several runs.
+        shift: nanoseconds by which it is shown later than it was.
+        pid: of its first rank.
+        critical_tid: of its critical path.
+        lane_tid: of its first lane.
+        flow: the number before that of its first edge.
+    """
+
+    recording: Recording
+    about: About
+    title: str
+    shift: int
+    pid: int
+    critical_tid: int
+    lane_tid: int
+    flow: int
+
+    @property
+    def tracks(self) -> dict[LaneName, str]:
+        """Where the events of each lane go."""
+        return {
+            lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
+            for index, lane in enumerate(self.recording.lanes)
+        }
+
+
+class TitledRun(NamedTuple):
+    """One of several runs in a trace."""
+
+    title: str
+    recording: Recording
+    about: About
 
 
 def write_trace(path: Path | str, recording: Recording, about: About) -> None:
@@ -35,13 +76,60 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
     """
-    path = Path(path)
+    shown = _Shown(recording, about, "", 0, FIRST_RANK_PID, 1, FIRST_LANE_TID, 0)
+    other = {"format": FORMAT, "figures": about.figures, **msgspec.to_builtins(about)}
+    _write_file(Path(path), other, [shown])
+
+
+def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
+    """Write several runs as one trace, each a process, moved so that their decoding starts together.
+
+    Runs without a decode step in common start their first common step together.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    shown = []
+    pid, lane_tid, flow = FIRST_RANK_PID, 1 + len(runs), 0
+    for number, (run, shift) in enumerate(zip(runs, _shifts(runs), strict=True)):
+        recording = run.recording
+        shown.append(_Shown(recording, run.about, run.title, shift, pid, 1 + number, lane_tid, flow))
+        pid += 1 + max((lane.rank for lane in recording.lanes), default=0)
+        lane_tid += len(recording.lanes)
+        flow += recording.edges
+    other = {"format": SIDE_BY_SIDE, "runs": [run.title for run in runs]}
+    _write_file(Path(path), other, shown)
+
+
+def _shifts(runs: Sequence[TitledRun]) -> list[int]:
+    """By how many nanoseconds each run is moved; the first step of a run of which only the end is known may be cut."""
+    starts = []
+    for run in runs:
+        steps = summarize(run.recording).steps
+        kept = steps[1:] if run.recording.trimmed else steps
+        starts.append({each.step: round(each.start * 1e9) for each in kept})
+    common = set.intersection(*(set(each) for each in starts))
+    if not common:
+        return [0] * len(runs)
+    step = min((each for each in common if each > 0), default=min(common))
+    latest = max(each[step] for each in starts)
+    return [latest - each[step] for each in starts]
+
+
+def _write_file(path: Path, other: dict[str, Any], runs: Sequence[_Shown]) -> None:
+    recordings = [run.recording for run in runs]
+    other |= {
+        "tasks": sum(len(each.slices) for each in recordings),
+        "edges": sum(each.edges for each in recordings),
+        "joins": sum(each.joins for each in recordings),
+        "trimmed": any(each.trimmed for each in recordings),
+    }
     with whole_file(path, "trace") as file:
         if path.name.endswith(".gz"):
             with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-                _write(packed, recording, about)
+                _write(packed, other, runs)
         else:
-            _write(file, recording, about)
+            _write(file, other, runs)
 
 
 def microseconds(nanoseconds: int) -> str:
@@ -49,12 +137,9 @@ def microseconds(nanoseconds: int) -> str:
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
 
 
-def _write(file: BinaryIO | gzip.GzipFile, recording: Recording, about: About) -> None:
-    other: dict[str, Any] = {"format": FORMAT, "figures": about.figures, **msgspec.to_builtins(about)}
-    other |= {"tasks": len(recording.slices), "edges": recording.edges}
-    other |= {"joins": recording.joins, "trimmed": recording.trimmed}
+def _write(file: BinaryIO | gzip.GzipFile, other: dict[str, Any], runs: Sequence[_Shown]) -> None:
     file.write(b'{"displayTimeUnit":"ns","otherData":%b,"traceEvents":[\n' % msgspec.json.encode(other))
-    events = _events(recording, about)
+    events = _events(runs)
     separator = ""
     while batch := list(islice(events, _EVENTS_PER_WRITE)):
         file.write((separator + ",\n".join(batch)).encode())
@@ -62,49 +147,56 @@ def _write(file: BinaryIO | gzip.GzipFile, recording: Recording, about: About) -
     file.write(b"\n]}\n")
 
 
-def _events(recording: Recording, about: About) -> Iterator[str]:
-    tracks = {
-        lane: f'"pid":{FIRST_RANK_PID + lane.rank},"tid":{FIRST_LANE_TID + index}'
-        for index, lane in enumerate(recording.lanes)
-    }
-    yield from _names(recording, about)
-    yield from _slices(recording, tracks)
-    yield from _flows(recording, tracks)
-    yield from _critical(recording)
-    yield from _counters(recording)
+def _events(runs: Sequence[_Shown]) -> Iterator[str]:
+    figures = dict.fromkeys(run.about.figures for run in runs)
+    yield from _process(CRITICAL_PID, f"{CRITICAL_PATH}, {' and '.join(figures)}")
+    for run in runs:
+        yield from _thread(CRITICAL_PID, run.critical_tid, f"{CRITICAL_PATH} {run.title}".rstrip())
+    for run in runs:
+        yield from _names(run)
+        yield from _slices(run)
+        yield from _flows(run)
+        yield from _critical(run)
+        yield from _counters(run)
 
 
-def _names(recording: Recording, about: About) -> Iterator[str]:
+def _names(run: _Shown) -> Iterator[str]:
+    recording, about = run.recording, run.about
     what = " on ".join(filter(None, (about.policy, about.machine)))
-    yield from _process(CRITICAL_PID, f"{CRITICAL_PATH}, {about.figures}")
-    yield from _thread(CRITICAL_PID, CRITICAL_TID, CRITICAL_PATH)
     for rank in sorted({lane.rank for lane in recording.lanes}):
         title = f"rank {rank}: {what}" if what else f"rank {rank}"
-        yield from _process(FIRST_RANK_PID + rank, f"{title}, {about.figures}")
+        if run.title:
+            title = f"{run.title}, {title}"
+        yield from _process(run.pid + rank, f"{title}, {about.figures}")
     for index, lane in enumerate(recording.lanes):
-        yield from _thread(FIRST_RANK_PID + lane.rank, FIRST_LANE_TID + index, lane.name)
+        in_order = {"in_order": True} if lane in recording.in_order else {}
+        yield from _thread(run.pid + lane.rank, run.lane_tid + index, lane.name, **in_order)
 
 
 def _process(pid: int, name: str) -> Iterator[str]:
-    yield _metadata("process_name", pid, 0, "name", name)
-    yield _metadata("process_sort_index", pid, 0, "sort_index", pid)
+    yield _metadata("process_name", pid, 0, name=name)
+    yield _metadata("process_sort_index", pid, 0, sort_index=pid)
 
 
-def _thread(pid: int, tid: int, name: str) -> Iterator[str]:
-    yield _metadata("thread_name", pid, tid, "name", name)
-    yield _metadata("thread_sort_index", pid, tid, "sort_index", tid)
+def _thread(pid: int, tid: int, name: str, **more: bool) -> Iterator[str]:
+    yield _metadata("thread_name", pid, tid, name=name, **more)
+    yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
 
-def _metadata(event: str, pid: int, tid: int, key: str, value: str | int) -> str:
+def _metadata(event: str, pid: int, tid: int, **args: str | int) -> str:
     thread = f'"tid":{tid},' if tid else ""
-    return f'{{"ph":"M","name":"{event}","pid":{pid},{thread}"args":{{"{key}":{json.dumps(value)}}}}}'
+    return (
+        f'{{"ph":"M","name":"{event}","pid":{pid},{thread}"args":{json.dumps(args, separators=(",", ":"))}}}'
+    )
 
 
-def _slices(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
+def _slices(run: _Shown) -> Iterator[str]:
+    tracks, shift = run.tracks, run.shift
     known: dict[tuple[object, ...], tuple[str, str]] = {}
     lines: dict[str, str] = {"": ""}
-    for each in recording.slices:
-        start, end, nbytes, flops, line = each.start, each.end, each.nbytes, each.flops, each.line
+    for each in run.recording.slices:
+        start, end = each.start + shift, each.end + shift
+        nbytes, flops, line = each.nbytes, each.flops, each.line
         same = (
             each.lane,
             each.label,
@@ -117,6 +209,7 @@ def _slices(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
             nbytes,
             flops,
             each.pages,
+            each.link_class,
         )
         parts = known.get(same)
         if parts is None:
@@ -130,6 +223,8 @@ def _slices(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
             rates += f',"GFLOP/s":{flops / took:.4g}'
         if each.state != "done" or each.ticket >= 0:
             rates += f',"state":"{each.state}","ticket":{each.ticket}'
+        if each.awaited_at >= 0:
+            rates += f',"awaited_at":{each.awaited_at}'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'
@@ -146,6 +241,8 @@ def _what(each: Slice) -> str:
     args |= {"type": each.type, "kind": each.kind, "resource": each.resource}
     if each.pages:
         args["pages"] = each.pages
+    if each.link_class:
+        args["link_class"] = each.link_class
     if each.nbytes:
         args["bytes"] = _plain(each.nbytes)
     if each.flops:
@@ -158,15 +255,16 @@ def _plain(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def _flows(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
+def _flows(run: _Shown) -> Iterator[str]:
     """An arrow starts in the last nanosecond of the producing slice: at its end, it would hang on the next one."""
+    recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []
     lasts = []
     for each in recording.slices:
-        track, start, last = tracks[each.lane], each.start, each.end - 1
+        track, start, last = tracks[each.lane], each.start + shift, each.end + shift - 1
         begins.append(f'{track},"ts":{start // 1000}.{start % 1000:03d}')
         lasts.append(f'{track},"ts":{last // 1000}.{last % 1000:03d}')
-    number = 0
+    number = run.flow
     for begin, producers in zip(begins, recording.producers, strict=True):
         for producer in producers:
             number += 1
@@ -174,11 +272,11 @@ def _flows(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
             yield f'{{"ph":"f","bp":"e","id":{number},{begin},"name":"edge"}}'
 
 
-def _critical(recording: Recording) -> Iterator[str]:
+def _critical(run: _Shown) -> Iterator[str]:
     free = 0
-    for each, why, gap in critical_path(recording):
-        start = max(each.start, free)
-        free = max(each.end, start)
+    for each, why, gap in critical_path(run.recording):
+        start = max(each.start + run.shift, free)
+        free = max(each.end + run.shift, start)
         args = {
             "task": each.id,
             "rank": each.lane.rank,
@@ -187,16 +285,17 @@ def _critical(recording: Recording) -> Iterator[str]:
             "gap_us": gap / 1000,
         }
         yield (
-            f'{{"ph":"X","pid":{CRITICAL_PID},"tid":{CRITICAL_TID},"name":{json.dumps(each.label)},'
+            f'{{"ph":"X","pid":{CRITICAL_PID},"tid":{run.critical_tid},"name":{json.dumps(each.label)},'
             f'"cat":{json.dumps(each.verb)},"ts":{microseconds(start)},"dur":{microseconds(free - start)},'
             f'"args":{json.dumps(args)}}}'
         )
 
 
-def _counters(recording: Recording) -> Iterable[str]:
-    for sample in recording.memory:
+def _counters(run: _Shown) -> Iterable[str]:
+    for sample in run.recording.memory:
         name = json.dumps(f"memory {sample.memory}")
         yield (
-            f'{{"ph":"C","pid":{FIRST_RANK_PID + sample.rank},"name":{name},"ts":{microseconds(sample.time)},'
+            f'{{"ph":"C","pid":{run.pid + sample.rank},"name":{name},'
+            f'"ts":{microseconds(sample.time + run.shift)},'
             f'"args":{{"reserved":{sample.reserved},"pages":{sample.pages}}}}}'
         )

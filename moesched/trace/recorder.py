@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
-from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task
+from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
 from moesched.trace.recording import LaneName, MemorySample, Recording, Slice
 
 if TYPE_CHECKING:
@@ -27,14 +27,18 @@ class HasPeak(Protocol):
 
 
 class _Rank:
-    """What a recorder knows of one rank: its lanes, its joins, its memories, and slots filled before the first task."""
+    """What a recorder knows of one rank: its lanes, its joins, what its policy awaited, its memories, and slots filled
+    before the first task.
+    """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak]) -> None:
         self.lanes = engine.lanes
         self.joins: list[Join] = []
+        self.awaits: list[tuple[int, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
         engine.joined = self.joins
+        engine.awaits = self.awaits
 
 
 class _Watcher:
@@ -116,6 +120,7 @@ class LastSteps(_Watcher):
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
             if ids:  # a join before all kept tasks stands for none of them
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
+                rank.awaits[:] = [each for each in rank.awaits if each[0] >= min(ids)]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
         """Of a task that is not kept, only the slots that it filled are remembered."""
@@ -131,13 +136,17 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> 
         joins = [replayed]
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
+    numbers = _numbers(tasks, lanes, joins)
+    slices = _slices(tasks, lanes)
+    _note_awaits(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
-        _slices(tasks, lanes),
-        _producers(tasks, lanes, joins),
+        slices,
+        [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks],
         [],
         trimmed,
         sum(map(len, joins)),
+        frozenset(name for lane, name in lanes.items() if lane.in_order),
     )
     recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
     return recording
@@ -179,47 +188,62 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
                 task.ticket if isinstance(task, Collective) else -1,
                 STATE_NAMES[task.state],
                 line,
+                link_class(task.key) if isinstance(task, PageTransfer) else 0,
             )
         )
     return slices
 
 
-def _producers(
+class _Numbers:
+    """The recorded tasks of one rank by their ids, as indices, with every join replaced by what it stands for."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, int] = {}
+        self._joins: dict[int, tuple[int, ...]] = {}
+
+    def add(self, task: Task, index: int) -> None:
+        self._tasks[task.id] = index
+
+    def join(self, join: Join) -> None:
+        """Joins come in program order, so that a join of joins comes after them."""
+        self._joins[join.id] = self.of(join.deps)
+
+    def of(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Indices of the recorded tasks behind some ids, each once; without those of tasks that were not recorded."""
+        tasks = self._tasks
+        try:
+            return tuple(dict.fromkeys([tasks[each] for each in ids]))
+        except KeyError:
+            found: dict[int, None] = {}
+            for each in ids:
+                index = tasks.get(each)
+                if index is not None:
+                    found[index] = None
+                else:
+                    found.update(dict.fromkeys(self._joins.get(each, ())))
+            return tuple(found)
+
+
+def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
-) -> list[tuple[int, ...]]:
-    """The tasks that each task waited for, by index, with every join replaced by what it stands for.
-
-    `joins` holds each rank's joins in program order, so that a join of joins comes after them.
-    """
-    indices: list[dict[int, int]] = [{} for _ in joins]
+) -> list[_Numbers]:
+    """One for each rank."""
+    numbers = [_Numbers() for _ in joins]
     for index, task in enumerate(tasks):
-        indices[lanes[task.lane].rank][task.id] = index
-    stands_for: list[dict[int, tuple[int, ...]]] = [{} for _ in joins]
-    for known, joined, of_rank in zip(indices, stands_for, joins, strict=True):
-        for join in of_rank:
-            joined[join.id] = _resolve(join.deps, known, joined)
-    producers = []
-    for task in tasks:
-        rank_number = lanes[task.lane].rank
-        producers.append(_resolve(task.deps, indices[rank_number], stands_for[rank_number]))
-    return producers
+        numbers[lanes[task.lane].rank].add(task, index)
+    for of_rank, its_joins in zip(numbers, joins, strict=True):
+        for join in its_joins:
+            of_rank.join(join)
+    return numbers
 
 
-def _resolve(
-    deps: Sequence[int], known: Mapping[int, int], joined: Mapping[int, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Indices of the recorded tasks behind some ids, each once. Ids of tasks that were not recorded are left out."""
-    try:
-        return tuple(dict.fromkeys([known[dep] for dep in deps]))
-    except KeyError:
-        found: dict[int, None] = {}
-        for dep in deps:
-            index = known.get(dep)
-            if index is not None:
-                found[index] = None
-            else:
-                found.update(dict.fromkeys(joined.get(dep, ())))
-        return tuple(found)
+def _note_awaits(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
+    for rank, of_rank in zip(
+        ranks, numbers, strict=False
+    ):  # a replay has joins of one rank, and awaits nothing
+        for task, submitted in rank.awaits:
+            for index in of_rank.of((task,)):
+                slices[index].awaited_at = submitted
 
 
 def _memory(

@@ -28,6 +28,8 @@ class Slice(msgspec.Struct, gc=False):
         ticket: which collective it is a part of, -1 if none.
         state: "done" or "failed".
         line: the policy line that submitted it, as file:line.
+        link_class: the class of a transfer on a ready-first lane; a lower one goes first.
+        awaited_at: how many tasks had been submitted when the policy had to wait for it; -1 where it never had to.
     """
 
     id: int
@@ -49,6 +51,8 @@ class Slice(msgspec.Struct, gc=False):
     ticket: int = -1
     state: str = "done"
     line: str = ""
+    link_class: int = 0
+    awaited_at: int = -1
 
 
 class MemorySample(NamedTuple):
@@ -69,6 +73,7 @@ class Recording(msgspec.Struct):
         producers: for each slice, the indices of those slices that its task waited for; joins are expanded.
         trimmed: whether earlier steps ran that are not in it.
         joins: how many joins the edges were expanded through.
+        in_order: the lanes that issue their tasks as submitted; the others take whichever is ready.
     """
 
     lanes: list[LaneName]
@@ -77,6 +82,7 @@ class Recording(msgspec.Struct):
     memory: list[MemorySample]
     trimmed: bool = False
     joins: int = 0
+    in_order: frozenset[LaneName] = frozenset()
 
     @property
     def edges(self) -> int:

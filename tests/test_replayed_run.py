@@ -1,0 +1,224 @@
+"""A recorded run once more: the virtual clock finds its times again from graph and durations alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.errors import BadInput
+from moesched.replayed_run import replay_recording, without_loading
+from moesched.seams import Demand
+from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.trace import Recorder, Recording, read_trace, write_trace
+from runs import FORTY_PERCENT, realtime_run, virtual_run
+
+POLICIES = (
+    "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_path: Path) -> None:
+    budgets = None if policy == "resident" else FORTY_PERCENT
+    run = virtual_run(policy, budgets=budgets, new_tokens=5)
+    write_trace(tmp_path / "trace.json", run.recording, run.about)
+    read = read_trace(tmp_path / "trace.json").recording
+    assert replay_recording(read).slices == run.recording.slices
+
+
+def test_a_measured_run_loses_what_passed_between_its_tasks() -> None:
+    measured = realtime_run("cgopipe", budgets=FORTY_PERCENT).recording
+    replayed = replay_recording(measured)
+    assert 0 < replayed.end < measured.end
+    assert [lengths(replayed), edges(replayed)] == [lengths(measured), edges(measured)]
+
+
+def test_start_times_are_not_reused() -> None:
+    def graph(engine: Engine) -> None:
+        hidden = Block("hidden")
+        submit(engine, "gpu", "first", 10, writes=[hidden])
+        submit(engine, "gpu", "second", 20, reads=[hidden])
+
+    recording = recorded(graph)
+    for each in recording.slices:
+        each.start += 1000 * each.id
+        each.end += 1000 * each.id
+    assert timetable(replay_recording(recording)) == {"first": (0, 10), "second": (10, 30)}
+
+
+def test_the_policy_waits_where_it_had_to() -> None:
+    """Nothing but the policy's patience keeps the second lane's task from starting at once."""
+
+    async def policy(engine: Engine) -> None:
+        await submit(engine, "gpu", "route", 10)
+        submit(engine, "copies", "fetch", 5)
+
+    recording = recorded(policy)
+    assert recording.slices[0].awaited_at == 1
+    assert timetable(replay_recording(recording)) == {"route": (0, 10), "fetch": (10, 15)}
+
+
+def test_a_policy_that_awaits_several_tasks_at_once_waits_for_all_of_them() -> None:
+    async def policy(engine: Engine) -> None:
+        views = [Block("slot 0"), Block("slot 1")]
+        for number, slot in enumerate(views):
+            submit(engine, "copies", f"fetch {number}", 7, writes=[slot])
+        await engine.join(views, [Block("view")])
+        submit(engine, "gpu", "kernel", 1)
+
+    assert timetable(replay_recording(recorded(policy)))["kernel"] == (14, 15)
+
+
+def test_lanes_in_order_wait_for_what_was_submitted_first() -> None:
+    def graph(engine: Engine) -> None:
+        page = Block("page")
+        submit(engine, "copies", "fetch", 50, writes=[page])
+        submit(engine, "gpu", "needs the page", 5, reads=[page])
+        submit(engine, "gpu", "needs nothing", 5)
+
+    in_order, ready_first = (replay_recording(recorded(graph, each)) for each in ("in_order", "ready_first"))
+    assert timetable(in_order)["needs nothing"] == (55, 60)
+    assert timetable(ready_first)["needs nothing"] == (0, 5)
+
+
+def test_a_demand_still_overtakes_a_prefetch() -> None:
+    def graph(engine: Engine) -> None:
+        submit(engine, "copies", "running", 5)
+        submit(engine, "copies", "prefetch", 5, transfer_class=PREFETCH)
+        submit(engine, "copies", "demand", 5)
+
+    assert timetable(replay_recording(recorded(graph)))["demand"] == (5, 10)
+
+
+def test_a_collective_still_waits_for_the_last_rank() -> None:
+    async def rank(engine: Engine, nanoseconds: int) -> None:
+        hidden = Block("hidden")
+        submit(engine, "gpu", "compute", nanoseconds, writes=[hidden])
+        reduce = Collective(lane(engine, "copies"), Work("sum", "", nanoseconds=7), "sum", signature="sum")
+        engine.collective(reduce, (hidden,), (hidden,))
+
+    recorder = Recorder()
+    engines = [Engine([Lane("gpu"), Lane("copies")]) for _ in range(2)]
+    for engine in engines:
+        recorder.watch(engine)
+    run(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
+    replayed = replay_recording(recorder.recording())
+    spans = {(each.lane.rank, each.verb): (each.start, each.end) for each in replayed.slices}
+    assert spans[0, "sum"] == spans[1, "sum"] == (90, 97)
+
+
+def test_other_durations_may_be_tried() -> None:
+    def graph(engine: Engine) -> None:
+        page = Block("page")
+        submit(engine, "copies", "fetch", 50, writes=[page])
+        submit(engine, "gpu", "kernel", 10, reads=[page])
+
+    recording = recorded(graph)
+    assert timetable(replay_recording(recording, [20, 10])) == {"fetch": (0, 20), "kernel": (20, 30)}
+
+
+def test_without_loading_what_was_loaded_is_there_at_once() -> None:
+    run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
+    steps = without_loading(run.recording)
+    assert {each.step for each in steps.slices} == {0, 1, 2}
+    assert replay_recording(steps).end == run.recording.end - run.generation.loaded
+
+
+def test_a_recording_of_nothing_but_loading_stays() -> None:
+    recording = recorded(lambda engine: submit(engine, "gpu", "load", 3, step=-1))
+    assert without_loading(recording) is recording
+
+
+def test_an_empty_recording_is_replayed_in_no_time() -> None:
+    assert replay_recording(recorded(lambda engine: None)).end == 0
+
+
+def test_an_edge_from_a_later_task_is_refused() -> None:
+    def graph(engine: Engine) -> None:
+        submit(engine, "gpu", "first", 1)
+        submit(engine, "gpu", "second", 1)
+
+    recording = recorded(graph)
+    damaged = msgspec.structs.replace(recording, producers=[(1,), ()])
+    with pytest.raises(
+        BadInput, match="first, task 0, waits for a task that came after it: record the run again"
+    ):
+        replay_recording(damaged)
+
+
+class _Free:
+    """Costs nothing but the nanoseconds that a task brings with it."""
+
+    def work(self, work: Work) -> Demand:
+        return Demand(1e-9, ())
+
+
+def recorded(
+    policy: Callable[[Engine], object] | Callable[[Engine], Coroutine[Task, Any, None]],
+    discipline: Discipline = "ready_first",
+) -> Recording:
+    """What a policy by hand does on two lanes on the virtual clock."""
+    engine = Engine([Lane("gpu", discipline), Lane("copies", discipline)])
+    recorder = Recorder()
+    recorder.watch(engine)
+
+    async def main() -> None:
+        running = policy(engine)
+        if isinstance(running, Coroutine):
+            await running
+
+    run([engine], recorder, main())
+    return recorder.recording()
+
+
+def run(engines: list[Engine], recorder: Recorder, *mains: Coroutine[Task, Any, None]) -> None:
+    """One coroutine per rank."""
+    VirtualDriver(engines, _Free(), observers=[recorder]).run(*mains)
+
+
+def submit(
+    engine: Engine,
+    where: str,
+    verb: str,
+    nanoseconds: int,
+    *,
+    reads: list[Block] | None = None,
+    writes: list[Block] | None = None,
+    step: int = 0,
+    transfer_class: int = 0,
+) -> Task:
+    """Submit a task of known length: a transfer on the lane of copies, a kernel elsewhere."""
+    kind: Any = PageTransfer if where == "copies" else Kernel
+    task: Task = kind(lane(engine, where), Work(verb, "", nanoseconds=nanoseconds), verb, step=step)
+    return engine.submit(task, reads or (), writes or (), transfer_class=transfer_class)
+
+
+def lane(engine: Engine, name: str) -> Lane:
+    """A lane by its name."""
+    [found] = [each for each in engine.lanes if each.name == name]
+    return found
+
+
+def timetable(recording: Recording) -> dict[str, tuple[int, int]]:
+    """When each task ran, by its verb."""
+    return {each.verb: (each.start, each.end) for each in recording.slices}
+
+
+def lengths(recording: Recording) -> dict[int, int]:
+    """How long each task took, by its number."""
+    return {each.id: each.end - each.start for each in recording.slices}
+
+
+def edges(recording: Recording) -> set[tuple[int, int]]:
+    """Who waited for whom, by number."""
+    return {
+        (recording.slices[producer].id, each.id)
+        for each, producers in zip(recording.slices, recording.producers, strict=True)
+        for producer in producers
+    }
