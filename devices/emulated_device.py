@@ -8,7 +8,8 @@ real work is to take less than a third of each lane's time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, inf, log2
+from itertools import count
+from math import inf
 from time import perf_counter, perf_counter_ns, process_time
 from typing import Any, NoReturn
 
@@ -40,7 +41,10 @@ REHEARSED_SHARE = 1 / 4
 """The same in the rehearsal, where nothing else of the run keeps the cores busy."""
 
 REHEARSED_SHARE_OF_ONE = 1 / 2
-"""And how much of its own time any one kind of operation may take there."""
+"""And how much of its own time a kind of operation may take there."""
+
+NEGLIGIBLE = 1 / 200
+"""What operations may take beyond that, together, as a share of their lane's time: some are over in microseconds."""
 
 
 class EmulatedDevice:
@@ -200,15 +204,18 @@ class _Meter:
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
     """The least dilation of three binary digits that leaves real work its share of each lane and each operation."""
-    lanes: dict[str, tuple[float, float]] = {}
-    needed = 1.0
+    lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:
-        real, modelled = lanes.get(each.lane, (0.0, 0.0))
-        lanes[each.lane] = real + each.real, modelled + each.modelled
-        needed = max(needed, each.real / each.modelled / REHEARSED_SHARE_OF_ONE)
-    needed = max(needed, *(real / modelled / REHEARSED_SHARE for real, modelled in lanes.values()))
-    digit = 2.0 ** (floor(log2(needed)) - 2)
-    return ceil(needed / digit) * digit
+        lanes.setdefault(each.lane, []).append(each)
+    dilations = ((4 + number % 4) / 4 * 2.0 ** (number // 4) for number in count())
+    return next(each for each in dilations if all(_keeps_up(lane, each) for lane in lanes.values()))
+
+
+def _keeps_up(lane: Sequence[Rehearsed], dilation: float) -> bool:
+    modelled = sum(each.modelled for each in lane)
+    real = sum(each.real for each in lane) / dilation
+    beyond = sum(max(0.0, each.real / dilation - REHEARSED_SHARE_OF_ONE * each.modelled) for each in lane)
+    return real <= REHEARSED_SHARE * modelled and beyond <= NEGLIGIBLE * modelled
 
 
 def _require_memory(plan: Plan) -> None:
