@@ -292,6 +292,21 @@ def test_flexgen_loads_the_next_micro_batchs_keys_and_values_while_one_computes(
             assert load.id < computed[load.layer, load.micro_batch - 1].id, "it is asked for one ahead"
 
 
+def test_flexgen_as_published_overlaps_only_the_weights_and_those_with_one_micro_batch_of_a_layer() -> None:
+    overlapped, published = (
+        Watched(make_policy(name), "mixtral-8x7b") for name in ("flexgen", "flexgen_synchronous")
+    )
+    assert published.ended.tokens == published.ended.expected
+    assert overlap(published.busy("load_kv"), published.busy(*GPU)) == 0
+    beside_weights = {
+        task.micro_batch
+        for task in published.step
+        if task.verb == "post_attention" and overlap([(task.start, task.end)], published.busy("fetch"))
+    }
+    assert beside_weights == {0}
+    assert published.end - published.start > overlapped.end - overlapped.start
+
+
 def test_flexgen_on_the_cpu_runs_one_micro_batch_at_a_time() -> None:
     run = Watched(make_policy("flexgen_cpu"), "mixtral-8x7b")
     assert run.ended.tokens == run.ended.expected

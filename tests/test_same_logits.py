@@ -58,6 +58,7 @@ POLICIES = [
     ("fastdecode", {}),
     ("flexgen", {}),
     ("flexgen_cpu", {}),
+    ("flexgen_synchronous", {}),
     ("three_tiers", {}),
     *(("adversarial", {"seed": n}) for n in range(8)),
 ]

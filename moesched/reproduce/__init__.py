@@ -1,0 +1,1 @@
+"""A paper's tables beside what our schedules come to on the virtual clock."""

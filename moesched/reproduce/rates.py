@@ -1,0 +1,46 @@
+"""The rates of the paper's machines that it does not give: how much of a profile's figures its systems reached."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.machines import Machine
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of the rates in a machine's profile.
+
+    Attributes:
+        link: of the bandwidth of all links to and from the accelerator.
+        kernels: of the accelerator's FLOP/s and of its memory's bandwidth.
+        flexgen_attention: of the host's FLOP/s and bandwidth, where FlexGen attends on the CPU.
+    """
+
+    link: float = 1.0
+    kernels: float = 1.0
+    flexgen_attention: float = 1.0
+
+
+def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
+    """The machine with these rates."""
+    fast, slow = machine.accelerator.memory, machine.host.memory
+    attention = rates.flexgen_attention if attends_as_flexgen else 1.0
+    links = [
+        replace(link, bandwidth=link.bandwidth * rates.link)
+        if fast in (link.source, link.destination)
+        else link
+        for link in machine.links
+    ]
+    changed = _with_processor(replace(machine, links=links), machine.roles.accelerator, rates.kernels)
+    changed = _with_processor(changed, machine.roles.host, attention)
+    memories = dict(changed.memories)
+    memories[fast] = replace(memories[fast], bandwidth=memories[fast].bandwidth * rates.kernels)
+    memories[slow] = replace(memories[slow], bandwidth=memories[slow].bandwidth * attention)
+    return replace(changed, memories=memories)
+
+
+def _with_processor(machine: Machine, name: str, share: float) -> Machine:
+    processor = machine.processors[name]
+    flops = {dtype: rate * share for dtype, rate in processor.flops.items()}
+    return replace(machine, processors={**machine.processors, name: replace(processor, flops=flops)})

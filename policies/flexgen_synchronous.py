@@ -1,0 +1,35 @@
+"""FlexGen as its published code runs, which overlaps less than its schedule promises.
+
+`generation_loop_overlap_multi_batch` of FlexGen's flex_opt.py launches the copies and kernels of one micro-batch in one
+layer and then waits for all of them, so that a layer's weights overlap with one micro-batch and not with all. And its
+pytorch_backend.py does not pin the KV cache ("high memory overhead"): a copy from there goes through pinned memory on
+the thread that launches kernels, and holds it up.
+"""
+
+from __future__ import annotations
+
+from moesched.step import Step
+
+from .flexgen import FlexGen
+
+
+class FlexGenSynchronous(FlexGen):
+    """FlexGen with attention on the GPU, waiting at the end of every micro-batch of every layer."""
+
+    async def decode(self, step: Step) -> None:
+        order = [(i, j) for i in step.layers for j in step.micro_batches]
+        for j in step.micro_batches:
+            step.embed(j)
+        step.load_kv(*order[0])
+        for (i, j), following in zip(order, [*order[1:], None], strict=True):
+            if following:
+                await step.load_kv(*following)
+            if j == 0:
+                self._fetch(step, i + 1)
+            step.pre_attention(i, j)
+            step.attention(i, j)
+            saved = step.offload_kv(i, j)
+            await step.post_attention(i, j)
+            await saved
+        for j in step.micro_batches:
+            step.sample(j)
