@@ -13,6 +13,7 @@ import anyio
 from moesched import plugins, runs
 from moesched.batch_reports import Reports
 from moesched.batching import Sizes, batches_of
+from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
 from moesched.interrupts import interrupts_held
