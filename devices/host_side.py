@@ -137,21 +137,25 @@ class HostSide:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         state.qkv_on_host = (_copy(q_THd, HOST), _copy(k_TKd, HOST), _copy(v_TKd, HOST))
+        del state.qkv
 
     def _cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
         state.attended_on_host = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        del state.qkv_on_host
 
     def _load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         state.attended_TX = _copy(state.attended_on_host, self._accelerator)
+        del state.attended_on_host
 
     def _offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         self._cache.append(task.layer, state.step, _copy(k_TKd, HOST), _copy(v_TKd, HOST))
+        del state.qkv
 
 
 def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:

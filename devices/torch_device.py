@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moesched.activations import EXPERT_TILE
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -372,6 +373,7 @@ class TorchDevice:
         q_THd, k_TKd, v_TKd = state.qkv
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
         state.attended_TX = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        del state.qkv
 
     def _attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         seen = sum(state.step.past) + len(q_THd)
@@ -397,6 +399,8 @@ class TorchDevice:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
         state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
+        if self._on_cpu or not task.step:
+            del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
         x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
@@ -419,10 +423,12 @@ class TorchDevice:
         self._use_cores_for(tokens, self.config.hidden * self.config.intermediate)
 
     def _apply_expert(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
-        start = state.starts[expert]
-        rows = slice(start, start + state.grouping.counts[expert])
+        first = state.starts[expert]
+        end = first + state.grouping.counts[expert]
         gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
-        state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
+        for start in range(first, end, EXPERT_TILE):
+            rows = slice(start, min(start + EXPERT_TILE, end))
+            state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
 
     def _combine(self, task: Task) -> None:
         use_cores(1)
@@ -430,6 +436,7 @@ class TorchDevice:
         state.hidden_TD = kernels.combine(
             state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD
         )
+        del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]

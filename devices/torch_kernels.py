@@ -128,7 +128,7 @@ def project_qkv(
     norm_kind: NormKind = "rms",
     clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, projection and rotation: queries (T, H, d), contiguous, keys and values (T, K, d).
+    """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
     qkv: the row blocks of q, then those of k, then those of v. clip: the largest magnitude that these keep.
     """
@@ -137,7 +137,9 @@ def project_qkv(
         x_TX = x_TX.clamp(-clip, clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
     turned = apply_rotary(x_TXd[:, : heads + kv_heads], cos_T1d, sin_T1d)
-    return turned[:, :heads].contiguous(), turned[:, heads:], x_TXd[:, heads + kv_heads :]
+    parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
+    q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # which lets go of all that they are parts of
+    return q_THd, k_TKd, v_TKd
 
 
 def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None) -> Tensor:

@@ -70,6 +70,19 @@ class Memory:
         """Take bytes for as long as the run lasts: a cache, activations, an arena of slots."""
         self._take(what, nbytes)
 
+    def require(self, what: str, nbytes: int) -> None:
+        """Note that at some other time so many bytes are in use.
+
+        Raises:
+            OverBudget: they are more than the budget.
+        """
+        if nbytes > self.capacity:
+            raise OverBudget(
+                f"{what} need {nbytes:,} bytes of {self.name}, whose budget is {self.capacity:,}: "
+                f"{nbytes - self.capacity:,} bytes too few"
+            )
+        self.peak = max(self.peak, nbytes)
+
     def _take(self, what: str, nbytes: int) -> list[Task]:
         if nbytes > self.free_bytes:
             raise OverBudget(

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from moesched.activations import layer_bytes, staying_bytes, workspace_bytes
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
@@ -23,6 +24,8 @@ from moesched.tasks import Discipline
 Role = Literal["accelerator", "host", "pinned"]
 
 KV_BLOCK_TOKENS = 16
+STAGED = 4
+"""How many pages are on their way at most while those that stay are loaded."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -102,6 +105,7 @@ class Plan:
         self.kv_slots = 0
         self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
+        self.in_flight: int | None = None
         self._needed = self._reserve_what_all_need()
 
     # -- what a policy reads -----------------------------------------------------------------------
@@ -174,8 +178,22 @@ class Plan:
         self.memories = _memories(self.machine, budgets)
         self._needed = self._reserve_what_all_need()
 
+    def limit_in_flight(self, micro_batches: int) -> None:
+        """Promise that in prefill no more micro-batches are within a layer at once; otherwise all of them may be.
+
+        A micro-batch is within a layer from its `pre_attention` to the last of `post_attention` or `combine` and
+        `offload_kv`. The fewer, the less memory they need. Say it before `place_kv`.
+
+        Raises:
+            PolicyError: the KV cache was placed already.
+        """
+        if self.kv_role is not None:
+            raise PolicyError("limit_in_flight: the memory is given away already: call it before place_kv")
+        self.in_flight = max(1, micro_batches)
+
     def place_kv(self, role: Role) -> None:
         """Say which memory holds the KV cache; where it is the accelerators', each holds that of its layers."""
+        self._reserve_layers()
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = self.batch.cache_tokens * len(layers) * self.operations.kv_bytes
             self.memory(role, stage).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
@@ -229,6 +247,7 @@ class Plan:
             raise PolicyError(
                 "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
             )
+        self._check_loading()
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -239,10 +258,43 @@ class Plan:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)
-            fast.reserve(
-                "activations of the largest micro-batch", activation_bytes(self.operations, self.batch)
-            )
+            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._prompt_tokens)
+            fast.reserve("hidden states of all micro-batches", stay)
+            sequences = max(map(len, self.batch.micro_batches))
+            space = workspace_bytes(self.operations, max(self._prompt_tokens), sequences)
+            fast.reserve("workspace of the largest micro-batch's kernels", space)
         return self._used()
+
+    @property
+    def _prompt_tokens(self) -> list[int]:
+        """Tokens of each micro-batch in prefill."""
+        prompts = self.batch.prompts
+        return [sum(prompts[request] for request in requests) for requests in self.batch.micro_batches]
+
+    def _reserve_layers(self) -> None:
+        """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
+        largest_first = sorted(self._prompt_tokens, reverse=True)
+        count = len(largest_first)
+        self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
+        prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
+        decode = sum(layer_bytes(self.operations, len(requests)) for requests in self.batch.micro_batches)
+        for fast in self.accelerators:
+            fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
+            if self.in_flight < count:
+                fast.reserve("activations of all micro-batches in decode", decode)
+
+    def _check_loading(self) -> None:
+        """Count pages on their way to where they stay: they need memory of their own where no pool has slots yet.
+
+        Raises:
+            OverBudget: there is none.
+        """
+        host = self.memory("host")
+        slots = any(pool.memory is host and len(pool.slots) > 1 for pool in self.pools)
+        sizes = [slot.nbytes for kept in self.kept for slot in kept.slots if kept.memory is host]
+        if self.machine.unified and sizes and not slots:
+            loading = sum(sizes) + self.layout.globals_bytes + STAGED * max(sizes)
+            host.require("weights while they are loaded", loading)
 
     def _used(self) -> dict[str, int]:
         return {name: memory.used for name, memory in self.memories.items()}
@@ -251,7 +303,9 @@ class Plan:
         """The memory of a role that pages go to: an accelerator's is that of their stage."""
         stages = {self.stage_of(page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
-            raise PolicyError(f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself")
+            raise PolicyError(
+                f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself"
+            )
         return self.memory(role, next(iter(stages), 0))
 
 
@@ -263,16 +317,6 @@ def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
     embedding = config.vocabulary * config.hidden * DTYPE_BYTES[layout.dtype]
     head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
     return [embedding, *[0] * (stages - 2), head]
-
-
-def activation_bytes(operations: Operations, batch: Batch) -> int:
-    """Bytes of all micro-batches' buffers, and of the workspace of the largest one's kernels."""
-    config = operations.config
-    lengths = [sum(batch.prompts[request] for request in requests) for requests in batch.micro_batches]
-    buffers = operations.hidden_bytes + operations.qkv_bytes + operations.attention_bytes
-    expert = config.top_k * (2 * operations.hidden_bytes + 3 * config.intermediate * operations.element)
-    sequences = max(len(requests) for requests in batch.micro_batches)
-    return sum(lengths) * buffers + max(lengths) * expert + sequences * config.vocabulary * 4
 
 
 def _memories(machine: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:

@@ -51,10 +51,10 @@ def plan_run(
     try:
         plan = Plan(machine, layout, batch, budgets, slot_bytes)
         policy.plan(plan)
+        plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
         raise BadInput(f"policy {name} does not fit: {error}: {remedy}") from error
-    plan.check()
     return plan
 
 

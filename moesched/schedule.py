@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -38,6 +39,7 @@ class MicroBatch:
         "last",
         "normed",
         "pending",
+        "place",
         "positions",
         "qkv",
         "qkv_host",
@@ -64,6 +66,7 @@ class MicroBatch:
         self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
         self.normed = Block(f"normed mb{index}")
         self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
+        self.place: Block | None = None
         self.tag = -1
         self.unsaved = -1
         self.staged: dict[int, int] = {}
@@ -109,6 +112,9 @@ class Schedule:
         ]
         slots = plan.kv_slots * len(self.stages)
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
+        self.limited = plan.in_flight is not None and plan.in_flight < len(self.micro_batches)
+        """Whether micro-batches of prefill share rooms for what they have within a layer."""
+        self.places = deque(Block(f"place {number}") for number in range(plan.in_flight or 0))
         self.stride = (len(plan.layers) + 1) * STRIDE
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int], Work] = {}

@@ -65,6 +65,7 @@ class Step:
         self._submit = schedule.engine.submit
         self._batches = schedule.micro_batches
         self._base = index * schedule.stride
+        self._limited = schedule.limited and not index
         self._host = schedule.lanes["host"]
         self._weights = schedule.plan.machine.roles.weights
         self.kind: Kind = "decode" if index else "prefill"
@@ -126,9 +127,7 @@ class Step:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
         batch.tag = self._base
         lane = batch.stage.lane
-        batch.last = task = Kernel(
-            lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index
-        )
+        batch.last = task = Kernel(lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index)
         return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
@@ -143,6 +142,10 @@ class Step:
                 self._submit(hop, (batch.hidden,), (batch.hidden,))
             stage = batch.stage
         view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
+        writes: tuple[Block, ...] = (batch.qkv,)
+        if self._limited:
+            batch.place = self._place_in_layer(micro_batch)
+            writes = (batch.qkv, batch.place)
         batch.tag = tag + QKV
         batch.last = task = Kernel(
             stage.lane,
@@ -154,7 +157,7 @@ class Step:
             view,
             self.index,
         )
-        return self._submit(task, (batch.hidden, *view.reads), (batch.qkv,))
+        return self._submit(task, (batch.hidden, *view.reads), writes)
 
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
@@ -269,12 +272,13 @@ class Step:
             raise OutOfOrder(f"offload_kv: L{layer} mb{micro_batch} has no keys and values to save")
         batch.unsaved = -1
         if self._schedule.unified:
+            self._leaving(batch, ())
             return batch.last  # type: ignore[return-value]  # a layer to save means that a task was submitted
         lane, work = batch.stage.to_host, batch.works["offload_kv"]
         task = PageTransfer(lane, work, "offload_kv", layer, micro_batch, -1, None, self.index)
         # All else that uses the positions lies between this step's `embed` and the next one's; this alone may be late.
         reads = (batch.qkv, batch.kv[layer], batch.positions)
-        return self._submit(task, reads, (batch.kv[layer],))
+        return self._submit(task, self._leaving(batch, reads), (batch.kv[layer],))
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
         """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""
@@ -295,7 +299,8 @@ class Step:
             view,
             self.index,
         )
-        return self._submit(task, (batch.attention, batch.hidden, *view.reads), (batch.hidden,))
+        reads = (batch.attention, batch.hidden, *view.reads)
+        return self._submit(task, self._leaving(batch, reads), (batch.hidden,))
 
     def route(self, layer: int, micro_batch: int) -> Task:
         """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
@@ -362,7 +367,8 @@ class Step:
         batch.last = task = Kernel(
             lane, batch.works["combine"], "combine", layer, micro_batch, -1, None, self.index
         )
-        return self._submit(task, (batch.normed, batch.hidden, *outputs), (batch.hidden,))
+        reads = (batch.normed, batch.hidden, *outputs)
+        return self._submit(task, self._leaving(batch, reads), (batch.hidden,))
 
     def sample(self, micro_batch: int) -> Task:
         """LM head and the choice of each sequence's next token; the value is the list of tokens."""
@@ -445,6 +451,26 @@ class Step:
             nbytes += page.nbytes
         lane, work = self._schedule.move(origin, pool.memory.name, nbytes, len(slots))
         return lane, work, slots
+
+    def _place_in_layer(self, micro_batch: int) -> Block:
+        """Room for what a micro-batch has within a layer, which is another's when it leaves the layer."""
+        places = self._schedule.places
+        if not places:
+            raise OverBudget(
+                f"pre_attention: mb{micro_batch} finds no room: the plan limits the micro-batches within a layer to "
+                f"{self._schedule.plan.in_flight}: finish one of them first, or raise plan.limit_in_flight"
+            )
+        return places.popleft()
+
+    def _leaving(self, batch: MicroBatch, reads: tuple[Block, ...]) -> tuple[Block, ...]:
+        """What a verb reads that may be the micro-batch's last in the layer; its room is free for another then."""
+        place = batch.place
+        if place is None:
+            return reads
+        if batch.unsaved < 0 and batch.tag % STRIDE == self._base % STRIDE:
+            batch.place = None
+            self._schedule.places.append(place)
+        return (*reads, place)
 
     def _take_staged(self, batch: MicroBatch, layer: int) -> int:
         """The slot with a layer's keys and values, which is empty for the next `load_kv` from here on."""

@@ -25,6 +25,7 @@ class CGOPipe:
         self.ahead = ahead
 
     def plan(self, plan: Plan) -> None:
+        plan.limit_in_flight(2)
         plan.place_kv("host")
         self.streamed, self.buffer = double_buffered(plan)
         self.pinned = self._staging(plan) if plan.has_pinned else None

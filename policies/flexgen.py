@@ -17,6 +17,7 @@ class FlexGen:
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
+        plan.limit_in_flight(2)
         plan.place_kv("host")
         plan.stage_kv(2)
         self.streamed, self.buffer = double_buffered(plan)

@@ -18,6 +18,7 @@ class FlexGenCPU(FlexGen):
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
+        plan.limit_in_flight(2)
         plan.place_kv("host")
         self.streamed, self.buffer = double_buffered(plan)
 

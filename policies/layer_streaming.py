@@ -14,6 +14,7 @@ class LayerStreaming:
     """A double buffer of whole layers in fast memory, filled one layer ahead."""
 
     def plan(self, plan: Plan) -> None:
+        plan.limit_in_flight(2)
         plan.place_kv("accelerator")
         per_layer = len(plan.layout.layer(0))
         self.buffer = plan.pool("accelerator", "layers", 2 * per_layer, plan.layout.pages)

@@ -10,6 +10,7 @@ class Resident:
     """All weights and the KV cache stay in the accelerator's memory; nothing moves."""
 
     def plan(self, plan: Plan) -> None:
+        plan.limit_in_flight(2)
         plan.place_kv("accelerator")
         plan.keep([page for layer in plan.layers for page in plan.layout.layer(layer)])
 

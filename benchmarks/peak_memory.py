@@ -1,0 +1,187 @@
+"""Peak memory: what the plan says, against what the system saw the process use.
+
+    python benchmarks/peak_memory.py [NAME ...]
+
+Each run is a process of its own. It imports everything, opens a random model of some hundred MB (written to the cache
+folder once), and notes how much memory the system has given it; that is the baseline. Then it sets the system's
+high-water mark back (Linux: 5 into /proc/self/clear_refs), runs, and reads the mark. Predicted is the sum of
+`peak_bytes` of the report. The bar: never below the mark less the baseline, and at most 5 % and 64 MB above it.
+Writes results/peak_memory-<machine>.json. About three minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from _results import named_for_machine, write_result
+from rich.progress import track
+
+from moesched.machines.local import cache_folder
+
+MB = 1e6
+ALLOWED_SHARE, ALLOWED_BYTES = 0.05, 64e6
+
+RUNS: dict[str, dict[str, Any]] = {
+    "resident, 4 prompts of 32": {"policy": "resident", "requests": 4, "prompt": 32},
+    "resident, 16 prompts of 256": {"policy": "resident", "requests": 16, "prompt": 256},
+    "resident, page cache": {"policy": "resident", "requests": 8, "prompt": 64, "direct": False},
+    "cgopipe, 500 MB, one micro-batch": {
+        "policy": "cgopipe",
+        "requests": 8,
+        "prompt": 128,
+        "budgets": {"host": "500MB"},
+    },
+    "cgopipe, 600 MB, 8 micro-batches": {
+        "policy": "cgopipe",
+        "requests": 32,
+        "prompt": 128,
+        "micro": 4,
+        "budgets": {"host": "600MB"},
+    },
+    "cgopipe, 600 MB, page cache": {
+        "policy": "cgopipe",
+        "requests": 16,
+        "prompt": 64,
+        "micro": 8,
+        "budgets": {"host": "600MB"},
+        "direct": False,
+    },
+    "layer_streaming": {
+        "policy": "layer_streaming",
+        "requests": 16,
+        "prompt": 128,
+        "budgets": {"host": "700MB"},
+    },
+    "expert_streaming, 400 MB": {
+        "policy": "expert_streaming",
+        "requests": 24,
+        "prompt": 64,
+        "micro": 8,
+        "budgets": {"host": "400MB"},
+    },
+    "flexgen, page cache": {
+        "policy": "flexgen",
+        "requests": 32,
+        "prompt": 32,
+        "micro": 8,
+        "budgets": {"host": "500MB"},
+        "direct": False,
+    },
+    "resident, float32": {"policy": "resident", "requests": 8, "prompt": 64, "dtype": "float32"},
+    "cgopipe on an emulated t4": {
+        "policy": "cgopipe",
+        "requests": 16,
+        "prompt": 64,
+        "micro": 4,
+        "machine": "t4",
+        "device": "emulated",
+        "budgets": {"gpu": "400MB"},
+    },
+}
+MODEL = {"layers": 6, "hidden": 1024, "intermediate": 2560}
+"""What differs from mixtral-0.8b; 0.9 GB in bfloat16."""
+NEW_TOKENS = 6
+
+
+def main() -> None:
+    """Every run in a process of its own, or those that are named."""
+    model = write_model()
+    chosen = [name for name in RUNS if any(each in name for each in sys.argv[1:] or [""])]
+    rows = [measured(name, model) for name in track(chosen, description="running")]
+    for row in rows:
+        print(
+            f"{row['run']:38s} {row['predicted']:>12,} {row['measured']:>12,} {row['over_mb']:+8.1f} {row['holds']}"
+        )
+    if len(chosen) == len(RUNS):
+        result = {
+            "model": {**MODEL, "bytes": sum(file.stat().st_size for file in model.glob("*.safetensors"))},
+            "allowed": "never below; at most 5 % and 64 MB above",
+            "holding": sum(row["holds"] for row in rows),
+            "runs": rows,
+        }
+        print(write_result(named_for_machine("peak_memory"), result, "torch"))
+
+
+def write_model() -> Path:
+    """A random model in the cache folder."""
+    from msgspec.structs import replace
+
+    from moesched.models.random_model import write_random_model
+    from moesched.models.shapes import SHAPES
+
+    folder = cache_folder() / "peak-memory"
+    if not (folder / "config.json").exists():
+        write_random_model(replace(SHAPES["mixtral-0.8b"], **MODEL), folder)
+    return folder
+
+
+def measured(name: str, model: Path) -> dict[str, Any]:
+    """One run in a fresh process, held against the bar."""
+    asked = json.dumps(RUNS[name] | {"model": str(model)})
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", asked], check=True, capture_output=True, text=True
+    )
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    over = row["predicted"] - row["measured"]
+    return {
+        "run": name,
+        **row,
+        "over_mb": round(over / MB, 1),
+        "over_share": round(over / row["measured"], 4),
+        "holds": 0 <= over <= ALLOWED_SHARE * row["measured"] + ALLOWED_BYTES,
+    }
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """The run itself, in this process."""
+    import moesched
+    from moesched import jobs, plugins
+    from moesched.models.checkpoint import open_checkpoint
+
+    device = asked.get("device", "torch")
+    plugins.find("devices", device)
+    plugins.find("policies", asked["policy"])
+    open_checkpoint(Path(asked["model"]))
+    chance = random.Random(1)
+    prompts = [[chance.randrange(1000) for _ in range(asked["prompt"])] for _ in range(asked["requests"])]
+    settings = {} if device == "emulated" else {"direct": asked.get("direct", True)}
+    baseline = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    report = jobs.run_model(
+        asked["model"],
+        prompts,
+        policy=asked["policy"],
+        max_new_tokens=NEW_TOKENS,
+        dtype=asked.get("dtype"),
+        batch_size=asked["requests"],
+        micro_batch_size=asked.get("micro", asked["requests"]),
+        device=device,
+        device_settings=settings,
+        machine=asked.get("machine", "auto"),
+        budgets=asked.get("budgets"),
+    )
+    assert moesched.__name__
+    return {
+        "predicted": sum(report.peak_bytes.values()),
+        "measured": _status("VmHWM") - baseline,
+        "baseline": baseline,
+        "peak_bytes": report.peak_bytes,
+    }
+
+
+def _status(what: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        print(json.dumps(run(json.loads(sys.argv[2]))))
+    else:
+        main()

@@ -1,0 +1,86 @@
+"""What micro-batches have within a layer: rooms that prefill shares, and the bytes that a plan counts for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesched.activations import EXPERT_TILE, layer_bytes, workspace_bytes
+from moesched.errors import OverBudget, PolicyError
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan
+from moesched.plugins import make_policy
+from moesched.policies.layer_streaming import LayerStreaming
+from moesched.step import Step
+from runs import FORTY_PERCENT, make_plan, virtual_run
+
+OPERATIONS = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "flexgen_cpu", "layer_streaming", "fastdecode"])
+def test_no_more_micro_batches_are_within_a_layer_than_the_plan_has_room_for(policy: str) -> None:
+    run = virtual_run(policy, requests=12, prompt=200, micro_batch_size=2, budgets=FORTY_PERCENT)
+    spans: dict[tuple[int, int], list[int]] = {}
+    for task in run.recording.slices:
+        if task.step == 0 and task.verb in ("pre_attention", "post_attention", "offload_kv"):
+            spans.setdefault((task.layer, task.micro_batch), []).extend((task.start, task.end))
+    events = sorted(
+        (at, change) for ends in spans.values() for at, change in ((min(ends), 1), (max(ends), -1))
+    )
+    within = most = 0
+    for _, change in events:
+        within += change
+        most = max(most, within)
+    assert run.plan.in_flight == 2
+    assert 1 <= most <= 2
+
+
+class Wide(LayerStreaming):
+    """Begins a layer for all micro-batches before it ends it for one."""
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        plan.in_flight = 3
+
+    def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for j in step.micro_batches:
+            step.pre_attention(0, j)
+
+
+def test_a_schedule_with_more_of_them_is_refused_at_its_own_line() -> None:
+    with pytest.raises(
+        OverBudget, match=r"pre_attention: mb3 finds no room: .* within a layer to 3"
+    ) as refused:
+        virtual_run(Wide(), requests=8)
+    assert any(entry.name == "_schedule" for entry in refused.traceback)
+
+
+def test_the_limit_is_said_before_memory_is_given_away() -> None:
+    class Late(LayerStreaming):
+        def plan(self, plan: Plan) -> None:
+            super().plan(plan)
+            plan.limit_in_flight(4)
+
+    with pytest.raises(PolicyError, match=r"limit_in_flight: .* call it before place_kv"):
+        make_plan(Late())
+
+
+def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
+    sizes = {"requests": 64, "prompt": 400, "micro_batch_size": 4}
+    shared = make_plan(make_policy("layer_streaming"), **sizes)  # type: ignore[arg-type]
+    each = make_plan(make_policy("expert_streaming"), **sizes)  # type: ignore[arg-type]
+    assert (shared.in_flight, each.in_flight) == (2, 16)
+    reserved = [
+        plan.memory("accelerator").used
+        - sum(slot.nbytes for pool in (*plan.pools, *plan.kept) for slot in pool.slots)
+        for plan in (shared, each)
+    ]
+    in_decode = 16 * layer_bytes(OPERATIONS, 4)
+    assert reserved[1] - reserved[0] == 14 * layer_bytes(OPERATIONS, 4 * 400) - in_decode
+
+
+def test_the_workspace_of_experts_does_not_grow_with_the_micro_batch() -> None:
+    few, many = (workspace_bytes(OPERATIONS, tokens, 1) for tokens in (EXPERT_TILE, EXPERT_TILE + 100))
+    assert few == many
