@@ -34,7 +34,7 @@ def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
     A pair of policies counts when its medians are further apart than the larger of the two interquartile ranges. The
     regret is how much slower the policy that is predicted to be the fastest was than the one that was.
     """
-    pairs = []
+    pairs: list[dict[str, Any]] = []
     for one, other in combinations(sorted(times, key=lambda name: times[name].median), 2):
         faster, slower = times[one], times[other]
         if slower.median - faster.median > max(faster.spread, slower.spread):

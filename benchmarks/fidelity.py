@@ -5,7 +5,7 @@
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs REPEATS
 times, in turn with the others, and is simulated. Settings `disk-…` run on this machine, weights coming from its disk;
 the simulation uses a calibration made just before, which sees neither models nor policies nor budgets. Settings
-`emulated-…` run on the emulated accelerator, a machine like a slow T4.
+`emulated-…` run on the emulated accelerator, a T4 with lower rates.
 
 Two things come of it:
 
@@ -36,12 +36,11 @@ from typing import Any
 import msgspec
 from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
-from emulated import t4_like
 
 from moesched import plugins
 from moesched.calibrate import calibrate
 from moesched.errors import BadInput
-from moesched.machines import Machine, parse_machine
+from moesched.machines import Machine, Tier, load_machine, parse_machine
 from moesched.machines.local import cache_folder
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import DType, ModelConfig
@@ -54,6 +53,7 @@ from moesched.runs import plan_run, run, simulate
 from moesched.trace import Recorder
 
 REPEATS = 5
+SLOWED, HOST_SLOWED = 100, 25
 CALIBRATION_SECONDS = 3600
 NOT_SCHEDULES = ("adversarial",)
 MEASURES = ("decode", "total")
@@ -225,7 +225,7 @@ def described(setting: Setting) -> dict[str, Any]:
     return {
         "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.intermediate}, "
         f"{config.experts} experts, {setting.dtype}",
-        "machine": "emulated T4-like" if setting.emulated else "this one, weights on its disk",
+        "machine": "emulated, a T4 with lower rates" if setting.emulated else "this one, weights on its disk",
         "share_of_weights": setting.share,
         "batch_size": setting.batch_size,
         "micro_batch_size": setting.micro_batch_size,
@@ -272,6 +272,34 @@ def summary(settings: Mapping[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         bars[f"worst_regret_percent_{each}"] = {"value": regret, "bar": "<= 3 %", "reached": regret <= 3.0}
     return bars
+
+
+def slow_t4() -> Machine:
+    """The shipped T4 with rates that are to small models what a T4's are to large ones.
+
+    Its host is slower still, so that attention over a few tokens takes what attention over many takes there.
+    """
+    t4 = load_machine("t4")
+
+    def slower(memory: str) -> float:
+        return SLOWED * HOST_SLOWED if memory == "host" else SLOWED
+
+    return msgspec.structs.replace(
+        t4,
+        name="slow-t4",
+        description=f"t4 with rates {SLOWED} times lower, its host's {SLOWED * HOST_SLOWED} times",
+        processors={
+            name: msgspec.structs.replace(
+                each, flops={dtype: rate / slower(each.memory) for dtype, rate in each.flops.items()}
+            )
+            for name, each in t4.processors.items()
+        },
+        memories={
+            name: Tier(capacity=each.capacity, bandwidth=each.bandwidth / slower(name))
+            for name, each in t4.memories.items()
+        },
+        links=[msgspec.structs.replace(each, bandwidth=each.bandwidth / SLOWED) for each in t4.links],
+    )
 
 
 def calibrated() -> Machine:
@@ -322,7 +350,7 @@ def main(arguments: Sequence[str]) -> None:
     cache_folder().mkdir(parents=True, exist_ok=True)
     for each in options.only:
         setting = SETTINGS[each]
-        machine = t4_like() if setting.emulated else calibrated()
+        machine = slow_t4() if setting.emulated else calibrated()
         settings[each] = measure(setting, machine, options.policies, options.repeats)
         print(table(each, settings[each]), flush=True)
         report = {

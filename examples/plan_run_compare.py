@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +54,11 @@ def main() -> None:
 
     console.rule("2. Run it, and simulate the same run")
     batch = min(REQUESTS, plan.batch_size)
-    sizes = {"batch_size": batch, "micro_batch_size": min(batch, plan.micro_batch_size), "budgets": BUDGET}
+    sizes: dict[str, Any] = {
+        "batch_size": batch,
+        "micro_batch_size": min(batch, plan.micro_batch_size),
+        "budgets": BUDGET,
+    }
     run = moesched.run_model(
         MODEL,
         prompts(batch),
