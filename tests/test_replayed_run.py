@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.replayed_run import replay_recording, without_loading
-from moesched.seams import Demand
 from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run
+from traces import run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -107,7 +106,7 @@ def test_a_collective_still_waits_for_the_last_rank() -> None:
     engines = [Engine([Lane("gpu"), Lane("copies")]) for _ in range(2)]
     for engine in engines:
         recorder.watch(engine)
-    run(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
+    run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
     replayed = replay_recording(recorder.recording())
     spans = {(each.lane.rank, each.verb): (each.start, each.end) for each in replayed.slices}
     assert spans[0, "sum"] == spans[1, "sum"] == (90, 97)
@@ -152,13 +151,6 @@ def test_an_edge_from_a_later_task_is_refused() -> None:
         replay_recording(damaged)
 
 
-class _Free:
-    """Costs nothing but the nanoseconds that a task brings with it."""
-
-    def work(self, work: Work) -> Demand:
-        return Demand(1e-9, ())
-
-
 def recorded(
     policy: Callable[[Engine], object] | Callable[[Engine], Coroutine[Task, Any, None]],
     discipline: Discipline = "ready_first",
@@ -173,13 +165,8 @@ def recorded(
         if isinstance(running, Coroutine):
             await running
 
-    run([engine], recorder, main())
+    run_ranks([engine], recorder, main())
     return recorder.recording()
-
-
-def run(engines: list[Engine], recorder: Recorder, *mains: Coroutine[Task, Any, None]) -> None:
-    """One coroutine per rank."""
-    VirtualDriver(engines, _Free(), observers=[recorder]).run(*mains)
 
 
 def submit(
