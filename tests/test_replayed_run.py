@@ -11,10 +11,12 @@ import pytest
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.plugins import make_policy
 from moesched.replayed_run import replay_recording, without_loading
+from moesched.runs import simulate
 from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import Recorder, Recording, read_trace, write_trace
-from runs import FORTY_PERCENT, realtime_run, virtual_run
+from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 from traces import run_ranks
 
 POLICIES = (
@@ -29,6 +31,14 @@ def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_
     write_trace(tmp_path / "trace.json", run.recording, run.about)
     read = read_trace(tmp_path / "trace.json").recording
     assert replay_recording(read).slices == run.recording.slices
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+def test_so_does_a_prediction_whose_steps_were_captured_and_played(policy: str) -> None:
+    chosen, recorder = make_policy(policy), Recorder()
+    simulate(make_plan(chosen, new_tokens=7), chosen, replay=True, recorder=recorder)
+    played = recorder.recording()
+    assert by_number(replay_recording(played)) == by_number(played)
 
 
 def test_a_measured_run_loses_what_passed_between_its_tasks() -> None:
@@ -195,6 +205,11 @@ def lane(engine: Engine, name: str) -> Lane:
 def timetable(recording: Recording) -> dict[str, tuple[int, int]]:
     """When each task ran, by its verb."""
     return {each.verb: (each.start, each.end) for each in recording.slices}
+
+
+def by_number(recording: Recording) -> dict[int, tuple[int, int]]:
+    """When each task ran, by its number."""
+    return {each.id: (each.start, each.end) for each in recording.slices}
 
 
 def lengths(recording: Recording) -> dict[int, int]:
