@@ -8,10 +8,10 @@ from _ranking import Times, ranking
 
 def test_a_pair_whose_gap_is_within_the_noise_does_not_count() -> None:
     noisy = Times([1.0, 1.1, 1.2, 1.3, 1.4], predicted=2.0)
-    near = Times([1.3], predicted=1.0)
+    near = Times([1.35, 1.4], predicted=1.0)
     far = Times([2.0], predicted=3.0)
     told = ranking({"noisy": noisy, "near": near, "far": far})
-    assert noisy.spread == pytest.approx(0.2)
+    assert (noisy.spread, near.spread) == (pytest.approx(0.2), pytest.approx(0.025))
     assert (told["pairs"], told["pairs_beyond_noise"], told["concordant"]) == (3, 2, 2)
 
 
