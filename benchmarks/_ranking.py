@@ -33,8 +33,8 @@ def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
 
     A pair of policies counts when its medians are further apart than the two interquartile ranges together: of two
     policies with the same normally distributed times, five runs each, one pair in twenty does; with the larger range
-    alone it would be one in seven. The regret is how much slower the policy that is predicted to be the fastest was than the
-    one that was.
+    alone it would be one in seven. The regret is how much slower the policy that is predicted to be the fastest was
+    than the one that was.
     """
     pairs: list[dict[str, Any]] = []
     for one, other in combinations(sorted(times, key=lambda name: times[name].median), 2):

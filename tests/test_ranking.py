@@ -11,7 +11,7 @@ def test_a_pair_whose_gap_is_within_the_noise_does_not_count() -> None:
     near = Times([1.35, 1.4], predicted=1.0)
     far = Times([2.0], predicted=3.0)
     told = ranking({"noisy": noisy, "near": near, "far": far})
-    assert (noisy.spread, near.spread) == (pytest.approx(0.2), pytest.approx(0.025))
+    assert (noisy.spread, near.spread) == pytest.approx((0.2, 0.025))
     assert (told["pairs"], told["pairs_beyond_noise"], told["concordant"]) == (3, 2, 2)
 
 
