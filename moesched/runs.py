@@ -144,6 +144,8 @@ def _replay(
     observers = _with_recorder(observers, recorder, engine, plan)
     with closing(Schedule(plan, engine, lanes)) as schedule:
         timeline = replay_run(schedule, policy, cost)
+    if engine.awaits is not None:
+        engine.awaits += timeline.awaits()
     for observer in observers:
         if isinstance(observer, ReplayObserver):
             observer.replayed(timeline)

@@ -568,6 +568,17 @@ def test_what_cannot_be_simulated_is_told_in_one_line(moesched: Any, arguments: 
     refused(moesched("simulate", *(each for pair in given.items() for each in pair), "--json"), said)
 
 
+def test_compare_says_why_and_shows_a_run_beside_its_replay(moesched: Any, tmp_path: Path) -> None:
+    trace, both = tmp_path / "trace.json", tmp_path / "both.json"
+    moesched(*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 3, "--trace", trace)
+    said = moesched("compare", trace, "--replayed", "--trace", both)
+    assert "trace.json replayed (predicted)" in said.out
+    assert "explain" in said.out
+    assert check_trace(both) == []
+    told = moesched("compare", trace, "--replayed", "--json").json["difference"]
+    assert told["run_seconds"][0] == pytest.approx(told["run_seconds"][1])
+
+
 def test_compare_wants_two_files_of_ours(moesched: Any, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     refused(moesched("compare", tmp_path / "other.json"), "1 run given: name two")

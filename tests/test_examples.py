@@ -42,3 +42,17 @@ def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) ->
         assert policy in output
         for clock in ("measured", "predicted"):
             assert moesched.check_trace(tmp_path / "out" / "traces" / f"{policy}-{clock}.json") == []
+
+
+def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
+    output = run("plan_run_compare.py", "--out", tmp_path)
+    for said in (
+        "bound by",
+        "What makes the difference",
+        "part of the gap",
+        "accelerator",
+        "Longest waits on the critical path",
+    ):
+        assert said in output
+    for name in ("predicted", "measured", "side-by-side"):
+        assert moesched.check_trace(tmp_path / f"{name}.json") == []

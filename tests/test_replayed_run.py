@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.plugins import make_policy
 from moesched.replayed_run import replay_recording, without_loading
-from moesched.seams import Demand
+from moesched.runs import simulate
 from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import Recorder, Recording, read_trace, write_trace
-from runs import FORTY_PERCENT, realtime_run, virtual_run
+from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
+from traces import run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -30,6 +31,14 @@ def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_
     write_trace(tmp_path / "trace.json", run.recording, run.about)
     read = read_trace(tmp_path / "trace.json").recording
     assert replay_recording(read).slices == run.recording.slices
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+def test_so_does_a_prediction_whose_steps_were_captured_and_played(policy: str) -> None:
+    chosen, recorder = make_policy(policy), Recorder()
+    simulate(make_plan(chosen, new_tokens=7), chosen, replay=True, recorder=recorder)
+    played = recorder.recording()
+    assert by_number(replay_recording(played)) == by_number(played)
 
 
 def test_a_measured_run_loses_what_passed_between_its_tasks() -> None:
@@ -107,7 +116,7 @@ def test_a_collective_still_waits_for_the_last_rank() -> None:
     engines = [Engine([Lane("gpu"), Lane("copies")]) for _ in range(2)]
     for engine in engines:
         recorder.watch(engine)
-    run(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
+    run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
     replayed = replay_recording(recorder.recording())
     spans = {(each.lane.rank, each.verb): (each.start, each.end) for each in replayed.slices}
     assert spans[0, "sum"] == spans[1, "sum"] == (90, 97)
@@ -152,13 +161,6 @@ def test_an_edge_from_a_later_task_is_refused() -> None:
         replay_recording(damaged)
 
 
-class _Free:
-    """Costs nothing but the nanoseconds that a task brings with it."""
-
-    def work(self, work: Work) -> Demand:
-        return Demand(1e-9, ())
-
-
 def recorded(
     policy: Callable[[Engine], object] | Callable[[Engine], Coroutine[Task, Any, None]],
     discipline: Discipline = "ready_first",
@@ -173,13 +175,8 @@ def recorded(
         if isinstance(running, Coroutine):
             await running
 
-    run([engine], recorder, main())
+    run_ranks([engine], recorder, main())
     return recorder.recording()
-
-
-def run(engines: list[Engine], recorder: Recorder, *mains: Coroutine[Task, Any, None]) -> None:
-    """One coroutine per rank."""
-    VirtualDriver(engines, _Free(), observers=[recorder]).run(*mains)
 
 
 def submit(
@@ -208,6 +205,11 @@ def lane(engine: Engine, name: str) -> Lane:
 def timetable(recording: Recording) -> dict[str, tuple[int, int]]:
     """When each task ran, by its verb."""
     return {each.verb: (each.start, each.end) for each in recording.slices}
+
+
+def by_number(recording: Recording) -> dict[int, tuple[int, int]]:
+    """When each task ran, by its number."""
+    return {each.id: (each.start, each.end) for each in recording.slices}
 
 
 def lengths(recording: Recording) -> dict[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -164,6 +165,18 @@ class Timeline:
                         busy[lane] += self.ends[number] - self.starts[number]
             base += len(step.tasks)
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
+
+    def awaits(self) -> list[tuple[int, int]]:
+        """Which tasks were waited for, and how many had been submitted by then: as `Player` submits the steps."""
+        awaits = []
+        bases = [0, *accumulate(len(step.tasks) for step in self.steps)]
+        for index in range(1, len(self.steps)):
+            before = max(0, index - 2)
+            step = self.steps[before]
+            if before or index == 1:
+                last = step.samples if before else range(len(step.tasks))
+                awaits += [(bases[before] + position, bases[index]) for position in last]
+        return awaits
 
     def tasks(self) -> Iterator[Task]:
         """The tasks as a driver would have told an observer of them, step by step; joins too."""

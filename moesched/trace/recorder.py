@@ -238,9 +238,7 @@ def _numbers(
 
 
 def _note_awaits(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
-    for rank, of_rank in zip(
-        ranks, numbers, strict=False
-    ):  # a replay has joins of one rank, and awaits nothing
+    for rank, of_rank in zip(ranks, numbers, strict=False):  # a replay tells of one rank
         for task, submitted in rank.awaits:
             for index in of_rank.of((task,)):
                 slices[index].awaited_at = submitted

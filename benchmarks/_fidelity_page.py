@@ -1,0 +1,134 @@
+"""Writes the tables of docs/fidelity.md from the result files, so that no figure is typed by hand.
+
+    python benchmarks/_fidelity_page.py
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; the text around it is left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from _results import RESULTS
+from _summary import command, machine
+
+PAGE = Path(__file__).parent.parent / "docs" / "fidelity.md"
+PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Rows = Callable[[dict[str, Any]], Iterator[str]]
+
+
+def main() -> None:
+    """Fill in every table from whichever result files there are."""
+    PAGE.write_text(PLACE.sub(filled, PAGE.read_text()))
+    print(PAGE)
+
+
+def filled(place: re.Match[str]) -> str:
+    """A place with its tables, one for each machine."""
+    begin, name, end = place.groups()
+    result_name, rows = TABLES[name]
+    parts = []
+    for file in sorted(RESULTS.glob(f"{result_name}-*.json")):
+        result = json.loads(file.read_text())
+        lines = [f"| {row} |" for row in rows(result)]
+        if len(lines) > 2:
+            parts.append(f"{machine(result)}: `{command(file, result)}`\n\n" + "\n".join(lines) + "\n")
+    missing = f"No result yet: `python benchmarks/{result_name}.py` makes one.\n"
+    return f"{begin}\n{chr(10).join(parts) or missing}\n{end}"
+
+
+def bars(result: dict[str, Any]) -> Iterator[str]:
+    """What the bars say of replays and ranking."""
+    yield "measure | value | bar | reached"
+    yield "--- | ---: | --- | ---"
+    for name, bar in result["summary"].items():
+        of = f", of {bar['of']}" if "of" in bar else ""
+        reached = {True: "yes", False: "no"}.get(bar.get("reached", ""), "")
+        yield f"{name.replace('_', ' ')} | {bar['value']:.2f}{of} | {bar.get('bar', '')} | {reached}"
+
+
+def replays(result: dict[str, Any]) -> Iterator[str]:
+    """The error of each policy's replays, setting by setting."""
+    policies = list(
+        dict.fromkeys(each["policy"] for one in result["settings"].values() for each in one["policies"])
+    )
+    yield " | ".join(["replay's error, %", *policies])
+    yield " | ".join(["---", *("---:" for _ in policies)])
+    for name, setting in result["settings"].items():
+        errors = {each["policy"]: f"{each['replay_error_percent']:+.2f}" for each in setting["policies"]}
+        yield " | ".join([name, *(errors.get(policy, "does not fit") for policy in policies)])
+
+
+def ranks(result: dict[str, Any]) -> Iterator[str]:
+    """How far the simulated order is the measured one, setting by setting."""
+    yield "setting | of | pairs beyond noise | in order | fastest | chosen by the simulator | regret | not in order"
+    yield "--- | --- | ---: | ---: | --- | --- | ---: | ---"
+    for name, setting in result["settings"].items():
+        for what, order in setting["ranking"].items():
+            wrong = "; ".join(
+                f"{pair['faster']} before {pair['slower']} "
+                f"({pair['measured_percent']:+.1f} %, predicted {pair['predicted_percent']:+.1f} %)"
+                for pair in order["discordant"]
+            )
+            yield (
+                f"{name} | {what} | {order['pairs_beyond_noise']} | {order['concordant']} | {order['fastest']} "
+                f"| {order['chosen']} | {order['regret_percent']:.1f} % | {wrong}"
+            )
+
+
+def settings(result: dict[str, Any]) -> Iterator[str]:
+    """What the settings are."""
+    yield "setting | model | machine | room for weights | batch | micro-batch | new tokens | left out"
+    yield "--- | --- | --- | ---: | ---: | ---: | ---: | ---"
+    for name, each in result["settings"].items():
+        yield (
+            f"{name} | {each['model']} | {each['machine']} | {100 * each['share_of_weights']:.0f} % "
+            f"| {each['batch_size']} | {each['micro_batch_size']} | {each['new_tokens']} "
+            f"| {', '.join(each['left_out'])}"
+        )
+
+
+def predictions(result: dict[str, Any]) -> Iterator[str]:
+    """Decode time and lanes of runs that were never seen; results of totals only are left to docs/results.md."""
+    yield "model | policy | batch | decode measured, s | predicted, s | error | bar | holds | worst lane"
+    yield "--- | --- | --- | ---: | ---: | ---: | ---: | --- | ---"
+    for each in result["runs"]:
+        if "decode" in each:
+            decode = each["decode"]
+            lane, worst = max(each["lanes"].items(), key=lambda item: abs(item[1]["error_percent"]))
+            yield (
+                f"{each['model']} | {each['policy']} | {each['batch_size']} by {each['micro_batch_size']} "
+                f"| {decode['measured']:.3f} | {decode['predicted']:.3f} | {decode['error_percent']:+.1f} % "
+                f"| {decode['bar_percent']:.1f} % | {'yes' if decode['holds'] else 'no'} "
+                f"| {lane} {worst['error_percent']:+.1f} %"
+            )
+
+
+def memory(result: dict[str, Any]) -> Iterator[str]:
+    """Peak memory beside the system's high-water mark."""
+    yield "run | predicted, MB | measured, MB | above by, MB | holds"
+    yield "--- | ---: | ---: | ---: | ---"
+    for each in result["runs"]:
+        yield (
+            f"{each['run']} | {each['predicted'] / 1e6:,.0f} | {each['measured'] / 1e6:,.0f} "
+            f"| {each['over_mb']:+.1f} | {'yes' if each['holds'] else 'no'}"
+        )
+
+
+TABLES: dict[str, tuple[str, Rows]] = {
+    "bars": ("fidelity", bars),
+    "settings": ("fidelity", settings),
+    "replays": ("fidelity", replays),
+    "ranks": ("fidelity", ranks),
+    "predictions": ("prediction", predictions),
+    "memory": ("peak_memory", memory),
+}
+
+
+if __name__ == "__main__":
+    main()

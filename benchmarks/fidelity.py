@@ -1,0 +1,363 @@
+"""How far the simulator can be trusted: replays of real runs, and the order of policies, simulated and measured.
+
+    python benchmarks/fidelity.py [--only SETTING ...] [--policies P ...] [--repeats N]
+
+A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs five
+times (three where times hardly vary: emulated), in turn with the others, and is simulated. Settings `disk-...` run on
+this machine, weights coming from its disk; the simulation uses a calibration made just before, which sees neither
+models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
+
+Two things come of it:
+
+* replays: each measured run's graph and durations go through the virtual clock, which finds the start times anew. How
+  far the time that it comes to is from the measured one, loading left out.
+* ranking: pairs of policies whose measured medians are further apart than their interquartile ranges together; how
+  many of them the simulator puts in the same order; and how much slower than the fastest the policy is that the
+  simulator would choose.
+
+Settings measured with `--only` replace their namesakes in benchmarks/results/fidelity-<machine>.json; the others stay.
+A calibration is kept for an hour. A setting takes one to four minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from _ranking import Times, ranking
+from _results import RESULTS, named_for_machine, write_result
+
+from moesched import plugins
+from moesched.calibrate import calibrate
+from moesched.errors import BadInput
+from moesched.machines import Machine, Tier, load_machine, parse_machine
+from moesched.machines.local import cache_folder
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import DType, ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, split_batch
+from moesched.replayed_run import replay_recording, without_loading
+from moesched.runs import plan_run, run, simulate
+from moesched.trace import Recorder
+
+REPEATS, EMULATED_REPEATS = 5, 3
+SLOWED, HOST_SLOWED = 100, 25
+CALIBRATION_SECONDS = 3600
+NOT_SCHEDULES = ("adversarial",)
+MEASURES = ("decode", "total")
+EMULATED = "moesched.devices.emulated_device:EmulatedDevice"
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What policies are compared on.
+
+    Attributes:
+        share: of the weights, that fast memory has room for; of all that a policy wants where it is over 1.
+    """
+
+    shape: ModelConfig
+    dtype: DType
+    emulated: bool
+    share: float
+    batch_size: int
+    micro_batch_size: int
+    new_tokens: int
+    prompts: tuple[int, int]
+
+
+def shape(name: str, **sizes: Any) -> ModelConfig:
+    """A Mixtral of other sizes."""
+    return msgspec.structs.replace(SHAPES["mixtral-0.8b"], name=name, **sizes)
+
+
+CUT = shape("mixtral-0.8b-4-layers", layers=4)
+SLIM = shape("mixtral-slim", layers=6, hidden=768, intermediate=2048, heads=12, vocabulary=8000)
+MANY = shape(
+    "mixtral-16-experts", layers=5, hidden=768, intermediate=1536, heads=12, experts=16, vocabulary=8000
+)
+SMALL = shape("mixtral-small", layers=6, hidden=192, intermediate=448, heads=4, head_dim=48, vocabulary=512)
+WIDE = shape("mixtral-wide", layers=5, hidden=128, intermediate=896, heads=4, head_dim=32, vocabulary=512)
+
+
+def on_disk(config: ModelConfig, dtype: DType, share: float, sizes: tuple[int, int, int]) -> Setting:
+    """Sizes are those of the batch and its micro-batches, and new tokens."""
+    batch, micro_batch, tokens = sizes
+    return Setting(
+        shape=config, dtype=dtype, emulated=False, share=share, batch_size=batch, micro_batch_size=micro_batch,
+        new_tokens=tokens, prompts=(4, 13),
+    )  # fmt: skip
+
+
+def emulated(config: ModelConfig, share: float, sizes: tuple[int, int, int]) -> Setting:
+    """The same on the emulated accelerator."""
+    batch, micro_batch, tokens = sizes
+    return Setting(
+        shape=config, dtype="float32", emulated=True, share=share, batch_size=batch, micro_batch_size=micro_batch,
+        new_tokens=tokens, prompts=(16, 33),
+    )  # fmt: skip
+
+
+SETTINGS = {
+    "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 6)),
+    "disk-tight": on_disk(SLIM, "bfloat16", 0.6, (16, 8, 6)),
+    "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 6)),
+    "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 5)),
+    "emulated-tight": emulated(SMALL, 0.45, (12, 4, 5)),
+    "emulated-wide": emulated(WIDE, 0.6, (24, 8, 5)),
+}
+
+
+class Bench:
+    """One setting: its model, its machine, its requests."""
+
+    def __init__(self, setting: Setting, machine: Machine, folder: Path) -> None:
+        self.setting = setting
+        self.machine = machine
+        model = write_random_model(setting.shape, folder / setting.shape.name, dtype=setting.dtype)
+        self.checkpoint: Checkpoint = open_checkpoint(model)
+        self.layout: WeightLayout = weight_layout(self.checkpoint.config, setting.dtype)
+        chance = random.Random(1)
+        self.prompts = [
+            [chance.randrange(setting.shape.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
+            for _ in range(setting.batch_size)
+        ]
+
+    def plan(self, name: str, device: Any) -> tuple[Plan, Any]:
+        """A policy made anew, and its plan.
+
+        Raises:
+            BadInput: the plan does not fit.
+        """
+        weights = self.layout.globals_bytes + sum(map(device.slot_bytes, self.layout.pages))
+        batch = split_batch(
+            [len(prompt) for prompt in self.prompts], self.setting.new_tokens, self.setting.micro_batch_size
+        )
+        policy = plugins.make_policy(name)
+        fast = self.machine.processors[self.machine.roles.accelerator].memory
+        budgets = {fast: int(self.setting.share * weights)}
+        return plan_run(self.machine, self.layout, batch, policy, budgets, device.slot_bytes), policy
+
+    def device(self) -> Any:
+        """Made anew; the run closes it."""
+        gc.collect()  # what the run before left, weights and all, in cycles
+        name = EMULATED if self.setting.emulated else "torch"
+        return plugins.find("devices", name)(self.checkpoint, self.layout)
+
+    def measure(self, name: str) -> dict[str, float]:
+        """One run and its replay, in seconds."""
+        device = self.device()
+        plan, policy = self.plan(name, device)
+        recorder = Recorder()
+        report = run(plan, policy, device, self.prompts, recorder=recorder)
+        recording = without_loading(recorder.recording())
+        return {
+            **times(report.step_seconds),
+            "recorded": (recording.end - recording.start) / 1e9,
+            "replayed": replay_recording(recording).end / 1e9,
+            "wall": report.wall_seconds,
+        }
+
+    def predict(self, name: str) -> dict[str, float]:
+        """The run on the virtual clock, in seconds."""
+        return times(simulate(*self.plan(name, self.device())).step_seconds)
+
+
+def times(step_seconds: Sequence[float]) -> dict[str, float]:
+    """What is ranked."""
+    return {"decode": sum(step_seconds[1:]), "total": sum(step_seconds)}
+
+
+def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: int) -> dict[str, Any]:
+    """All policies in a setting."""
+    runs: dict[str, list[dict[str, float]]] = {}
+    left_out: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        bench = Bench(setting, machine, Path(folder))
+        for name in names:
+            try:
+                bench.plan(name, bench.device())
+            except BadInput as error:
+                left_out[name] = str(error)
+        fit = [name for name in names if name not in left_out]
+        if not setting.emulated:  # the first run of a process prepares products, and is not counted
+            bench.measure(fit[0])
+        for _ in range(repeats):
+            for name in fit:
+                runs.setdefault(name, []).append(bench.measure(name))
+        predicted = {name: bench.predict(name) for name in fit}
+    return {
+        **described(setting),
+        "repeats": repeats,
+        "wall_seconds": round(sum(each["wall"] for done in runs.values() for each in done), 1),
+        "left_out": left_out,
+        "policies": [policy_result(name, done, predicted[name]) for name, done in runs.items()],
+        "ranking": {
+            each: ranking(
+                {
+                    name: Times([one[each] for one in done], predicted[name][each])
+                    for name, done in runs.items()
+                }
+            )
+            for each in MEASURES
+        },
+    }
+
+
+def described(setting: Setting) -> dict[str, Any]:
+    """A setting as the result file has it."""
+    config = setting.shape
+    return {
+        "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.intermediate}, "
+        f"{config.experts} experts, {setting.dtype}",
+        "machine": "emulated, a T4 with lower rates" if setting.emulated else "this one, weights on its disk",
+        "share_of_weights": setting.share,
+        "batch_size": setting.batch_size,
+        "micro_batch_size": setting.micro_batch_size,
+        "new_tokens": setting.new_tokens,
+    }
+
+
+def policy_result(
+    name: str, runs: Sequence[Mapping[str, float]], predicted: Mapping[str, float]
+) -> dict[str, Any]:
+    """A policy's runs, its prediction and its replays."""
+    errors = [100 * (each["replayed"] / each["recorded"] - 1) for each in runs]
+    sides = {each: Times([one[each] for one in runs], predicted[each]) for each in MEASURES}
+    return {
+        "policy": name,
+        "measured": {each: side.median for each, side in sides.items()},
+        "spread": {each: side.spread for each, side in sides.items()},
+        "predicted": {each: side.predicted for each, side in sides.items()},
+        "error_percent": {
+            each: round(100 * (side.predicted / side.median - 1), 2) for each, side in sides.items()
+        },
+        "runs": {each: list(side.measured) for each, side in sides.items()},
+        "replay_error_percent": round(median(errors), 3),
+        "replay_errors_percent": [round(error, 3) for error in errors],
+    }
+
+
+def summary(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The bars, over all settings that were measured."""
+    errors = [abs(each["replay_error_percent"]) for one in settings.values() for each in one["policies"]]
+    worst = max(errors)
+    bars: dict[str, Any] = {
+        "replays": {"value": worst, "bar": "<= 1 % in every run", "reached": worst <= 1.0},
+        "replays_median": {"value": median(errors), "of": len(errors)},
+    }
+    for each in MEASURES:
+        ranked = [one["ranking"][each] for one in settings.values()]
+        pairs = sum(one["pairs_beyond_noise"] for one in ranked)
+        concordant = sum(one["concordant"] for one in ranked)
+        share = 100 * concordant / pairs if pairs else 100.0
+        regret = max(one["regret_percent"] for one in ranked)
+        bars[f"concordant_percent_{each}"] = {
+            "value": round(share, 1), "of": pairs, "bar": ">= 95 %", "reached": share >= 95.0,
+        }  # fmt: skip
+        bars[f"worst_regret_percent_{each}"] = {"value": regret, "bar": "<= 3 %", "reached": regret <= 3.0}
+    return bars
+
+
+def slow_t4() -> Machine:
+    """The shipped T4 with rates that are to small models what a T4's are to large ones.
+
+    Its host is slower still, so that attention over a few tokens takes what attention over many takes there.
+    """
+    t4 = load_machine("t4")
+
+    def slower(memory: str) -> float:
+        return SLOWED * HOST_SLOWED if memory == "host" else SLOWED
+
+    return msgspec.structs.replace(
+        t4,
+        name="slow-t4",
+        description=f"t4 with rates {SLOWED} times lower, its host's {SLOWED * HOST_SLOWED} times",
+        processors={
+            name: msgspec.structs.replace(
+                each, flops={dtype: rate / slower(each.memory) for dtype, rate in each.flops.items()}
+            )
+            for name, each in t4.processors.items()
+        },
+        memories={
+            name: Tier(capacity=each.capacity, bandwidth=each.bandwidth / slower(name))
+            for name, each in t4.memories.items()
+        },
+        links=[msgspec.structs.replace(each, bandwidth=each.bandwidth / SLOWED) for each in t4.links],
+    )
+
+
+def calibrated() -> Machine:
+    """This machine, measured within the hour."""
+    file = cache_folder() / "fidelity-machine.toml"
+    if not file.exists() or time.time() - file.stat().st_mtime > CALIBRATION_SECONDS:
+        print("calibrating", flush=True)
+        calibrate(file)
+    return parse_machine(file.read_bytes(), str(file))
+
+
+def table(name: str, result: Mapping[str, Any]) -> str:
+    """A setting's figures."""
+    lines = [f"{name}: {result['model']}, {result['machine']}, {result['wall_seconds']:.0f} s of runs"]
+    for each in result["policies"]:
+        decode, said = each["measured"]["decode"], each["predicted"]["decode"]
+        lines.append(
+            f"  {each['policy']:<18} decode {decode:8.4f} s ± {each['spread']['decode']:.4f}, predicted {said:8.4f} s "
+            f"({each['error_percent']['decode']:+6.1f} %); total {each['error_percent']['total']:+6.1f} %; "
+            f"replay {each['replay_error_percent']:+.3f} %"
+        )
+    for measure, order in result["ranking"].items():
+        wrong = ", ".join(f"{pair['faster']} before {pair['slower']}" for pair in order["discordant"])
+        lines.append(
+            f"  {measure}: {order['concordant']} of {order['pairs_beyond_noise']} pairs in order, "
+            f"regret {order['regret_percent']:.1f} %{'; not ' + wrong if wrong else ''}"
+        )
+    lines += [f"  {policy} is left out: {why}" for policy, why in result["left_out"].items()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the settings, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = [name for name in plugins.names("policies") if name not in NOT_SCHEDULES]
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="SETTING"
+    )
+    parser.add_argument("--policies", nargs="+", default=every)
+    parser.add_argument("--repeats", type=int)
+    options = parser.parse_args(arguments)
+    name = named_for_machine("fidelity")
+    file = RESULTS / f"{name}.json"
+    settings: dict[str, Any] = json.loads(file.read_text())["settings"] if file.exists() else {}
+    settings = {each: settings[each] for each in SETTINGS if each in settings}
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    for each in options.only:
+        setting = SETTINGS[each]
+        machine = slow_t4() if setting.emulated else calibrated()
+        repeats = options.repeats or (EMULATED_REPEATS if setting.emulated else REPEATS)
+        settings[each] = measure(setting, machine, options.policies, repeats)
+        print(table(each, settings[each]), flush=True)
+        report = {
+            "command": "python benchmarks/fidelity.py",
+            "noise": "a pair counts when its medians differ by more than its interquartile ranges together",
+            "summary": summary(settings),
+            "settings": {known: settings[known] for known in SETTINGS if known in settings},
+        }
+        print(write_result(name, report, "torch"), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,33 @@
+"""Rankings: which pairs of policies the measurements can tell apart, and whether a prediction has their order."""
+
+from __future__ import annotations
+
+import pytest
+from _ranking import Times, ranking
+
+
+def test_a_pair_whose_gap_is_within_the_noise_does_not_count() -> None:
+    noisy = Times([1.0, 1.1, 1.2, 1.3, 1.4], predicted=2.0)
+    near = Times([1.35, 1.4], predicted=1.0)
+    far = Times([2.0], predicted=3.0)
+    told = ranking({"noisy": noisy, "near": near, "far": far})
+    assert (noisy.spread, near.spread) == pytest.approx((0.2, 0.025))
+    assert (told["pairs"], told["pairs_beyond_noise"], told["concordant"]) == (3, 2, 2)
+
+
+def test_pairs_in_the_other_order_are_named_with_their_gaps() -> None:
+    told = ranking({"a": Times([1.0], 3.0), "b": Times([2.0], 2.4), "c": Times([4.0], 4.0)})
+    assert told["concordant"] == 2
+    assert told["discordant"] == [
+        {"faster": "a", "slower": "b", "measured_percent": 100.0, "predicted_percent": -20.0}
+    ]
+
+
+def test_a_predicted_tie_is_no_order() -> None:
+    assert ranking({"a": Times([1.0], 2.0), "b": Times([2.0], 2.0)})["concordant"] == 0
+
+
+def test_regret_is_what_the_predicted_choice_costs() -> None:
+    told = ranking({"a": Times([1.0], 3.0), "b": Times([1.1], 2.0)})
+    assert (told["chosen"], told["fastest"], told["regret_percent"]) == ("b", "a", 10.0)
+    assert ranking({"a": Times([1.0], 1.0)})["regret_percent"] == 0.0

@@ -1,0 +1,79 @@
+"""Recorders: the last steps of a run as the whole recording shows them, and runs that were replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesched.engine import Engine
+from moesched.plugins import make_policy
+from moesched.runs import simulate
+from moesched.tasks import Block, Lane, PageTransfer, Work
+from moesched.trace import LastSteps, Recorder, check_trace, read_trace, summarize, write_trace
+from runs import FORTY_PERCENT, Run, make_plan, virtual_run
+from traces import edges_by_id, task, timetable
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
+    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
+
+
+def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(tmp_path: Path) -> None:
+    whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
+    last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
+    kept = last.recording
+    assert kept.trimmed
+    assert kept.slices == [each for each in whole.slices if each.step >= 4]
+    ids = {each.id for each in kept.slices}
+    assert edges_by_id(kept) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
+    assert kept.joins < whole.joins
+    write_trace(tmp_path / "trace.json", kept, last.about)
+    assert check_trace(tmp_path / "trace.json") == []
+    assert read_trace(tmp_path / "trace.json").recording == kept
+
+
+def test_a_bounded_recorder_remembers_which_slots_were_filled_before(run: Run) -> None:
+    kept = virtual_run("cgopipe", LastSteps(1), budgets=FORTY_PERCENT).recording
+    assert {(sample.memory, sample.pages) for sample in kept.memory} == {
+        (sample.memory, sample.pages) for sample in run.recording.memory if sample.time == run.recording.end
+    }
+
+
+def test_a_bounded_recorder_that_has_room_for_all_steps_keeps_all(run: Run) -> None:
+    assert virtual_run("cgopipe", LastSteps(4), budgets=FORTY_PERCENT).recording == run.recording
+
+
+def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
+    recorder = LastSteps(1)
+    engine = Engine([Lane("gpu"), Lane("copies")])
+    recorder.watch(engine)
+    gpu, copies = engine.lanes
+    slot = Block("slot", 64, "fast")
+    late = PageTransfer(copies, Work("copy", "link"), "late", step=0, start=0, end=9, slots=(slot,))
+    for each in (task(gpu, "early", step=0), task(gpu, "next", step=1), late):
+        recorder.ended(each)
+    assert [each.verb for each in recorder.recording().slices] == ["next"]
+    assert {sample.pages for sample in recorder.recording().memory} == {64}
+
+
+def test_a_bounded_recorder_of_no_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="ask for 1 or more"):
+        LastSteps(0)
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: int | None) -> None:
+    recordings = []
+    for replay in (False, True):
+        recorder = Recorder() if steps is None else LastSteps(steps)
+        chosen = make_policy(policy)
+        simulate(make_plan(chosen, new_tokens=7), chosen, replay=replay, recorder=recorder)
+        recordings.append(recorder.recording())
+    built, replayed = recordings
+    assert timetable(replayed) == timetable(built)
+    assert edges_by_id(replayed) == edges_by_id(built)
+    assert summarize(replayed).steps == summarize(built).steps

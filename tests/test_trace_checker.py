@@ -1,0 +1,193 @@
+"""The checker finds every way in which a trace can be wrong: each rule is damaged once."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moesched.errors import BadInput
+from moesched.trace import check_trace, read_trace, write_trace
+from runs import FORTY_PERCENT, Run, virtual_run
+from traces import Event, rewritten, slices_of
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
+    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
+
+
+@pytest.fixture
+def trace(run: Run, tmp_path: Path) -> Path:
+    """The file of that run."""
+    path = tmp_path / "trace.json"
+    write_trace(path, run.recording, run.about)
+    return path
+
+
+def change(number: int, /, **fields: Any) -> Callable[[list[Event]], object]:
+    """Change fields of the slice of that place (in order of the file); None removes a field."""
+
+    def damage(events: list[Event]) -> None:
+        fill(slices_of(events)[number], fields)
+
+    return damage
+
+
+def change_first(ph: str, name: str = "", /, **fields: Any) -> Callable[[list[Event]], object]:
+    """Change fields of the first event of a phase (and name)."""
+
+    def damage(events: list[Event]) -> None:
+        fill(next(event for event in events if event["ph"] == ph and name in ("", event["name"])), fields)
+
+    return damage
+
+
+def fill(event: Event, fields: dict[str, Any]) -> None:
+    """Set fields of an event; None removes one."""
+    for name, value in fields.items():
+        if value is None:
+            del event[name]
+        else:
+            event[name] = value
+
+
+def drop(ph: str) -> Callable[[list[Event]], object]:
+    """Remove the first event of a phase."""
+    return lambda events: events.remove(next(event for event in events if event["ph"] == ph))
+
+
+def drop_a_flow(events: list[Event]) -> None:
+    """Remove both ends of one flow."""
+    events[:] = [event for event in events if event.get("id") != 5]
+
+
+def repeat_a_flow(events: list[Event]) -> None:
+    """Draw one edge twice, in place of another."""
+    for ph in "sf":
+        source = next(event for event in events if event["ph"] == ph and event["id"] == 1)
+        events[:] = [event for event in events if event["ph"] != ph or event["id"] != 2] + [
+            {**source, "id": 2}
+        ]
+
+
+def turn_a_flow(events: list[Event]) -> None:
+    """Draw one edge from its consumer to its producer."""
+    start, end = (next(event for event in events if event["ph"] == ph and event["id"] == 1) for ph in "sf")
+    for name in ("pid", "tid", "ts"):
+        start[name], end[name] = end[name], start[name]
+
+
+def show_a_join(events: list[Event]) -> None:
+    """Give one slice the type of a join."""
+    slices_of(events)[30]["args"]["type"] = "Join"
+
+
+def repeat_a_task(events: list[Event]) -> None:
+    """Let two slices of a process be the same task."""
+    slices_of(events)[30]["args"] = slices_of(events)[31]["args"]
+
+
+def swap_tids(events: list[Event]) -> None:
+    """Show the second lane above the first."""
+    places = [event for event in events if event["name"] == "thread_sort_index"]
+    places[1]["args"], places[2]["args"] = places[2]["args"], places[1]["args"]
+
+
+def drop_the_critical_path(events: list[Event]) -> None:
+    """Leave the critical path out."""
+    events[:] = [event for event in events if event["ph"] != "X" or event["pid"] != 1]
+
+
+DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
+    "two decimals": (change(3, ts=msgspec.Raw(b"12.25")), "ts: time 12.25 has not exactly three decimals"),
+    "no decimals": (change(3, dur=msgspec.Raw(b"12")), "dur: time 12 has not exactly three decimals"),
+    "a float": (change(3, ts=msgspec.Raw(b"1.5e3")), "time 1.5e3 has not"),
+    "no time": (change_first("s", ts=None), "time missing has not"),
+    "a text as pid": (change(3, pid="2"), "is no trace of moesched: Expected `int`, got `str`"),
+    "a nameless process": (change_first("M", "process_name", name="other"), "process 1 has no process_name"),
+    "a nameless track": (change_first("M", "thread_name", tid=99), "track 1 of process 1 has no thread_name"),
+    "a track without a place": (
+        change_first("M", "thread_sort_index", name="other"),
+        "track 1 of process 1 has no thread_sort_index",
+    ),
+    "tracks out of order": (swap_tids, "tids do not stand in the order"),
+    "an overlap": (change(3, dur=msgspec.Raw(b"99999999.000")), "before load"),
+    "a flow that starts nowhere": (
+        change_first("s", ts=msgspec.Raw(b"0.000"), tid=3),
+        "its start at 0.000 on track 3 lies in no slice",
+    ),
+    "a flow that ends nowhere": (
+        change_first("f", ts=msgspec.Raw(b"99999999.000")),
+        "its end at 99999999.000 on track",
+    ),
+    "a flow on the wrong process": (change_first("s", pid=7), "lies in no slice"),
+    "a flow without bp": (change_first("f", bp=None), 'lacks "bp":"e"'),
+    "a flow with two ids": (change_first("f", id=999_999), "flow 999999 has 0 starts and 1 ends"),
+    "a flow backwards": (turn_a_flow, "flow 1 ends before it starts"),
+    "half a flow": (drop("f"), "flow 1 has 1 starts and 0 ends"),
+    "a flow less": (drop_a_flow, "flows stand for"),
+    "a flow twice": (repeat_a_flow, "2 flows for one edge"),
+    "a slice less": (drop("X"), "slices stand for"),
+    "a join": (show_a_join, "is a join that was not expanded"),
+    "a task twice": (repeat_a_task, "has several slices"),
+    "a slice without args": (change(3, args={}), "Object missing required field `task`"),
+    "no critical path": (drop_the_critical_path, "the critical path is missing"),
+    "a critical path elsewhere": (
+        change(-1, dur=msgspec.Raw(b"0.001")),
+        "is no task's slice",
+    ),
+    "a negative counter": (
+        change_first("C", args={"reserved": -1, "pages": 0}),
+        "reserved is -1, not a number of bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_checker_finds(name: str, trace: Path) -> None:
+    damage, complaint = DAMAGES[name]
+    with rewritten(trace) as events:
+        damage(events)
+    problems = check_trace(trace)
+    assert any(complaint in problem for problem in problems), problems
+
+
+def test_the_checker_finds_what_is_no_trace(tmp_path: Path, trace: Path) -> None:
+    whole = trace.read_bytes()
+    packed = gzip.compress(whole)
+    files = {
+        "cut.json": (whole[:-1000], "is no trace of moesched: Input data was truncated"),
+        "cut.json.gz": (packed[:-1000], "end-of-stream"),
+        "bytes.json": (b"\xff\x00", "is no trace of moesched"),
+        "other.json": (b'{"traceEvents":[]}', "missing required field `otherData`"),
+        "newer.json": (whole.replace(b"trace 1", b"trace 9"), "its format is 'moesched trace 9'"),
+    }
+    for name, (data, complaint) in files.items():
+        (tmp_path / name).write_bytes(data)
+        [problem] = check_trace(tmp_path / name)
+        assert str(tmp_path / name) in problem
+        assert complaint in problem
+    [problem] = check_trace(tmp_path / "nowhere.json")
+    assert "No such file" in problem
+
+
+def test_the_checker_names_some_and_counts_the_others(run: Run, trace: Path) -> None:
+    with rewritten(trace) as events:
+        for event in events:
+            event.pop("bp", None)
+    problems = check_trace(trace)
+    assert len(problems) == 6
+    assert problems[-1] == f"... and {run.recording.edges - 5} more like the last"
+
+
+def test_a_damaged_trace_is_refused_when_it_is_read(trace: Path) -> None:
+    with rewritten(trace) as events:
+        change_first("f", ts=msgspec.Raw(b"99999999.000"))(events)
+    with pytest.raises(BadInput, match="is damaged: flow 1 has an end outside all slices: record it again"):
+        read_trace(trace)

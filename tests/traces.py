@@ -1,0 +1,131 @@
+"""Traces for tests: graphs by hand on the virtual clock, and what a file or a recording says."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.errors import TaskFailed
+from moesched.seams import Demand
+from moesched.tasks import Kernel, Lane, Work
+from moesched.trace import Recorder, Recording
+
+Event = dict[str, Any]
+
+
+class _Free:
+    """Costs nothing but the nanoseconds that a task brings with it."""
+
+    def work(self, work: Work) -> Demand:
+        return Demand(1e-9, ())
+
+
+def task(lane: Lane, verb: str, nanoseconds: int = 1, step: int = -1) -> Kernel:
+    """A task of known length; its times stand as if it had run alone."""
+    work = Work(verb, lane.name, nanoseconds=nanoseconds)
+    return Kernel(lane, work, verb, step=step, start=0, end=nanoseconds)
+
+
+def run_graph(
+    graph: Callable[[Engine], object], lanes: list[str], discipline: Any = "ready_first", perform: Any = None
+) -> Recording:
+    """Run what `graph` submits on the virtual clock."""
+    engine = Engine([Lane(name, discipline) for name in lanes])
+    recorder = Recorder()
+    recorder.watch(engine)
+
+    async def main() -> None:
+        graph(engine)
+
+    run_ranks([engine], recorder, main(), perform=perform)
+    return recorder.recording()
+
+
+def run_ranks(
+    engines: list[Engine], recorder: Recorder, *mains: Coroutine[Any, Any, None], perform: Any = None
+) -> None:
+    """Run one coroutine per rank; a failed task is no error here."""
+    driver = VirtualDriver(engines, _Free(), perform=perform, observers=[recorder])
+    with suppress(TaskFailed):
+        driver.run(*mains)
+
+
+def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
+    """All that a recording says of its tasks but their times."""
+    return sorted(
+        (each.id, each.lane, each.label, each.type, each.kind, each.step, each.nbytes, each.flops, each.line)
+        for each in recording.slices
+    )
+
+
+def timetable(recording: Recording) -> list[tuple[int, str, str, int, int, int]]:
+    """Which task ran where and when."""
+    return sorted(
+        (each.id, each.label, each.lane.name, each.step, each.start, each.end) for each in recording.slices
+    )
+
+
+def edges_of(recording: Recording) -> list[tuple[str, str, int, int]]:
+    """All edges, by the labels and steps of their ends."""
+    slices = recording.slices
+    return sorted(
+        (slices[producer].label, consumer.label, slices[producer].step, consumer.step)
+        for consumer, producers in zip(slices, recording.producers, strict=True)
+        for producer in producers
+    )
+
+
+def edges_by_id(recording: Recording) -> set[tuple[int, int]]:
+    """All edges, by the ids of their ends."""
+    slices = recording.slices
+    return {
+        (slices[producer].id, consumer.id)
+        for consumer, producers in zip(slices, recording.producers, strict=True)
+        for producer in producers
+    }
+
+
+def events_of(path: Path) -> list[Event]:
+    """All events of a trace, decoded."""
+    events: list[Event] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def slices_of(events: list[Event]) -> list[Event]:
+    """The slices; those of the critical path come last."""
+    return [event for event in events if event["ph"] == "X"]
+
+
+@contextmanager
+def rewritten(path: Path) -> Iterator[list[Event]]:
+    """The events of a trace, to change; the rest of the file and the form of its numbers stay."""
+    content = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    events: list[Event] = [
+        {
+            name: value if name in ("ts", "dur") else msgspec.json.decode(value)
+            for name, value in event.items()
+        }
+        for event in msgspec.json.decode(content["traceEvents"], type=list[dict[str, msgspec.Raw]])
+    ]
+    yield events
+    content["traceEvents"] = msgspec.Raw(msgspec.json.encode(events))
+    path.write_bytes(msgspec.json.encode(content))
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to write more than so many bytes to one file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
