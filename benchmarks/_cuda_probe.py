@@ -34,7 +34,7 @@ def probe(cap: int, pinned: int) -> Machine:
     latency = _seconds(lambda: there[:SMALL].copy_(locked[:SMALL], non_blocking=True))
     again = torch.empty_like(there)
     fast = 2 * _rate(lambda: again.copy_(there))
-    slow = _rate(ordinary.sum)
+    slow = _rate(ordinary.view(torch.float64).sum)
     memory = Tier(capacity=available_memory() - pinned, bandwidth=slow)
     return Machine(
         name=gpu.name.lower().replace(" ", "-"),

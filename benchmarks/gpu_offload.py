@@ -9,7 +9,7 @@ against a run in which all its weights stay. A case is begun only if its predict
 --seconds; the result file names those that were not. It is written after each case:
 benchmarks/results/gpu_offload-<machine>.json.
 
-Needs a GPU. `--small` takes a shape of a few hundred MB instead, to try the benchmark itself.
+Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
 """
 
 from __future__ import annotations
