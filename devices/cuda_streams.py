@@ -37,8 +37,14 @@ class CudaStreams:
         self._issued: dict[int, CudaTask] = {}
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
+        self._device = device
         self._zero = _timed_event()
-        torch.cuda.synchronize(device)
+        self._zero_nanoseconds = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the clocks anew, for another run: the further away, the coarser CUDA tells times."""
+        torch.cuda.synchronize(self._device)
         self._zero.record()
         self._zero.synchronize()
         self._zero_nanoseconds = perf_counter_ns()
@@ -65,11 +71,15 @@ class CudaStreams:
 
     def _remember(self, number: int, issued: CudaTask) -> None:
         """Let go of the oldest task instead; a stream that waits for one of its events may do so all the same."""
+        self._forget(number)  # of a run before
         self._issued[number] = issued
         if len(self._issued) > REMEMBERED:
-            oldest = self._issued.pop(next(iter(self._issued)))
-            if oldest.was_read:
-                self._unused += [oldest.start, oldest.end]
+            self._forget(next(iter(self._issued)))
+
+    def _forget(self, number: int) -> None:
+        old = self._issued.pop(number, None)
+        if old is not None and old.was_read:
+            self._unused += [old.start, old.end]
 
     def nanoseconds(self, event: torch.cuda.Event) -> int:
         """When an event happened, on the clock of `time.perf_counter_ns`."""

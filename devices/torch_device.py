@@ -115,6 +115,7 @@ class TorchDevice:
             "sample": self._sample,
         }
         self._verbs = self._verbs_of_one_memory
+        self._cuda: CudaStreams | None = None
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
@@ -136,8 +137,13 @@ class TorchDevice:
 
     @property
     def streams(self) -> Streams | None:
-        """What issues tasks to the lanes that are streams."""
-        return None if self._on_cpu else CudaStreams(self._accelerator, CUDA_LANES, self.execute)
+        """What issues tasks to the lanes that are streams: the same ones in every run, as memory is kept by stream."""
+        if self._on_cpu:
+            return None
+        if self._cuda is None:
+            self._cuda = CudaStreams(self._accelerator, CUDA_LANES, self.execute)
+        self._cuda.begin()
+        return self._cuda
 
     @property
     def bytes_read(self) -> int:
