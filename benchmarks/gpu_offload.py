@@ -208,7 +208,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit("gpu_offload: torch sees no CUDA device here: run it on a machine with one")
+        print("torch sees no CUDA device here: nothing is measured")
+        return
     until = time.monotonic() + options.seconds
     total = torch.cuda.get_device_properties(0).total_memory
     machine = probe(total, min(PINNED, available_memory() // 8))
