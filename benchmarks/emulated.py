@@ -1,145 +1,223 @@
-"""Policies on an emulated accelerator: real runs in slow motion, beside the simulation of the same plans.
+"""MoE-Lightning's Tables 4 and 5 on an emulated T4: real runs in slow motion, beside the simulation of the same plans.
 
-    python benchmarks/emulated.py [--policies cgopipe layer_streaming ...] [--repeats N]
+    python benchmarks/emulated.py [--only own/cgopipe equal/flexgen ...] [--repeats N] [--dilation D]
 
-The machine is like the T4 of MoE-Lightning's setting S1, SLOWED times slower in everything, so that time need be
-dilated less. Its host is slower still by HOST_SLOWED: attention over the short contexts of this run then takes what
-attention over contexts as many times longer takes there. The model has Mixtral's architecture, small enough for two
-cores; the accelerator's memory holds GPU_SHARE of its weights. All policies run the same requests in the same
-micro-batches, in turn; a policy whose plan does not fit is named with the reason. Figures are medians, in the emulated
-machine's time.
+Every capacity, bandwidth and FLOP rate of the T4 profile is divided by one factor, by how many times Mixtral 8x7B in
+16 bits has the bytes of a small random Mixtral in float32: what takes a second on the one takes about a second on the
+other. (FLOP rates are divided by twice as much, as float32 does half of the FLOPs for each byte.) The hidden size is a
+32nd of Mixtral's, and so are the lengths: MTBench padded to its longest prompt, 128 tokens generated, as in Table 5.
 
-It takes some minutes and writes benchmarks/results/emulated-<machine>.json.
+    own        each policy under the best plan that the planner finds for it
+    equal      the baselines with the sizes of CGOPipe's own plan: "our policy" of Table 5
+    published  FlexGen with the micro-batches of "their policy" in Table 5, and as many requests as it has or as fit
+
+FlexGen's own search counts computing by FLOPs alone, so that small micro-batches seem to cost nothing; the planner here
+knows better, which is why FlexGen has both plans. Throughput is the paper's: generated tokens over prefill and decode.
+
+Each run takes some minutes. Cases that are run replace theirs in benchmarks/results/emulated-<machine>.json, medians of
+the repeats, in the emulated machine's time; those of a case that is not run stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
-from _results import named_for_machine, write_result
+from _results import RESULTS, named_for_machine, write_result
 from prediction import OtherLoad
 
 from moesched import plugins
+from moesched.batching import Sizes, batch_of
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.outcome import Report
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
+from moesched.planner import plan_best
 from moesched.runs import plan_run, run, simulate
+from moesched.seams import Policy
+from moesched.tasks import Task
 
-SLOWED = 10
-HOST_SLOWED = 25
-GPU_SHARE = 0.7
-REQUESTS, MICRO_BATCH, NEW_TOKENS = 32, 8, 6
-PROMPTS = range(16, 33)
-REPEATS = 3
-DTYPE = "float32"
-"""Products in bfloat16 take many times longer on processors without instructions for it."""
-NOT_SCHEDULES = ("adversarial",)
+SHORTER = 32
+"""How many times the hidden size, the experts and the lengths are smaller than Mixtral 8x7B's and MTBench's."""
+PROMPT, NEW_TOKENS = 418 // SHORTER, 1 + 128 // SHORTER
+"""The prefill gives the first token: 127 decode steps are 4 of a 32nd of the length."""
+PUBLISHED = Sizes(1112, 8)
+MOST_REQUESTS = 2048
+COMPARED_REQUESTS = 64
+LINK = "host->gpu"
 
+BIG = SHAPES["mixtral-8x7b"]
 SHAPE = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"],
-    name="mixtral-small",
-    layers=4,
-    hidden=512,
-    intermediate=1024,
+    BIG,
+    name="mixtral-8x7b / 32",
+    hidden=BIG.hidden // SHORTER,
+    intermediate=BIG.intermediate // SHORTER,
     heads=8,
-    kv_heads=8,
-    head_dim=64,
-    vocabulary=1024,
+    kv_heads=1,
+    head_dim=16,
+    vocabulary=BIG.vocabulary // SHORTER,
+    dtype="float32",
+)
+"""Products in bfloat16 take many times longer on processors without instructions for it."""
+
+BASELINES = ("flexgen", "flexgen_cpu", "layer_streaming")
+CASES = (
+    "own/cgopipe",
+    *(f"own/{name}" for name in BASELINES),
+    *(f"equal/{name}" for name in BASELINES),
+    "published/flexgen",
 )
 
 
 class Measured(NamedTuple):
-    """One run of a policy, what was predicted of it, and how many cores other processes kept busy meanwhile."""
+    """One run, what was predicted of it, what its link did, and how many cores other processes kept busy meanwhile."""
 
     run: Report
     prediction: Report
+    link: dict[str, float]
     other_cores: float
 
 
 class Bench:
-    """The model, the machine and the requests that all policies share."""
+    """The model, the machine and the requests that all cases share."""
 
-    def __init__(self, folder: Path) -> None:
-        self.machine = t4_like()
-        self.checkpoint: Checkpoint = open_checkpoint(
-            write_random_model(SHAPE, folder / "model", dtype=DTYPE)
+    def __init__(self, folder: Path, dilation: float) -> None:
+        self._dilation = dilation
+        big = weight_layout(BIG, "bfloat16")
+        row = SHAPE.intermediate * 4
+        self.layout = weight_layout(
+            SHAPE, "float32", weight_layout(SHAPE).page_bytes // big.pages_per_expert + row
         )
-        self.layout: WeightLayout = weight_layout(self.checkpoint.config, DTYPE)
+        self.smaller = _bytes(big) / _bytes(self.layout)
+        self.machine = t4_like(self.smaller)
+        self.checkpoint = open_checkpoint(write_random_model(SHAPE, folder / "model", dtype="float32"))
         chance = random.Random(1)
-        lengths = [chance.choice(PROMPTS) for _ in range(REQUESTS)]
-        self.prompts = [[chance.randrange(SHAPE.vocabulary) for _ in range(length)] for length in lengths]
+        self.prompts = [
+            [chance.randrange(SHAPE.vocabulary) for _ in range(PROMPT)] for _ in range(MOST_REQUESTS)
+        ]
 
-    def plan(self, name: str, device: Any) -> tuple[Plan, Any]:
+    def device(self) -> Any:
+        """The emulated device, anew."""
+        kind = plugins.find("devices", "moesched.devices.emulated_device:EmulatedDevice")
+        return kind(self.checkpoint, self.layout, dilation=self._dilation)
+
+    def best(self, policy: str) -> Sizes:
+        """The sizes of the best plan of a policy."""
+        found = plan_best(
+            self.machine,
+            self.layout,
+            [PROMPT] * MOST_REQUESTS,
+            NEW_TOKENS,
+            policies=(policy,),
+            slot_bytes=self.device().slot_bytes,
+        )
+        return Sizes(found.seen.batch_size, found.seen.micro_batch_size)
+
+    def sizes(self, case: str) -> Sizes:
+        """The sizes of a case."""
+        part, policy = case.split("/")
+        if part == "published":
+            return self._most(policy, PUBLISHED)
+        return self.best(policy if part == "own" else "cgopipe")
+
+    def plan(self, name: str, sizes: Sizes) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan.
 
         Raises:
             BadInput: the plan does not fit.
         """
-        weights = self.layout.globals_bytes + sum(page.nbytes for page in self.layout.pages)
-        batch = split_batch([len(prompt) for prompt in self.prompts], NEW_TOKENS, MICRO_BATCH)
+        batch = batch_of([PROMPT] * sizes.batch_size, NEW_TOKENS, sizes)
         policy = plugins.make_policy(name)
-        budgets = {"gpu": int(GPU_SHARE * weights)}
-        return plan_run(self.machine, self.layout, batch, policy, budgets, device.slot_bytes), policy
+        return plan_run(self.machine, self.layout, batch, policy, None, self.device().slot_bytes), policy
 
-    def measure(self, name: str) -> Measured:
+    def measure(self, name: str, sizes: Sizes) -> Measured:
         """One run, and the simulation of the same plan."""
         gc.collect()
-        device = plugins.find("devices", "moesched.devices.emulated_device:EmulatedDevice")(
-            self.checkpoint, self.layout
-        )
-        plan, policy = self.plan(name, device)
+        link = Link()
+        plan, policy = self.plan(name, sizes)
         load = OtherLoad()
-        report = run(plan, policy, device, self.prompts)
+        report = run(plan, policy, self.device(), self.prompts[: sizes.batch_size], observers=[link])
         other_cores = load.cores()
-        plan, policy = self.plan(name, device)
-        return Measured(report, simulate(plan, policy), other_cores)
+        again, policy = self.plan(name, sizes)
+        return Measured(report, simulate(again, policy), link.figures(plan, report), other_cores)
+
+    def _most(self, policy: str, sizes: Sizes) -> Sizes:
+        """As many micro-batches of that size as fit, up to so many requests."""
+        for count in range(sizes.micro_batches, 1, -1):
+            fewer = Sizes(min(count * sizes.micro_batch_size, sizes.batch_size), sizes.micro_batch_size)
+            try:
+                self.plan(policy, fewer)
+            except BadInput:
+                continue
+            return fewer
+        return Sizes(sizes.micro_batch_size, sizes.micro_batch_size)
 
 
-def t4_like() -> Machine:
-    """The shipped T4, slowed."""
+class Link:
+    """When the link to the accelerator was busy, and what it moved."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[int, int, float]] = []
+
+    def ended(self, task: Task) -> None:
+        """Remember a transfer of any step; loading is none."""
+        if task.lane.name == LINK and task.step >= 0:
+            self._tasks.append((task.start, task.end, task.work.nbytes))
+
+    def figures(self, plan: Plan, report: Report) -> dict[str, float]:
+        """Its busy share of the decode steps but the last one, which brings nothing for a next, and of all.
+
+        Needed is what streams once for each step, and what host attention made of each token in every layer.
+        """
+        ends = [report.load_seconds]
+        for seconds in report.step_seconds:
+            ends.append(ends[-1] + seconds)
+        kept = {page.id for each in plan.kept for page in each.pages()}
+        streamed = sum(page.nbytes for page in plan.layout.pages if page.id not in kept)
+        attended = 0
+        if plan.kv_role == "host" and not plan.kv_slots:
+            tokens = len(plan.batch.prompts) * (plan.batch.new_tokens - 1)
+            attended = tokens * len(plan.layers) * plan.operations.attention_bytes
+        return {
+            "busy_share": self._busy(ends[1], ends[-2]),
+            "busy_share_with_last_step": self._busy(ends[1], ends[-1]),
+            "bytes_moved": sum(nbytes for _, _, nbytes in self._tasks),
+            "bytes_needed": streamed * plan.batch.new_tokens + attended,
+        }
+
+    def _busy(self, start: float, end: float) -> float:
+        spans = ((first / 1e9, last / 1e9) for first, last, _ in self._tasks)
+        return sum(max(0.0, min(last, end) - max(first, start)) for first, last in spans) / (end - start)
+
+
+def t4_like(smaller: float) -> Machine:
+    """The shipped T4 with every capacity and rate divided; launches and latencies take as long as there."""
     t4 = load_machine("t4")
+    replace = msgspec.structs.replace
     processors = {
-        name: msgspec.structs.replace(
-            each,
-            flops={dtype: rate / _slowed(each.memory) for dtype, rate in each.flops.items()},
-            launch_seconds=each.launch_seconds * SLOWED,
-        )
+        name: replace(each, flops={"float32": each.flops["bfloat16"] / smaller / 2})
         for name, each in t4.processors.items()
     }
     memories = {
-        name: Tier(capacity=each.capacity, bandwidth=each.bandwidth / _slowed(name))
+        name: Tier(capacity=int(each.nbytes / smaller), bandwidth=each.bandwidth / smaller)
         for name, each in t4.memories.items()
     }
-    links = [
-        msgspec.structs.replace(each, bandwidth=each.bandwidth / SLOWED, latency=each.latency * SLOWED)
-        for each in t4.links
-    ]
-    return msgspec.structs.replace(
-        t4,
-        name="t4-like",
-        description=f"t4, {SLOWED} times slower, its host {SLOWED * HOST_SLOWED} times",
-        processors=processors,
-        memories=memories,
-        links=links,
-    )
-
-
-def _slowed(memory: str) -> float:
-    return SLOWED * HOST_SLOWED if memory == "host" else SLOWED
+    links = [replace(each, bandwidth=each.bandwidth / smaller) for each in t4.links]
+    return replace(t4, name="t4-like", processors=processors, memories=memories, links=links)
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -153,16 +231,18 @@ def figures(report: Report) -> dict[str, float]:
     }
 
 
-def summary(name: str, results: Sequence[Measured]) -> dict[str, Any]:
-    """A policy's runs as the result file has them."""
+def summary(case: str, results: Sequence[Measured]) -> dict[str, Any]:
+    """A case's runs as the result file has them."""
     measured = {
         figure: median(figures(each.run)[figure] for each in results) for figure in figures(results[0].run)
     }
     predicted = figures(results[0].prediction)
     last = results[-1].run
     return {
-        "policy": name,
+        "case": case,
+        "policy": f"{case.split('/')[1]}, {case.split('/')[0]}",
         "plan": msgspec.to_builtins(last.plan),
+        "throughput_tokens_per_second": median(each.run.throughput_tokens_per_second for each in results),
         "measured": measured,
         "predicted": predicted,
         "error_percent": {
@@ -170,79 +250,135 @@ def summary(name: str, results: Sequence[Measured]) -> dict[str, Any]:
             for figure, seconds in measured.items()
             if seconds
         },
+        "link": {name: median(each.link[name] for each in results) for name in results[0].link},
         "totals": [figures(each.run)["total"] for each in results],
-        "throughput_tokens_per_second": median(each.run.throughput_tokens_per_second for each in results),
         "other_cores": [round(each.other_cores, 2) for each in results],
-        "wall_seconds": [each.run.wall_seconds for each in results],
+        "wall_seconds": [round(each.run.wall_seconds, 1) for each in results],
         "emulation": [msgspec.to_builtins(each.run.emulation) for each in results],
+        "tokens": _tokens(results),
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """A policy's figures side by side."""
-    plan, emulation = result["plan"], result["emulation"][-1]
-    lines = [
-        f"{result['policy']}: {plan['kept_pages']} pages stay, {plan['streamed_pages']} stream; "
-        f"dilated by {emulation['dilation']['prefill']:g} in prefill, {emulation['dilation']['decode']:g} in decode, "
-        f"cores {100 * emulation['core_load']:.0f} % busy, others on {max(result['other_cores']):.1f} cores, "
-        f"wall {median(result['wall_seconds']):.0f} s"
-    ]
+def _tokens(results: Sequence[Measured]) -> str:
+    """The first requests' tokens, of all repeats where they are not the same."""
+    said = {
+        ";".join(",".join(map(str, tokens)) for tokens in (each.run.tokens or [])[:COMPARED_REQUESTS])
+        for each in results
+    }
+    return " or ".join(sorted(said))
+
+
+def findings(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the table of the issue asks for, as far as the cases were run."""
+    rates = {case: each["throughput_tokens_per_second"] for case, each in cases.items()}
+    found: dict[str, Any] = {}
+    own = [f"own/{name}" for name in ("cgopipe", *BASELINES)]
+    if all(case in rates for case in own):
+        found["own_plans"] = {case: rates[case] for case in own}
+        found["in_the_papers_order"] = all(rates[faster] > rates[slower] for faster, slower in pairwise(own))
+    for name, case in (
+        ("times_flexgen_with_equal_sizes", "equal/flexgen"),
+        ("times_flexgen_with_its_published_micro_batches", "published/flexgen"),
+        ("times_flexgen_with_the_planners_plan", "own/flexgen"),
+    ):
+        if case in rates and "own/cgopipe" in rates:
+            found[name] = rates["own/cgopipe"] / rates[case]
+    if "own/cgopipe" in cases:
+        link = cases["own/cgopipe"]["link"]
+        found["link_busy_share"] = link["busy_share"]
+        found["bytes_moved_over_needed"] = link["bytes_moved"] / link["bytes_needed"]
+    found["requests_with_equal_tokens"] = _equal_tokens([each["tokens"] for each in cases.values()])
+    return found
+
+
+def _equal_tokens(said: Sequence[str]) -> str:
+    """Of how many of the first requests all cases made the same tokens."""
+    requests = list(zip(*(each.split(";") for each in said), strict=False))
+    return f"{sum(len(set(each)) == 1 for each in requests)} of {len(requests)}"
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """A case's figures side by side."""
+    plan, emulation, link = result["plan"], result["emulation"][-1], result["link"]
+    yield (
+        f"{result['case']} {plan['batch_size']} / {plan['micro_batch_size']}: "
+        f"{result['throughput_tokens_per_second']:.2f} tokens/s; {plan['kept_pages']} pages stay, "
+        f"{plan['streamed_pages']} stream; link {100 * link['busy_share']:.1f} % busy in decode; dilated by "
+        f"{emulation['dilation']['prefill']:g} in prefill, {emulation['dilation']['decode']:g} in decode, cores "
+        f"{100 * emulation['core_load']:.0f} % busy, others on {max(result['other_cores']):.1f} cores"
+    )
     for figure, seconds in result["measured"].items():
         predicted, error = result["predicted"][figure], result["error_percent"].get(figure, 0.0)
         lane = emulation["lanes"].get(figure.removeprefix("lane "))
         real = f"   real work {100 * lane['real_share']:4.1f} %, {lane['late']} late" if lane else ""
-        lines.append(
-            f"  {figure:<18} {seconds * 1e3:10.3f} ms {predicted * 1e3:10.3f} ms {error:+7.2f} %{real}"
-        )
-    return "\n".join(lines)
+        yield f"  {figure:<18} {seconds:10.4f} s {predicted:10.4f} s {error:+7.2f} %{real}"
+
+
+def stored(name: str) -> dict[str, Any]:
+    """The cases of the result file, if there is one of this shape."""
+    path = RESULTS / f"{name}.json"
+    cases = json.loads(path.read_text())["policies"] if path.exists() else []
+    return {each["case"]: each for each in cases if "case" in each}
+
+
+def _bytes(layout: WeightLayout) -> int:
+    return layout.globals_bytes + sum(page.nbytes for page in layout.pages)
+
+
+def attempt(bench: Bench, case: str, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """A case's runs, or why there are none."""
+    try:
+        sizes = bench.sizes(case)
+        results = [bench.measure(case.split("/")[1], sizes) for _ in range(repeats)]
+    except BadInput as error:
+        say(f"{case} is left out: {error}")
+        return {"left_out": str(error)}
+    found = summary(case, results)
+    for line in table(found):
+        say(line)
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run every policy in turn, print the tables, write the JSON."""
+    """Run the cases, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [name for name in plugins.names("policies") if name not in NOT_SCHEDULES]
-    parser.add_argument("--policies", nargs="+", default=every)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--only", nargs="+", default=CASES, choices=CASES, metavar="CASE")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--dilation", type=float, default=0.0, help="0 for what a rehearsal finds")
     options = parser.parse_args(arguments)
-    results: dict[str, list[Measured]] = {}
-    left_out: dict[str, str] = {}
+    name = named_for_machine("emulated")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for _ in range(options.repeats):
-            for name in options.policies:
-                if name in left_out:
-                    continue
-                try:
-                    done = bench.measure(name)
-                except BadInput as error:
-                    left_out[name] = str(error)
-                    continue
-                results.setdefault(name, []).append(done)
-                print(
-                    f"{name}: {figures(done.run)['total']:.4f} s in {done.run.wall_seconds:.0f} s", flush=True
-                )
-    summaries = [summary(name, runs) for name, runs in results.items()]
-    print(f"{'':<20} {'measured':>13} {'predicted':>13} {'error':>9}")
-    for each in summaries:
-        print(table(each))
-    for name, why in left_out.items():
-        print(f"{name} is left out: {why}")
-    tokens = [each.run.tokens for runs in results.values() for each in runs]
+        bench = Bench(Path(folder), options.dilation)
+        for case in options.only:
+            done = attempt(bench, case, options.repeats, lambda line: print(line, flush=True))
+            print(_write(name, bench, case, done))
+    print(json.dumps(findings(stored(name)), indent=2))
+
+
+def _write(name: str, bench: Bench, case: str, done: dict[str, Any]) -> Path:
+    """Put a case's result to the others."""
+    path = RESULTS / f"{name}.json"
+    left_out = json.loads(path.read_text()).get("left_out", {}) if path.exists() else {}
+    cases = stored(name)
+    cases.pop(case, None)
+    left_out.pop(case, None)
+    if "left_out" in done:
+        left_out[case] = done["left_out"]
+    else:
+        cases[case] = done
     result = {
-        "command": " ".join(["python benchmarks/emulated.py", *arguments]),
-        "emulated_machine": {"name": bench.machine.name, "description": bench.machine.description},
+        "command": "python benchmarks/emulated.py",
+        "emulated_machine": {"profile": "t4", "divided_by": bench.smaller},
         "model": SHAPE.name,
-        "gpu_share": GPU_SHARE,
-        "batch_size": REQUESTS,
-        "micro_batch_size": MICRO_BATCH,
+        "prompt_tokens": PROMPT,
         "new_tokens": NEW_TOKENS,
-        "tokens_equal": all(each == tokens[0] for each in tokens),
+        **findings(cases),
         "left_out": left_out,
-        "policies": summaries,
+        "policies": [cases[each] for each in CASES if each in cases],
     }
-    print(write_result(named_for_machine("emulated"), result, "torch"))
+    return write_result(name, result, "torch")
 
 
 if __name__ == "__main__":

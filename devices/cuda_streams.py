@@ -1,7 +1,12 @@
-"""CUDA streams as lanes: one stream a lane, events for edges between them."""
+"""CUDA streams as lanes: one stream a lane, events for edges between them.
+
+Memory needs no `record_stream`: torch gives a tensor's bytes to a later one of the stream that allocated it, and a
+tensor is let go of by the task that overwrites its block. That task waits for all that used it, on the same stream.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Any
@@ -29,9 +34,17 @@ class CudaStreams:
     def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
         self._streams = {name: _stream(device) for name in lanes}
         self._execute = execute
-        self._ends: dict[int, torch.cuda.Event] = {}
+        self._issued: dict[int, CudaTask] = {}
+        self._unused: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
+        self._device = device
         self._zero = _timed_event()
-        torch.cuda.synchronize(device)
+        self._zero_nanoseconds = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the clocks anew, for another run: the further away, the coarser CUDA tells times."""
+        torch.cuda.synchronize(self._device)
         self._zero.record()
         self._zero.synchronize()
         self._zero_nanoseconds = perf_counter_ns()
@@ -39,17 +52,34 @@ class CudaStreams:
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""
         stream = self._streams[task.lane.name]
+        with self._lock:
+            before = [self._issued[other.id].end for other in after]
+            start, end = self._event(), self._event()
         with torch.cuda.stream(stream):
-            for other in after:
-                stream.wait_event(self._ends[other.id])
-            start, end = _timed_event(), _timed_event()
+            for event in before:
+                stream.wait_event(event)
             start.record()
             value = self._execute(task)
             end.record()
-        self._ends[task.id] = end
-        if len(self._ends) > REMEMBERED:
-            del self._ends[next(iter(self._ends))]
-        return CudaTask(self, start, end, value)
+        issued = CudaTask(self, start, end, value)
+        with self._lock:
+            self._remember(task.id, issued)
+        return issued
+
+    def _event(self) -> torch.cuda.Event:
+        return self._unused.pop() if self._unused else _timed_event()
+
+    def _remember(self, number: int, issued: CudaTask) -> None:
+        """Let go of the oldest task instead; a stream that waits for one of its events may do so all the same."""
+        self._forget(number)  # of a run before
+        self._issued[number] = issued
+        if len(self._issued) > REMEMBERED:
+            self._forget(next(iter(self._issued)))
+
+    def _forget(self, number: int) -> None:
+        old = self._issued.pop(number, None)
+        if old is not None and old.was_read:
+            self._unused += [old.start, old.end]
 
     def nanoseconds(self, event: torch.cuda.Event) -> int:
         """When an event happened, on the clock of `time.perf_counter_ns`."""
@@ -58,23 +88,31 @@ class CudaStreams:
 
 
 class CudaTask:
-    """A task that a stream has taken in."""
+    """A task that a stream has taken in.
+
+    Attributes:
+        start, end: events around it.
+        was_read: whether its span was asked for, so that nobody needs its events' times any more.
+    """
 
     def __init__(
         self, streams: CudaStreams, start: torch.cuda.Event, end: torch.cuda.Event, value: Any
     ) -> None:
         self.value = value
+        self.start = start
+        self.end = end
+        self.was_read = False
         self._streams = streams
-        self._start = start
-        self._end = end
 
     def wait(self) -> None:
         """Block until the stream has run it."""
-        self._end.synchronize()
+        self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the clock of `time.perf_counter_ns`."""
-        return self._streams.nanoseconds(self._start), self._streams.nanoseconds(self._end)
+        """When it ran, on the clock of `time.perf_counter_ns`; once only."""
+        span = self._streams.nanoseconds(self.start), self._streams.nanoseconds(self.end)
+        self.was_read = True
+        return span
 
 
 def _timed_event() -> torch.cuda.Event:

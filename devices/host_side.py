@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from moesched.plan import KV_BLOCK_TOKENS
 from moesched.tasks import PageTransfer, Task
 
 from .arena import aligned_bytes
+from .copies import copied, locked, wait_for_copies
 from .kv_cache import BlockedKV
 from .micro_batch import MicroBatchState
 from .page_reader import PageReader
@@ -94,8 +96,8 @@ class HostSide:
         for keys, values, new in views:
             keys_there, memory = _carved(memory, keys)
             values_there, memory = _carved(memory, values)
-            keys_there[:, :-new].copy_(keys[:, :-new], non_blocking=True)
-            values_there[:, :-new].copy_(values[:, :-new], non_blocking=True)
+            for there, here in ((keys_there, keys), (values_there, values)):
+                there[:, :-new].copy_(self._ready(here[:, :-new]), non_blocking=True)
             loaded.append(KVView(keys_there, values_there, new))
         self._loaded[task.operands] = loaded
 
@@ -122,40 +124,50 @@ class HostSide:
     def _attend_to_prompt(self, task: Task) -> None:
         """Attention within the prompts, from the keys and values at hand: the cache is on the host.
 
-        They are laid out as they lie in the cache, for the same bits as from there.
+        They are laid out as they lie in the cache, prompts of one length as one view, for the same bits as from there.
         """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
-        ends = [sum(state.step.new[: count + 1]) for count in range(len(state.step.new))]
-        views = [
-            KVView(_contiguous(k_TKd[None, end - new : end]), _contiguous(v_TKd[None, end - new : end]), new)
-            for end, new in zip(ends, state.step.new, strict=True)
-        ]
+        views = []
+        start = 0
+        for new, sequences in _runs(state.step.new):
+            end = start + new * sequences
+            keys, values = (_laid_out(tensor[start:end], sequences) for tensor in (k_TKd, v_TKd))
+            views.append(KVView(keys, values, new))
+            start = end
         state.attended_TX = self._attend(state, q_THd, views)
 
     def _offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
-        state.qkv_on_host = (_copy(q_THd, HOST), _copy(k_TKd, HOST), _copy(v_TKd, HOST))
-        del state.qkv
+        state.qkv_on_host = (copied(q_THd, HOST), copied(k_TKd, HOST), copied(v_TKd, HOST))
+        if self._accelerator.type == "cpu":
+            del state.qkv  # on CUDA the copy may be still to come
 
     def _cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
         self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        state.attended_on_host = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        attended_TX = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        state.attended_on_host = self._ready(attended_TX)
         del state.qkv_on_host
 
     def _load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        state.attended_TX = _copy(state.attended_on_host, self._accelerator)
+        state.attended_TX = copied(state.attended_on_host, self._accelerator)
         del state.attended_on_host
 
     def _offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
-        self._cache.append(task.layer, state.step, _copy(k_TKd, HOST), _copy(v_TKd, HOST))
+        keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
+        wait_for_copies(self._accelerator)  # the host itself puts them into the cache
+        self._cache.append(task.layer, state.step, keys, values)
         del state.qkv
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        """The host's tensor where the accelerator can copy it from without making the host wait."""
+        return tensor if self._accelerator.type == "cpu" else locked(tensor)
 
 
 def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:
@@ -176,16 +188,24 @@ def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:
     Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
     """
     sequences, length, kv_heads, head_dim = like_SLKd.shape
-    room = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    room = _room(length)
     count = sequences * room * kv_heads * head_dim
     return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of its own on the device, there when this returns."""
-    return tensor.to(device, copy=True)
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of one length: the length, and how many they are."""
+    return [(length, len(list(neighbours))) for length, neighbours in groupby(lengths)]
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    """A contiguous copy, which begins at a cache line."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
+    """Keys or values of so many sequences of one length, (S, L, K, d), each from the start of a block on."""
+    like_SLKd = tensor_TKd.unflatten(0, (sequences, -1))
+    memory = tensor_TKd.new_empty(sequences * _room(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
+    laid_out, _ = _carved(memory, like_SLKd)
+    return laid_out.copy_(like_SLKd)
+
+
+def _room(length: int) -> int:
+    """Tokens of the blocks that hold so many."""
+    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

@@ -11,6 +11,7 @@ import torch
 from moesched.errors import BadInput, OverBudget
 from moesched.models.config import ModelConfig
 
+from .copies import indices
 from .torch_kernels import KVView
 
 Tensor = torch.Tensor
@@ -167,9 +168,9 @@ class BlockedKV:
             sequences,
             past,
             new,
-            torch.tensor(positions, dtype=torch.int64, device=device),
-            torch.tensor(slots, dtype=torch.int64, device=device),
-            torch.tensor(last, dtype=torch.int64, device=device),
+            indices(positions, device),
+            indices(slots, device),
+            indices(last, device),
             tuple(self._parts(states, new)),
         )
 
@@ -183,7 +184,7 @@ class BlockedKV:
             needed = self._blocks_for(state.length)
             first = state.blocks[0] if needed else 0
             if state.blocks[:needed] != list(range(first, first + needed)):
-                slots = torch.tensor(self._slots_of(state, 0, state.length), device=self.slots.device)
+                slots = indices(self._slots_of(state, 0, state.length), self.slots.device)
                 parts.append(_Gather(queries, slots))
                 continue
             alone = _Run(queries, state.length, 1, first * self.block_size, 0)

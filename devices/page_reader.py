@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import structlog
 import torch
 
 from moesched.errors import MoeschedError
-from moesched.models.checkpoint import Checkpoint
+from moesched.models.checkpoint import Blocks, Checkpoint
 from moesched.models.layout import Extent, Page, WeightLayout
 from moesched.models.tensors import is_transposed
 
@@ -40,7 +41,7 @@ class Placement(NamedTuple):
 class Run(NamedTuple):
     """One read: the blocks of a file that hold neighbouring extents."""
 
-    file: DirectFile
+    file: Blocks
     offset: int
     nbytes: int
     needed: int  # bytes up to the end of the last extent
@@ -77,15 +78,16 @@ class PageReader:
         self._own = threading.local()
         self._config = checkpoint.config
         self._tensors = checkpoint.tensors
-        self._files: dict[Path, DirectFile] = {}
+        self._files: dict[Path, Blocks] = {}
+        opened = checkpoint.open or partial(DirectFile, direct=direct)
         try:
             for path in sorted({stored.file for stored in self._tensors.values()}):
-                self._files[path] = DirectFile(path, direct=direct)
+                self._files[path] = opened(path)
         except BaseException:
             self.close()
             raise
         if direct:
-            _warn_of_page_cache(self._files.values())
+            _warn_of_page_cache(self._files)
         self._plans = {page.id: self._plan(page) for page in layout.pages}
         self.slot_bytes = max(map(self.bytes_in_slot, layout.pages))
         self.converts = not all(plan.runs for plan in self._plans.values())
@@ -243,7 +245,7 @@ def _place(extents: tuple[Extent, ...], offsets: list[int]) -> tuple[Placement, 
     return tuple(Placement(e.tensor, e.rows, at) for e, at in zip(extents, offsets, strict=True))
 
 
-def _run_to(file: DirectFile, offset: int, end: int, at: int) -> Run:
+def _run_to(file: Blocks, offset: int, end: int, at: int) -> Run:
     return Run(file, offset, round_up(end) - offset, end - offset, at)
 
 
@@ -272,8 +274,8 @@ def _require_fit(slot: torch.Tensor, nbytes: int) -> None:
         raise MoeschedError(f"a slot at {slot.data_ptr():#x} is not aligned to {ALIGNMENT}; use an Arena's")
 
 
-def _warn_of_page_cache(files: Iterable[DirectFile]) -> None:
-    cached = [str(file.path) for file in files if file.caching != "bypassed"]
+def _warn_of_page_cache(files: Mapping[Path, Blocks]) -> None:
+    cached = [str(path) for path, file in files.items() if file.caching != "bypassed"]
     if cached:
         _log.warning(
             "the file system refuses reads past the page cache; disk timings may be those of memory",

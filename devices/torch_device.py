@@ -21,6 +21,7 @@ from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
+from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
 from .host_side import HostSide, bring_home
 from .kept_pages import KeptPages, Weights
@@ -44,6 +45,12 @@ READS_IN_FLIGHT = 2
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
 """Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
+
+MOST_UNGROUPED = 128
+"""Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
+gets every token there, and the host need not wait to learn which ones were routed to it."""
+
+Group = Callable[[Tensor, int], kernels.Grouping]
 
 
 class TorchDevice:
@@ -109,6 +116,7 @@ class TorchDevice:
             "sample": self._sample,
         }
         self._verbs = self._verbs_of_one_memory
+        self._cuda: CudaStreams | None = None
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
@@ -130,8 +138,13 @@ class TorchDevice:
 
     @property
     def streams(self) -> Streams | None:
-        """What issues tasks to the lanes that are streams."""
-        return None if self._on_cpu else CudaStreams(self._accelerator, CUDA_LANES, self.execute)
+        """What issues tasks to the lanes that are streams: the same ones in every run, as memory is kept by stream."""
+        if self._on_cpu:
+            return None
+        if self._cuda is None:
+            self._cuda = CudaStreams(self._accelerator, CUDA_LANES, self.execute)
+        self._cuda.begin()
+        return self._cuda
 
     @property
     def bytes_read(self) -> int:
@@ -183,6 +196,8 @@ class TorchDevice:
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
         if not plan.machine.unified:
             self._verbs = {**self._verbs, **self._host_side(plan).verbs}
+        # Streams do not wait for the default one, on which all this was filled.
+        wait_for_copies(self._accelerator)
 
     def _start(self) -> None:
         """What is the same for all batches: threads, and the weights outside the layers."""
@@ -347,9 +362,9 @@ class TorchDevice:
         use_cores(1)
         state = self._states[task.micro_batch]
         state.step = self._cache.extend(state.requests, [len(tokens) for tokens in state.new])
-        positions_T = state.step.positions_T.to(self._accelerator)
+        positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, self.config.head_dim, self.config.rope_theta)
-        ids_T = torch.tensor([token for tokens in state.new for token in tokens], device=self._accelerator)
+        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
         state.hidden_TD = kernels.embed(ids_T, self._globals["embedding"])
 
     def _pre_attention(self, task: Task) -> None:
@@ -381,9 +396,10 @@ class TorchDevice:
         return kernels.attention(q_THd, views, self.config.sliding_window)
 
     def _post_attention(self, task: Task) -> dict[int, int]:
-        counts = self._route(task)
-        weights = self._weights(task.operands)
         state = self._states[task.micro_batch]
+        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
+        counts = self._route(task, kernels.every_expert if few else kernels.group_by_expert)
+        weights = self._weights(task.operands)
         if self._sharing:
             largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
             self._team.run([partial(self._apply_expert, state, expert, weights) for expert in largest_first])
@@ -394,8 +410,8 @@ class TorchDevice:
         self._combine(task)
         return counts
 
-    def _route(self, task: Task) -> dict[int, int]:
-        """Output projection, norm, router; the tokens of each expert that has any."""
+    def _route(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
+        """Output projection, norm, router; the rows of each expert that has any."""
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
         state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
@@ -407,7 +423,7 @@ class TorchDevice:
             state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
         else:
             experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
-        state.grouping = kernels.group_by_expert(experts_Tk, config.experts)
+        state.grouping = group(experts_Tk, config.experts)
         state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
         state.y_nD = torch.empty_like(state.x_nD)
         counts = state.grouping.counts
@@ -440,7 +456,7 @@ class TorchDevice:
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]
-        last_SD = state.hidden_TD.index_select(0, state.step.last_S.to(self._accelerator))
+        last_SD = state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator))
         logits_SV = self._logits(last_SD).cpu()
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))

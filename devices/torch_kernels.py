@@ -241,6 +241,13 @@ def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
     return Grouping(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk), counts)
 
 
+def every_expert(experts_Tk: Tensor, experts: int) -> Grouping:
+    """A row of every expert for every token, whether it was routed there or not: nothing comes to the host."""
+    tokens = len(experts_Tk)
+    tokens_T = torch.arange(tokens, device=experts_Tk.device)
+    return Grouping(tokens_T.repeat(experts), experts_Tk * tokens + tokens_T[:, None], [tokens] * experts)
+
+
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
     """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
     return linear(F.silu(linear(x_nD, gate), inplace=True).mul_(linear(x_nD, up)), down)

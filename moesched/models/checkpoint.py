@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -34,12 +34,29 @@ class StoredTensor(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class Blocks(Protocol):
+    """A file of weights, or what stands for one; any thread may read."""
+
+    caching: str
+
+    def read(self, into: memoryview, offset: int, needed: int) -> int:
+        """Fill `into` from `offset` on, both multiples of 4096; returns the bytes read, at least `needed`."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A model on disk: its configuration, and each of its tensors by canonical name (see `tensors.py`)."""
+    """A model on disk: its configuration, and each of its tensors by canonical name (see `tensors.py`).
+
+    Attributes:
+        open: opens a tensor's file; None for files on disk.
+    """
 
     config: ModelConfig
     directory: Path
     tensors: dict[str, StoredTensor]
+    open: Callable[[Path], Blocks] | None = None
 
 
 class _Entry(msgspec.Struct):

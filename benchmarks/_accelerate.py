@@ -1,0 +1,99 @@
+"""Hugging Face's Accelerate on a capped GPU: the same shape, random weights, layers moved in as they are needed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from moesched.models.config import ModelConfig
+
+BATCHES = (8, 16, 32, 64, 128, 256)
+DECODE_STEPS = 3
+KEPT_FREE = 0.35
+"""Of the cap, for the KV cache and activations of the largest batch that is tried; the rest holds layers."""
+
+
+def generate(
+    config: ModelConfig, cap: int, prompt: int, new_tokens: int, until: float
+) -> list[dict[str, float]]:
+    """Batches of ever more prompts of one length, until memory or time runs out.
+
+    A few decode steps are timed and stand for all. until: as `time.monotonic` tells it.
+    """
+    model = _dispatched(config, cap)
+    found: list[dict[str, float]] = []
+    for batch in BATCHES:
+        if found and time.monotonic() + 2 * found[-1]["seconds_measured"] > until:
+            break
+        try:
+            found.append(_timed(model, config, batch, prompt, new_tokens))
+        except torch.cuda.OutOfMemoryError:
+            break
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+    return found
+
+
+def _dispatched(config: ModelConfig, cap: int) -> Any:
+    from accelerate import dispatch_model, infer_auto_device_map
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    described = MixtralConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        num_local_experts=config.experts,
+        num_experts_per_tok=config.top_k,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa")
+    rotary = type(model.model.rotary_emb)(config=described)
+    model = model.to_empty(device="cpu")
+    model.model.rotary_emb = rotary
+    values = (torch.randn(1 << 25) * 0.02).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+            continue
+        for piece in parameter.data.view(-1).split(len(values)):
+            piece.copy_(values[: len(piece)])
+    device_map = infer_auto_device_map(
+        model,
+        max_memory={0: int(cap * (1 - KEPT_FREE)), "cpu": 1 << 40},
+        no_split_module_classes=["MixtralDecoderLayer"],
+        dtype=torch.bfloat16,
+    )
+    return dispatch_model(model, device_map=device_map).eval()
+
+
+@torch.inference_mode()
+def _timed(model: Any, config: ModelConfig, batch: int, prompt: int, new_tokens: int) -> dict[str, float]:
+    ids = torch.randint(config.vocabulary, (batch, prompt), device="cuda")
+    begun = time.perf_counter()
+    out = model(ids, use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1:].argmax(-1)
+    torch.cuda.synchronize()
+    prefill = time.perf_counter() - begun
+    steps = []
+    for _ in range(DECODE_STEPS):
+        start = time.perf_counter()
+        out = model(token.to("cuda"), past_key_values=out.past_key_values, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        torch.cuda.synchronize()
+        steps.append(time.perf_counter() - start)
+    seconds = prefill + (new_tokens - 1) * median(steps)
+    return {
+        "batch_size": batch,
+        "prefill_seconds": prefill,
+        "decode_step_seconds": median(steps),
+        "throughput_tokens_per_second": batch * new_tokens / seconds,
+        "seconds_measured": time.perf_counter() - begun,
+    }

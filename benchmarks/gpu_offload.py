@@ -1,0 +1,259 @@
+"""Mixtral 8x7B's shape on a CUDA GPU that may use 16, 24 or 48 GB, beside Accelerate and the link's own bandwidth.
+
+    python benchmarks/gpu_offload.py [--caps 24 16 48] [--policies cgopipe ...] [--new-tokens 32] [--seconds 540]
+
+Weights are random and made in memory, in as many layers as the host holds. Prompts have MTBench's lengths. The machine
+is probed on the spot; each policy runs with the planner's sizes for it, and what was predicted stands beside what came
+out: time, the link's busy share and bytes, and CUDA's peak memory. First a small model's logits and tokens are held
+against a run in which all its weights stay. A case is begun only if its predicted time, and a half more, is left of
+--seconds; the result file names those that were not. It is written after each case:
+benchmarks/results/gpu_offload-<machine>.json.
+
+Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import torch
+from _accelerate import generate
+from _cuda_probe import probe
+from _results import named_for_machine, write_result
+from emulated import Link, figures
+
+from moesched import plugins
+from moesched.batching import Sizes, batch_of
+from moesched.devices.cuda_device import CudaDevice
+from moesched.devices.random_weights import random_checkpoint
+from moesched.errors import BadInput, MoeschedError
+from moesched.machines import Machine, Tier
+from moesched.machines.local import available_memory
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.outcome import Report
+from moesched.plan import Plan
+from moesched.planner import plan_best
+from moesched.runs import plan_run, run, simulate
+from moesched.seams import Policy
+from moesched.workloads import load_workload
+
+POLICIES = ("cgopipe", "flexgen", "layer_streaming")
+CLASSES = {
+    "cgopipe": "moesched.policies.cgopipe:CGOPipe",
+    "flexgen": "moesched.policies.flexgen:FlexGen",
+    "layer_streaming": "moesched.policies.layer_streaming:LayerStreaming",
+    "resident": "moesched.policies.resident:Resident",
+}
+"""By class, so that nothing need be installed."""
+GB = 10**9
+PINNED = 8 * GB
+FOR_WEIGHTS = 0.75
+"""Of the host's free memory; the rest is for the KV cache and for Python."""
+FRAGMENTS = 0.05
+"""Of the cap, for what torch's allocator cannot use and cuBLAS takes."""
+MOST_REQUESTS = 2048
+TINY = msgspec.structs.replace(
+    SHAPES["mixtral-0.8b"], name="tiny", layers=4, hidden=256, intermediate=512, heads=8, vocabulary=1024
+)
+
+
+class Bench:
+    """The model on the device, and the requests."""
+
+    def __init__(self, config: ModelConfig, new_tokens: int) -> None:
+        self.config = config
+        self.new_tokens = new_tokens
+        self.layout: WeightLayout = weight_layout(config, "bfloat16")
+        self.lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
+        chance = random.Random(1)
+        self.prompts = [[chance.randrange(config.vocabulary) for _ in range(n)] for n in self.lengths]
+        self.device = CudaDevice(random_checkpoint(config), self.layout)
+
+    def plan(self, machine: Machine, name: str, sizes: Sizes) -> tuple[Plan, Policy]:
+        """A policy made anew, and its plan."""
+        batch = batch_of(self.lengths, self.new_tokens, sizes)
+        policy = _policy(name)
+        return plan_run(machine, self.layout, batch, policy, None, self.device.slot_bytes), policy
+
+    def case(self, machine: Machine, name: str, left: float) -> dict[str, Any]:
+        """One policy under its best plan.
+
+        Raises:
+            BadInput: it does not fit, or takes longer than what is left.
+        """
+        best = plan_best(
+            machine,
+            self.layout,
+            self.lengths,
+            self.new_tokens,
+            policies=(CLASSES[name],),
+            slot_bytes=self.device.slot_bytes,
+        )
+        sizes = Sizes(best.seen.batch_size, best.seen.micro_batch_size)
+        plan, policy = self.plan(machine, name, sizes)
+        predicted = simulate(plan, policy)
+        seconds = sum(predicted.step_seconds)
+        if 1.5 * seconds > left:
+            raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
+        plan, policy = self.plan(machine, name, sizes)
+        link = Link()
+        torch.cuda.reset_peak_memory_stats()
+        report = run(
+            plan, policy, self.device, self.prompts[: sizes.batch_size], observers=[link], keep_open=True
+        )
+        return {
+            "policy": name,
+            **compared(report, predicted),
+            "link": link.figures(plan, report),
+            "peak_bytes": {
+                "predicted": report.peak_bytes["gpu"],
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+            },
+        }
+
+    def close(self) -> None:
+        """Give the host's memory back."""
+        self.device.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _policy(name: str) -> Policy:
+    made: Policy = plugins.make_policy(CLASSES[name])
+    return made
+
+
+def compared(report: Report, predicted: Report) -> dict[str, Any]:
+    """A run beside its prediction."""
+    measured, expected = figures(report), figures(predicted)
+    return {
+        "plan": msgspec.to_builtins(report.plan),
+        "throughput_tokens_per_second": report.throughput_tokens_per_second,
+        "measured": measured,
+        "predicted": expected,
+        "error_percent": {
+            what: round(100 * (expected[what] / seconds - 1), 2)
+            for what, seconds in measured.items()
+            if seconds
+        },
+    }
+
+
+def check(machine: Machine, new_tokens: int = 8) -> dict[str, Any]:
+    """A small model in float32: every policy's tokens and logits against those of the run where all weights stay."""
+    config = msgspec.structs.replace(TINY, dtype="float32")
+    layout = weight_layout(config)
+    chance = random.Random(2)
+    prompts = [[chance.randrange(config.vocabulary) for _ in range(chance.randint(3, 30))] for _ in range(12)]
+    expected: tuple[Any, list[torch.Tensor]] | None = None
+    differences: dict[str, Any] = {}
+    for name in ("resident", *POLICIES):
+        device = CudaDevice(random_checkpoint(config), layout, keep_logits=True)
+        policy = _policy(name)
+        batch = batch_of([len(prompt) for prompt in prompts], new_tokens, Sizes(12, 4))
+        budgets = {} if name == "resident" else {"gpu": _little(layout)}
+        plan = plan_run(machine, layout, batch, policy, budgets, device.slot_bytes)
+        report = run(plan, policy, device, prompts)
+        logits = [each for _, each in sorted(device.logits, key=lambda pair: pair[0])]
+        if expected is None:
+            expected = report.tokens, logits
+            continue
+        differences[name] = {
+            "tokens_equal": report.tokens == expected[0],
+            "largest_difference_of_logits": max(
+                (mine - theirs).abs().max().item() for mine, theirs in zip(logits, expected[1], strict=True)
+            ),
+        }
+    return differences
+
+
+def _little(layout: WeightLayout) -> int:
+    """A budget that makes a small model stream."""
+    return layout.globals_bytes + int(0.8 * sum(page.nbytes for page in layout.pages)) + (64 << 20)
+
+
+def layers_that_fit(config: ModelConfig) -> int:
+    """As many of the model's layers as the host's memory holds."""
+    layer = sum(page.nbytes for page in weight_layout(config, "bfloat16").layer(0))
+    return max(2, min(config.layers, int((available_memory() - PINNED) * FOR_WEIGHTS / layer)))
+
+
+def capped(machine: Machine, cap: int) -> Machine:
+    """The machine with less GPU memory."""
+    gpu = Tier(capacity=int(cap * (1 - FRAGMENTS)), bandwidth=machine.memories["gpu"].bandwidth)
+    return msgspec.structs.replace(machine, memories={**machine.memories, "gpu": gpu})
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Probe, check, run what there is time for, and write the JSON after each case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--caps", nargs="+", type=float, default=[24, 16, 48], help="GB")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=CLASSES)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA device here: nothing is measured")
+        return
+    until = time.monotonic() + options.seconds
+    total = torch.cuda.get_device_properties(0).total_memory
+    machine = probe(total, min(PINNED, available_memory() // 8))
+    result: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/gpu_offload.py", *arguments]),
+        "probed": msgspec.to_builtins(machine),
+        "check": check(machine),
+        "cases": [],
+        "left_out": {},
+    }
+    whole = TINY if options.small else SHAPES["mixtral-8x7b"]
+    layers = options.layers or layers_that_fit(whole)
+    config = msgspec.structs.replace(whole, layers=layers, dtype="bfloat16")
+    result["model"] = {"shape": whole.name, "layers": layers}
+
+    def write() -> None:
+        print(write_result(named_for_machine("gpu_offload"), result, "torch"), flush=True)
+
+    write()
+    bench = Bench(config, options.new_tokens)
+    for cap in options.caps:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
+        for name in options.policies:
+            case = f"{cap:g} GB, {name}"
+            try:
+                done = bench.case(capped(machine, int(cap * GB)), name, until - time.monotonic())
+                result["cases"].append({"case": case, "cap_gb": cap, **done})
+            except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
+                result["left_out"][case] = f"{type(error).__name__}: {error}"
+            write()
+    bench.close()
+    for cap in options.caps:
+        case = f"{cap:g} GB, accelerate"
+        if find_spec("accelerate") is None or find_spec("transformers") is None:
+            result["left_out"][case] = "Accelerate is not installed"
+        elif time.monotonic() > until:
+            result["left_out"][case] = "no time was left"
+        else:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
+            average = round(sum(bench.lengths) / len(bench.lengths))
+            batches = generate(config, int(cap * GB), average, options.new_tokens, until)
+            result["cases"].append({"case": case, "cap_gb": cap, "policy": "accelerate", "batches": batches})
+        write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
