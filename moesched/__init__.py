@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moesched.models.random_model import write_random_model
     from moesched.plan import Plan
     from moesched.planner import plan_model
+    from moesched.reproduce import reproduce as reproduce_paper
     from moesched.roofline import roofline_of
     from moesched.roofline_picture import draw_roofline
     from moesched.sampling import Sampling
@@ -56,6 +57,7 @@ _HOMES = {
     "load_workload": "moesched.workloads",
     "local_machine": "moesched.machines.local",
     "read_trace": "moesched.trace",
+    "reproduce_paper": "moesched.reproduce:reproduce",
     "write_report": "moesched.job_report",
     # what a policy sees
     "Page": "moesched.models.layout",
@@ -91,6 +93,7 @@ __all__ = [
     "local_machine",
     "read_trace",
     "plan_model",
+    "reproduce_paper",
     "roofline_of",
     "run_model",
     "simulate_model",

@@ -30,6 +30,7 @@ PUBLIC = [
     "local_machine",
     "read_trace",
     "plan_model",
+    "reproduce_paper",
     "roofline_of",
     "run_model",
     "simulate_model",

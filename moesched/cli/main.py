@@ -8,7 +8,17 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from moesched.cli import calibrating, comparing, drawing, listing, models, planning, run, simulate
+from moesched.cli import (
+    calibrating,
+    comparing,
+    drawing,
+    listing,
+    models,
+    planning,
+    reproducing,
+    run,
+    simulate,
+)
 from moesched.cli.failures import exit_code_of
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
@@ -38,7 +48,7 @@ def make_app() -> App:
         version=lambda: version("moesched"),
         result_action="return_value",
     )
-    for command in (run, simulate, planning, models, listing, comparing, calibrating, drawing):
+    for command in (run, simulate, planning, models, listing, comparing, calibrating, drawing, reproducing):
         command.add_to(app)
     return app
 

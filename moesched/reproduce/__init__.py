@@ -1,1 +1,76 @@
-"""A paper's tables beside what our schedules come to on the virtual clock."""
+"""A paper's figures beside what our schedules come to on the virtual clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from moesched.errors import BadInput
+
+from .attention import attention_section
+from .calibration import calibrate, calibration_rows
+from .cpu_memory import memory_section
+from .figures import moe_lightning
+from .policy_map import policy_map
+from .report import Accuracy, Claim, Reproduction, Section
+from .scaling import scaling
+from .speedups import speedups
+from .tables import Cell, accuracy, cells_of, table_section
+
+__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
+
+PAPERS = ("moe-lightning",)
+TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
+SECTIONS = (*TABLES, "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
+
+
+def reproduce(
+    paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
+) -> Reproduction:
+    """Put a paper's figures beside our predictions of them; needs no weights and no GPU.
+
+    Args:
+        paper: one of `PAPERS`.
+        only: sections, of `SECTIONS`; by default all.
+        on_progress: told what is predicted.
+
+    Raises:
+        BadInput: there is no such paper or section.
+    """
+    _require(paper, PAPERS, "paper")
+    for section in only:
+        _require(section, SECTIONS, "section")
+    started = time.perf_counter()
+    figures = moe_lightning()
+    rates = calibrate(figures, on_progress)
+    cells: dict[str, list[Cell]] = {}
+
+    def table(name: str) -> Section:
+        cells[name] = cells_of(figures, TABLES[name], rates, on_progress)
+        return table_section(TABLES[name], cells[name])
+
+    make: dict[str, Callable[[], Section]] = {
+        **{name: partial(table, name) for name in TABLES},
+        "speedups": lambda: speedups(figures, rates, on_progress),
+        "cpu-attention": lambda: attention_section(figures, rates),
+        "cpu-memory": lambda: memory_section(figures, rates, on_progress),
+        "policy-map": lambda: policy_map(on_progress),
+        "scaling": lambda: scaling(figures, rates, on_progress),
+    }
+    sections = [make[name]() for name in SECTIONS if not only or name in only]
+    shown = [cell for each in cells.values() for cell in each]
+    return Reproduction(
+        paper=paper,
+        title=figures.title,
+        calibration=calibration_rows(figures, rates),
+        accuracy=accuracy(shown) if shown else None,
+        accuracy_as_drawn=accuracy(shown, as_drawn=True) if shown else None,
+        sections=sections,
+        wall_seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _require(name: str, known: Sequence[str], what: str) -> None:
+    if name not in known:
+        raise BadInput(f"no {what} {name!r}: name one of {', '.join(known)}")

@@ -5,41 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log
 
-import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 
 from .figures import Column, Paper, Row
 from .rates import Rates
-from .systems import SYSTEMS, Predicted, predict, setting_of
+from .report import Value, rounded
+from .systems import SYSTEMS, Predicted, System, predict, setting_of
 
+OF = {
+    "link": "the profile's links to and from the GPU",
+    "kernels": "the GPU's memory bandwidth and FLOP/s",
+    "flexgen_attention": "the host's bandwidth and FLOP/s, for FlexGen's CPU attention",
+}
 ORDER = ("link", "kernels", "flexgen_attention")
 ROUNDS = 6
 MOST_TRIES = 30
 CLOSE = 1e-4
 
 
-class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate and the cell that it was set by."""
-
-    rate: str
-    share: float
-    cell: str
-
-
-def predict_cell(paper: Paper, column: Column, row: Row, rates: Rates) -> Predicted:
-    """A cell of the paper's tables, with the sizes that it prints."""
-    where = paper.settings[column.setting]
+def predict_cell(
+    paper: Paper, column: Column, row: Row, rates: Rates, system: System | None = None
+) -> Predicted:
+    """A cell of the paper's tables, with the sizes that it prints; `system` schedules otherwise than its row's."""
     setting = setting_of(
-        SYSTEMS[row.system],
-        where.model,
-        load_machine(where.machine),
+        system or SYSTEMS[row.system],
+        paper.settings[column.setting],
         column.workload,
         column.new_tokens,
         rates,
-        row.micro_batch_size * row.micro_batches,
+        requests=row.micro_batch_size * row.micro_batches,
     )
     return predict(setting, row.micro_batches, row.micro_batch_size)
 
@@ -63,18 +60,32 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
     return rates
 
 
-def fitted(paper: Paper, rates: Rates) -> list[Fitted]:
-    """Which rate was set by which cell."""
-    return [
-        Fitted(
-            rate=row.fit,
-            share=getattr(rates, row.fit),
-            cell=f"{column.table}, {column.workload}, {column.setting}, {row.name}",
-        )
-        for column in paper.cells
-        for row in column.rows
-        if row.fit
-    ]
+def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
+    """Each rate: the cell that it was set by, its share of what the profiles say, and what that comes to."""
+    rows: list[dict[str, Value]] = []
+    for column in paper.cells:
+        for row in column.rows:
+            if row.fit:
+                machine = load_machine(paper.settings[column.setting].machine)
+                share = getattr(rates, row.fit)
+                rows.append(
+                    {
+                        "rate": row.fit,
+                        "of": OF[row.fit],
+                        "share": rounded(share),
+                        "gb_per_second": rounded(share * _bandwidth(machine, row.fit) / 1e9),
+                        "set_by": f"{column.table}, {column.workload}, {column.setting}, {row.name}",
+                    }
+                )
+    return rows
+
+
+def _bandwidth(machine: Machine, rate: str) -> float:
+    """Bytes per second of the profile that a rate is a share of."""
+    fast, slow = machine.accelerator.memory, machine.host.memory
+    if rate == "link":
+        return machine.link(slow, fast).bandwidth
+    return machine.memories[fast if rate == "kernels" else slow].bandwidth
 
 
 def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:

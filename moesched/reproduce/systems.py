@@ -10,7 +10,7 @@ from moesched import plugins
 from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.jobs import find_shape
-from moesched.machines import Machine
+from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.plan import Plan
 from moesched.planner.traits import Setting, kept_bytes
@@ -18,9 +18,11 @@ from moesched.preview import preview
 from moesched.seams import Policy
 from moesched.workloads import load_workload
 
+from .figures import PaperSetting
 from .rates import Rates, machine_at
 
 ROOM = 1.05
+MOST_REQUESTS = 4096
 
 
 class System(msgspec.Struct, frozen=True):
@@ -44,6 +46,8 @@ SYSTEMS = {
     "MoE-Lightning(p)": System("cgopipe"),
     "MoE-Lightning": System("cgopipe", padded=False),
 }
+AS_DRAWN = System("flexgen")
+"""FlexGen as Fig. 6 draws it: the next micro-batch's keys and values come while one computes."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +73,17 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setting_of(
-    system: System, model: str, machine: Machine, workload: str, new_tokens: int, rates: Rates, requests: int
+    system: System,
+    where: PaperSetting,
+    workload: str,
+    new_tokens: int,
+    rates: Rates,
+    *,
+    requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """A system on a machine with these rates, with so many requests of the workload."""
-    layout = weight_layout(find_shape(model))
+    """A system in a setting of the paper, its machine at these rates, with so many requests of the workload."""
+    machine = load_machine(where.machine)
+    layout = weight_layout(find_shape(where.model))
     described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
     chosen = load_workload(workload)
     lengths = [chosen.longest] * requests if system.padded else chosen.lengths(requests)

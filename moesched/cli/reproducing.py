@@ -1,0 +1,140 @@
+"""`moesched reproduce`: a paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.reproduce import Accuracy, Reproduction, Section
+
+HELP = options.paragraphs(
+    "Put the figures of a paper beside what our schedules come to on the virtual clock, cell by cell.",
+    "Papers: moe-lightning. Three rates that it does not give are fitted to three cells of its Table 4; all else is "
+    "predicted. With --out each section is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched reproduce moe-lightning --only table-5
+  moesched reproduce moe-lightning --out pictures --report reproduced.json"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(reproduce, name="reproduce", help=HELP, help_epilogue=EPILOGUE, sort_key=8)
+
+
+def reproduce(
+    paper: Annotated[str, Parameter(metavar="PAPER", help="Which one: moe-lightning.")],
+    /,
+    *,
+    only: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="SECTION",
+            negative="",
+            consume_multiple=True,
+            show_default=False,
+            help="Of table-4, table-5, speedups, cpu-attention, cpu-memory, policy-map and scaling, those that are "
+            "wanted. By default all.",
+        ),
+    ] = (),
+    out: Annotated[
+        Path | None,
+        Parameter(
+            group=options.OUTPUT, metavar="DIR", help="Draw each section into this folder, as PNG and SVG."
+        ),
+    ] = None,
+    report: options.ReportFile = None,
+    json: options.Json = False,
+) -> None:
+    """See HELP."""
+    from moesched.cli.output import Bar, print_json
+    from moesched.jobs import require_writable
+    from moesched.reproduce import reproduce as reproduce_paper
+    from moesched.reproduce.picture import draw_reproduction, require_folder
+    from moesched.reproduce.report import write_reproduction
+
+    if out is not None:
+        require_folder(out)
+    require_writable(report, "report")
+    with Bar("reproducing") as bar:
+        reproduction = reproduce_paper(paper, only, lambda what: bar.update(0, what=what))
+        if report is not None:
+            write_reproduction(reproduction, report)
+        if out is not None:
+            draw_reproduction(reproduction, out)
+    if json:
+        print_json(reproduction)
+    else:
+        print_reproduction(reproduction)
+
+
+def print_reproduction(report: Reproduction) -> None:
+    """What was calibrated, each section, and how far the tables' cells are off."""
+    from moesched.cli.output import print_table
+
+    print(f"\n{report.title}: the paper measured, ours is predicted\n")
+    rows = [
+        [str(row["of"]), f"{row['share']:.1%}", f"{row['gb_per_second']} GB/s", str(row["set_by"])]
+        for row in report.calibration
+    ]
+    print_table(["fitted", "share", "comes to", "to meet"], rows)
+    for section in report.sections:
+        print(f"\n{section.title}\n")
+        if section.name.startswith("table"):
+            print_table(["workload", "", "system", "µ", "N/µ", *CELLS], list(_cells(section)), figures=8)
+        else:
+            print_table([each.replace("_", " ") for each in section.rows[0]], list(_rows(section)))
+        if section.claims:
+            print()
+            claims = [
+                [claim.where, claim.what, claim.paper, claim.ours, "yes" if claim.agrees else "no"]
+                for claim in section.claims
+            ]
+            print_table(["section", "claim", "paper", "ours", "agrees"], claims)
+        for note in section.notes:
+            print(f"\n{note}")
+    if any(section.claims for section in report.sections):
+        print("\nRatios agree where some of ours lie within 20 % of what the paper says.")
+    if report.accuracy is not None and report.accuracy_as_drawn is not None:
+        print(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
+        print(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")
+
+
+CELLS = ("paper", "ours", "error", "", "FlexGen as drawn", "bound by")
+
+
+def _cells(section: Section) -> Iterator[list[str]]:
+    for row in section.rows:
+        drawn = row["as_drawn"]
+        yield [
+            str(row["workload"]),
+            str(row["setting"]),
+            str(row["system"]),
+            str(row["micro_batch_size"]),
+            str(row["micro_batches"]),
+            f"{row['paper']:g}",
+            f"{row['ours']:g}",
+            f"{row['error']:+.1%}",
+            "fitted" if row["fitted"] else "predicted",
+            "" if drawn is None else f"{drawn:g}",
+            f"{row['bound_by']} {row['busy']:.0%}",
+        ]
+
+
+def _rows(section: Section) -> Iterator[list[str]]:
+    for row in section.rows:
+        yield [f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()]
+
+
+def _accuracy(accuracy: Accuracy) -> str:
+    order = f"{accuracy.pairs - len(accuracy.wrong)} of {accuracy.pairs} pairs more than 20 % apart in order"
+    wrong = f" (not: {'; '.join(accuracy.wrong)})" if accuracy.wrong else ""
+    return f"median error {accuracy.median_error:.1%} of {accuracy.cells}, {order}{wrong}"

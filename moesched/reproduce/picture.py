@@ -1,0 +1,180 @@
+"""The sections of a reproduction as pictures. Drawing takes matplotlib, an extra: pip install 'moesched[plots]'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesched.errors import BadInput
+from moesched.trace.whole_file import whole_file
+
+from .report import Reproduction, Section, Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAPER, OURS, FITTED = "#9aa5b1", "#1f5fa8", "#7fb069"
+COLORS = ("#1f5fa8", "#c0392b", "#2e8b57", "#e08a00", "#7b4ea3", "#8c6d46", "#333333", "#d16ba5")
+FORMATS = ("png", "svg")
+
+Row = dict[str, Value]
+
+
+def require_folder(folder: Path) -> None:
+    """Whether pictures can be drawn into a folder.
+
+    Raises:
+        BadInput: it is no folder, or matplotlib is not installed.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"cannot draw into {folder}: it is no folder: make it first")
+    try:
+        import matplotlib.figure  # noqa: F401  only tried
+    except ImportError:
+        raise BadInput(
+            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', or leave --out away"
+        ) from None
+
+
+def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
+    """Draw each section as PAPER-SECTION.png and .svg; returns the files.
+
+    Raises:
+        BadInput: `folder` is none, matplotlib is not installed, or a file cannot be written.
+    """
+    require_folder(folder)
+    from matplotlib import rc_context
+
+    written = []
+    for section in report.sections:
+        # Without a date and with names that are not drawn by lot, the same report gives the same file.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
+            figure = DRAWINGS[section.name](section)
+            for kind in FORMATS:
+                drawn = BytesIO()
+                metadata = {"Date": None} if kind == "svg" else {}
+                figure.savefig(drawn, format=kind, dpi=110, metadata=metadata)
+                path = folder / f"{report.paper}-{section.name}.{kind}"
+                with whole_file(path, "picture") as file:
+                    file.write(drawn.getvalue())
+                written.append(path)
+    return written
+
+
+def _tables(section: Section) -> Figure:
+    """Bars of the paper and of ours, column by column."""
+    columns = list(dict.fromkeys((row["workload"], row["setting"]) for row in section.rows))
+    figure, all_axes = _figure(len(columns), section.title, each=4.2)
+    for axes, (workload, setting) in zip(all_axes, columns, strict=True):
+        rows = [row for row in section.rows if (row["workload"], row["setting"]) == (workload, setting)]
+        places = range(len(rows))
+        axes.bar([x - 0.2 for x in places], [row["paper"] for row in rows], 0.4, color=PAPER, label="paper")
+        colors = [FITTED if row["fitted"] else OURS for row in rows]
+        axes.bar([x + 0.2 for x in places], [row["ours"] for row in rows], 0.4, color=colors)
+        axes.set_xticks(list(places), [str(row["system"]).replace(", ", ",\n") for row in rows], fontsize=7)
+        axes.set_title(f"{workload}, {setting}", fontsize=10)
+        axes.set_ylabel("tokens/s")
+    all_axes[0].bar([0], [0], color=OURS, label="ours, predicted")
+    all_axes[0].bar([0], [0], color=FITTED, label="ours, fitted")
+    all_axes[0].legend(fontsize=8)
+    return figure
+
+
+def _generations(section: Section) -> Figure:
+    """Throughput by generation length, a line for each system."""
+    settings = list(dict.fromkeys(row["setting"] for row in section.rows))
+    figure, all_axes = _figure(len(settings), section.title, each=4.2)
+    for axes, setting in zip(all_axes, settings, strict=True):
+        _lines(
+            axes,
+            (row for row in section.rows if row["setting"] == setting),
+            lambda row: f"{row['system']}, {row['sizes_by']}",
+            "new_tokens",
+            "tokens_per_second",
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(str(setting), fontsize=10)
+        axes.set_xlabel("tokens to generate")
+    all_axes[0].set_ylabel("tokens/s")
+    return figure
+
+
+def _attention(section: Section) -> Figure:
+    figure, (axes,) = _figure(1, section.title, each=7)
+    for what, style in (("cpu_attention_ms", "-"), ("moving_kv_ms", "--")):
+        name = what.removesuffix("_ms").replace("_", " ")
+        _lines(
+            axes,
+            section.rows,
+            lambda row, name=name: f"{name}, context {row['context']}",
+            "micro_batch_size",
+            what,
+            style,
+        )
+    _lines(axes, section.rows, lambda row: "experts", "micro_batch_size", "experts_ms", ":")
+    axes.set_yscale("log")
+    axes.set_xlabel("µ")
+    axes.set_ylabel("ms for one layer")
+    return figure
+
+
+def _memory(section: Section) -> Figure:
+    figure, (axes,) = _figure(1, section.title, each=7)
+    _lines(axes, section.rows, lambda row: str(row["system"]), "host_gb", "tokens_per_second")
+    axes.set_xlabel("host memory, GB")
+    axes.set_ylabel("tokens/s")
+    return figure
+
+
+def _map(section: Section) -> Figure:
+    """The share of the weights that is offloaded; red points where attention is on the CPU."""
+    figure, (axes,) = _figure(1, section.title, each=7)
+    xs = [row["link_gb_per_second"] for row in section.rows]
+    ys = [row["cpu_ratio"] for row in section.rows]
+    shares = axes.scatter(
+        xs, ys, c=[row["weights_on_cpu"] for row in section.rows], s=420, marker="s", cmap="Blues", vmin=0
+    )
+    attending = [
+        (x, y) for x, y, row in zip(xs, ys, section.rows, strict=True) if row["attention_on"] == "cpu"
+    ]
+    axes.plot([x for x, _ in attending], [y for _, y in attending], "o", color="#c0392b")
+    axes.set_yscale("log")
+    axes.set_xlabel("link, GB/s (red: attention on the CPU)")
+    axes.set_ylabel("times the base CPU")
+    figure.colorbar(shares, ax=axes, label="share of the weights offloaded")
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[Section], Figure]] = {
+    "table-4": _tables,
+    "table-5": _tables,
+    "speedups": _generations,
+    "scaling": _generations,
+    "cpu-attention": _attention,
+    "cpu-memory": _memory,
+    "policy-map": _map,
+}
+
+
+def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(7.0, each * count), 4.6), layout="constrained")
+    figure.suptitle(title)
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _lines(
+    axes: Any, rows: Iterable[Row], name: Callable[[Row], str], x: str, y: str, style: str = "-"
+) -> None:
+    """A line through the rows of each name."""
+    lines: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        lines.setdefault(name(row), []).append((row[x], row[y]))
+    for number, (label, points) in enumerate(lines.items()):
+        axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=COLORS[number], label=label)
+    axes.legend(fontsize=7)
+    axes.grid(linewidth=0.4, alpha=0.6)

@@ -1,0 +1,112 @@
+"""What a reproduction comes to: sections of rows, and what the paper claims beside what we find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from moesched.trace.whole_file import whole_file
+
+from .figures import PaperClaim
+
+Value = str | float | int | bool | None
+
+NEAR = 0.2
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the text states, and what we find.
+
+    Attributes:
+        agrees: whether what we find is what the paper says; of ratios, whether some of ours lie within 20 % of its
+            range.
+    """
+
+    where: str
+    what: str
+    paper: str
+    ours: str
+    agrees: bool
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the reproduction.
+
+    Attributes:
+        how: what was done, in a few sentences.
+        rows: a table; all rows have the same keys.
+        notes: what is to be known of it.
+    """
+
+    name: str
+    title: str
+    how: str
+    rows: list[dict[str, Value]]
+    claims: list[Claim] = []
+    notes: list[str] = []
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the predicted cells are off.
+
+    Attributes:
+        median_error: of the absolute relative errors.
+        pairs, wrong: pairs of the same column that the paper has more than 20 % apart, and those in the other order.
+    """
+
+    cells: int
+    median_error: float
+    pairs: int
+    wrong: list[str]
+
+
+class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
+    """A paper beside our predictions: nothing in it was measured by us.
+
+    Attributes:
+        calibration: the rates that the paper does not give, each set by one of its cells.
+        accuracy: of the tables' predicted cells; None where no table was asked for. `as_drawn`, with FlexGen's
+            schedule as the paper's Fig. 6 draws it.
+    """
+
+    paper: str
+    title: str
+    calibration: list[dict[str, Value]]
+    accuracy: Accuracy | None
+    accuracy_as_drawn: Accuracy | None
+    sections: list[Section]
+    wall_seconds: float
+
+
+def write_reproduction(report: Reproduction, path: Path) -> None:
+    """Write a reproduction as JSON.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    with whole_file(path, "report") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def ratio_claim(claim: PaperClaim, ours: list[float], how: str = "") -> Claim:
+    """A ratio of the paper beside ours; `how` tells claims with the same words apart."""
+    low, high = min(ours), max(ours)
+    return Claim(
+        where=claim.where,
+        what=f"{claim.what} ({how})" if how else claim.what,
+        paper=span(claim.low, claim.high),
+        ours=span(low, high),
+        agrees=low <= claim.high * (1 + NEAR) and high >= claim.low * (1 - NEAR),
+    )
+
+
+def span(low: float, high: float) -> str:
+    """A ratio, or from which to which."""
+    first, last = f"{low:.3g}", f"{high:.3g}"
+    return f"{first}x" if first == last else f"{first} to {last}x"
+
+
+def rounded(number: float) -> float:
+    """To four digits."""
+    return float(f"{number:.4g}")
