@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def contended(self) -> bool:
-        """Whether what one lane does slows others: accelerator and host share a memory, or links of several stages do."""
+        """Whether what a lane does slows others: accelerator and host share a memory, or several stages' links do."""
         return self.machine.unified or len(self.stages) > 1
 
     @property
@@ -251,7 +251,9 @@ class Plan:
         """The memory of a role that pages go to: an accelerator's is that of their stage."""
         stages = {self.stage_of(page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
-            raise PolicyError(f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself")
+            raise PolicyError(
+                f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself"
+            )
         return self.memory(role, next(iter(stages), 0))
 
 

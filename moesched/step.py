@@ -126,9 +126,7 @@ class Step:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
         batch.tag = self._base
         lane = batch.stage.lane
-        batch.last = task = Kernel(
-            lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index
-        )
+        batch.last = task = Kernel(lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index)
         return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
