@@ -61,10 +61,10 @@ class Generation:
         return self.tokens
 
     async def _load(self) -> None:
-        for kept in self._schedule.plan.kept:
-            for task in self._schedule.load(kept):
-                await task
-                self.loaded = max(self.loaded, task.end)
+        loads = [task for kept in self._schedule.plan.kept for task in self._schedule.load(kept)]
+        for task in loads:
+            await task
+            self.loaded = max(self.loaded, task.end)
         self.busy_loading = {name: lane.busy for name, lane in self._schedule.lanes.items()}
 
     async def _submit(self, index: int, *, last: bool) -> list[Task]:

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def contended(self) -> bool:
-        """Whether what one lane does slows others: accelerator and host share a memory, or links of several stages do."""
+        """Whether what a lane does slows others: accelerator and host share a memory, or several stages' links do."""
         return self.machine.unified or len(self.stages) > 1
 
     @property

@@ -206,8 +206,9 @@ class Schedule:
 def _kept(plan: Plan) -> Kept:
     """How much of the weights stays in the accelerators' memories."""
     kept = {True: 0, False: 0}
+    fast = plan.accelerators
     for fixed in plan.kept:
-        if fixed.memory in plan.accelerators:
+        if fixed.memory in fast:
             for page in fixed.pages():
                 kept[page.expert < 0] += page.nbytes
     dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)

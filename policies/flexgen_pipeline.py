@@ -8,6 +8,8 @@ of them twice as often.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from moesched.plan import Plan
 from moesched.step import Step
 
@@ -15,7 +17,7 @@ from .placement import double_buffered
 
 
 class FlexGenPipeline:
-    """FlexGen's block schedule, group after group, through stages that each have a double buffer; on one GPU, FlexGen."""
+    """FlexGen's block schedule, group after group, through stages with a double buffer each; on one GPU, FlexGen."""
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
@@ -42,7 +44,7 @@ class FlexGenPipeline:
     def _schedule(self, step: Step) -> None:
         count, all_of_them = len(self.stages), step.micro_batches
         cuts = [group * len(all_of_them) // count for group in range(count + 1)]
-        groups = [all_of_them[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+        groups = [all_of_them[start:end] for start, end in pairwise(cuts) if start < end]
         for group in groups:
             self._pass(step, group, last=step.last and group is groups[-1])
 

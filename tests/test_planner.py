@@ -107,6 +107,7 @@ def throughput(where: Setting, traits: Traits, shape: Shape, count: int) -> floa
         ("cgopipe", False, False, 1, True),
         ("flexgen", True, False, 1, True),
         ("flexgen_cpu", False, False, 1, True),
+        ("flexgen_pipeline", True, False, 1, True),
         ("layer_streaming", True, True, 0, True),
         ("resident", True, True, 1, False),
     ],

@@ -186,7 +186,9 @@ class Timeline:
             for captured in template.tasks:
                 yield msgspec.structs.replace(
                     captured,
-                    work=_resized(captured.work, self.works[index].get((captured.micro_batch, captured.verb))),
+                    work=_resized(
+                        captured.work, self.works[index].get((captured.micro_batch, captured.verb))
+                    ),
                     id=number,
                     step=index - 1,
                     state=DONE,

@@ -107,7 +107,7 @@ class Candidate:
         """Look at the schedule of that many micro-batches, or of as many as fit."""
         plan, policy = self._fitting(size, micro_batches)
         batch = plan.batch
-        seen = preview(plan, policy, self.setting.cost)
+        seen = preview(plan, policy)
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),

@@ -82,7 +82,7 @@ def _solve(setting: Setting, traits: Traits, shapes: Sequence[Shape], rate: floa
         )
         if memory == machine.accelerator.memory:
             buffer = traits.buffer * weights / config.layers / MB
-            used += (weights / MB - buffer) * kept + buffer
+            used += (weights / traits.stages / MB - buffer) * kept + buffer
         model.addConstr(used <= setting.capacity(memory) / MB)
     tokens = model.qsum(setting.new_tokens * each.size * n for each, n in zip(shapes, counts, strict=True))
     seconds = config.layers * (prefill + setting.new_tokens * step)

@@ -73,8 +73,9 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         kv_on_gpu: whether the KV cache lies in the accelerator's memory.
         keeps: the most of the weights' bytes that it keeps there, from 0 to 1.
         streams: whether it can do with less than that.
-        buffer: bytes of its buffer for each byte of a layer that streams.
+        buffer: bytes of an accelerator's buffer for each byte of a layer that streams.
         fetch: seconds that the slowest link on the way takes for all weights of a layer.
+        stages: how many accelerators it makes a pipeline of.
     """
 
     attention_on_gpu: bool
@@ -83,6 +84,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool
     buffer: float
     fetch: float
+    stages: int = 1
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +94,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         size: requests of a micro-batch, µ.
         most: how many micro-batches of them there may be.
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without the weights.
-        prefill: seconds of the accelerator for one layer of the prefill.
+            without the weights. The stages of a pipeline work at once, on a layer each.
+        prefill: seconds of the accelerator for one layer of the prefill, likewise.
         fixed, each: bytes by memory of the first micro-batch, and of every other one.
     """
 
@@ -119,7 +121,9 @@ def learn(setting: Setting) -> Traits:
     weights = _weight_bytes(roomy)
     kept = kept_bytes(roomy)
     fast = roomy.memory("accelerator")
-    half = unlimited | {fast.name: fast.used - kept + kept // 2}
+    stages = len(roomy.stages)
+    here = kept // stages
+    half = unlimited | {fast.name: fast.used - here + here // 2}
     try:
         tight, _ = setting.plan(batch, half)
     except BadInput:
@@ -133,6 +137,7 @@ def learn(setting: Setting) -> Traits:
         streams=kept == 0 or tight is not None,
         buffer=pools / streamed if streamed else 0.0,
         fetch=max(_hop_seconds(roomy if tight is None else tight, setting.cost)),
+        stages=stages,
     )
 
 
@@ -153,22 +158,23 @@ class Probe:
     def shape(self, cost: CostModel) -> Shape:
         """What micro-batches of this size cost."""
         link, host, accelerator, prefill = _layer_seconds(self._one, cost)
+        stages = len(self._one.stages)
         return Shape(
             size=self.size,
             most=self.most,
-            link=link,
+            link=link / stages,
             host=host,
-            accelerator=accelerator,
-            prefill=prefill,
+            accelerator=accelerator / stages,
+            prefill=prefill / stages,
             fixed=self._fixed,
             each=self._each,
         )
 
 
 def kept_bytes(plan: Plan) -> int:
-    """Bytes of the weights that stay in the accelerator's memory."""
-    fast = plan.memory("accelerator")
-    return sum(slot.nbytes for kept in plan.kept if kept.memory is fast for slot in kept.slots)
+    """Bytes of the weights that stay in the accelerators' memories."""
+    fast = plan.accelerators
+    return sum(slot.nbytes for kept in plan.kept if kept.memory in fast for slot in kept.slots)
 
 
 def _weight_bytes(plan: Plan) -> int:
@@ -181,10 +187,15 @@ def _pool_bytes(plan: Plan) -> int:
 
 
 def _used(plan: Plan) -> dict[str, int]:
-    """Bytes by memory of all but the weights that stay and the slots that the others pass through."""
+    """Bytes by memory of all but the weights that stay and the slots that the others pass through.
+
+    Of several accelerators that count for one, whose name is the first one's, it is the one that needs the most.
+    """
     used = {name: memory.used for name, memory in plan.memories.items()}
     for pool in (*plan.kept, *plan.pools):
         used[pool.memory.name] -= sum(slot.nbytes for slot in pool.slots)
+    first, *others = (memory.name for memory in plan.accelerators)
+    used[first] = max([used[first], *(used.pop(name) for name in others)])
     return used
 
 
@@ -193,9 +204,9 @@ def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
     lanes = make_lanes(plan)
     schedule = Schedule(plan, Engine(lanes.values()), lanes)
     roles = plan.machine.roles
-    fast = plan.memory("accelerator").name
-    by_way_of = {pool.memory.name for pool in plan.pools} - {fast}
-    stops = [roles.weights, *by_way_of, fast]
+    fast = [memory.name for memory in plan.accelerators]
+    by_way_of = {pool.memory.name for pool in plan.pools} - {*fast}
+    stops = [roles.weights, *by_way_of, fast[0]]
     pages = plan.layout.layer(0)
     return [
         sum(cost.work(schedule.move(source, target, page.nbytes)[1]).seconds for page in pages)
