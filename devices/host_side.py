@@ -155,7 +155,8 @@ class HostSide:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         self._cache.append(task.layer, state.step, _copy(k_TKd, HOST), _copy(v_TKd, HOST))
-        del state.qkv
+        if not task.step:
+            del state.qkv  # in decode attention may still need them
 
 
 def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:
