@@ -163,7 +163,8 @@ class HostSide:
         keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
         wait_for_copies(self._accelerator)  # the host itself puts them into the cache
         self._cache.append(task.layer, state.step, keys, values)
-        del state.qkv
+        if not task.step:
+            del state.qkv  # in decode attention may still need them
 
     def _ready(self, tensor: Tensor) -> Tensor:
         """The host's tensor where the accelerator can copy it from without making the host wait."""

@@ -180,7 +180,7 @@ class TorchDevice:
         else:
             self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
         if missing:
-            self._kept.expect(missing, self._staging(missing))
+            self._kept.expect(missing, self._staging(missing, plan.staged))
         self._sampling = sampling
         self._first_request = plan.batch.first_request
         blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
@@ -254,9 +254,9 @@ class TorchDevice:
             if page.id not in self._home:
                 self._kept.load(page)
 
-    def _staging(self, pages: int) -> list[Tensor]:
+    def _staging(self, pages: int, most: int) -> list[Tensor]:
         """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
-        count = min(pages, self._cores, MOST_ARRANGING) + 1
+        count = min(pages + 1, self._cores + 1, MOST_ARRANGING + 1, most)
         size = self._reader.slot_bytes
         unused = [
             arena.slot(index)

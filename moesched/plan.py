@@ -25,7 +25,7 @@ Role = Literal["accelerator", "host", "pinned"]
 
 KV_BLOCK_TOKENS = 16
 STAGED = 4
-"""How many pages are on their way at most while those that stay are loaded."""
+"""How many pages are on their way at most while those that stay are loaded; fewer where memory is short."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -106,6 +106,7 @@ class Plan:
         self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
         self.in_flight: int | None = None
+        self.staged = STAGED
         self._needed = self._reserve_what_all_need()
 
     # -- what a policy reads -----------------------------------------------------------------------
@@ -293,8 +294,9 @@ class Plan:
         slots = any(pool.memory is host and len(pool.slots) > 1 for pool in self.pools)
         sizes = [slot.nbytes for kept in self.kept for slot in kept.slots if kept.memory is host]
         if self.machine.unified and sizes and not slots:
-            loading = sum(sizes) + self.layout.globals_bytes + STAGED * max(sizes)
-            host.require("weights while they are loaded", loading)
+            loaded = sum(sizes) + self.layout.globals_bytes
+            self.staged = min(STAGED, max(1, (host.capacity - loaded) // max(sizes)))
+            host.require("weights while they are loaded", loaded + self.staged * max(sizes))
 
     def _used(self) -> dict[str, int]:
         return {name: memory.used for name, memory in self.memories.items()}

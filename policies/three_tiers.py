@@ -22,13 +22,15 @@ class ThreeTiers(CGOPipe):
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
-        self.held = (
-            plan.keep(self._held(plan), "host") if plan.has_pinned and not plan.machine.unified else None
-        )
+        self.held = plan.keep(self._held(plan), "host")
 
     def _held(self, plan: Plan) -> list[Page]:
         """Of the pages that stream, as many as the host can hold, of every layer as many as of the others."""
-        if plan.machine.roles.weights == plan.memory("host").name:
+        if (
+            plan.machine.unified
+            or not plan.has_pinned
+            or plan.machine.roles.weights == plan.memory("host").name
+        ):
             return []
         left = plan.free("host")
         held = []
@@ -40,7 +42,7 @@ class ThreeTiers(CGOPipe):
         return held
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        at_hand = [page for page in pages if self.held and page in self.held]
+        at_hand = [page for page in pages if page in self.held]
         super()._pin(step, [page for page in pages if page not in at_hand])
         if at_hand and self.pinned:
             step.pin(at_hand, self.pinned, source=self.held)
