@@ -16,6 +16,8 @@ from moesched.tasks import Task, Work
 
 LEAST_SECONDS = 1e-6
 LEAST_OVERLAP = 0.3
+MOSTLY = 0.9
+LEAST_RATE = 0.05
 
 
 class Group(NamedTuple):
@@ -83,21 +85,22 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def points(self) -> list[CostPoint]:
-        """The table's points; of several times of one operation, the least counts."""
-        fastest: dict[tuple[str, str, float, float], CostPoint] = {}
+        """The table's points; of several times of one operation, the median counts."""
+        found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
-            what = each.operation, each.dtype, each.size, each.rows
-            fastest[what] = min(each, fastest.get(what, each), key=lambda one: one.seconds)
-        gaps = [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
-        return [fastest[what] for what in sorted(fastest)] + gaps
+            found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
+        points = [point(*what, median(seconds)) for what, seconds in sorted(found.items())]
+        return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
         """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
 
         Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a. The
-        median over the tasks counts, the longer ones for more. Prefill is left out: what meets a size for the first
-        time may take longer alone.
+        median over the tasks counts, the longer ones for more. A task that was beside several sorts tells of one only
+        if hardly anything else was beside it, or if no task tells of that one alone. Prefill is left out: what meets a
+        size for the first time may take longer alone.
         """
+        mixed: dict[tuple[str, str], list[tuple[float, float]]] = {}
         found: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for task in tasks:
             alone = self._alone.get(_same(model, dtype, task))
@@ -107,12 +110,15 @@ class TaskTimes:
             overlap = sum(overlaps.values())
             if overlap > LEAST_OVERLAP * _seconds(task):
                 rate = (median(alone) - _seconds(task) + overlap) / overlap
-                for other in overlaps:
-                    found.setdefault((_sort(task), other), []).append((rate, overlap))
-        return {pair: min(1.0, max(0.05, _weighted_median(each))) for pair, each in found.items()}
+                for other, shared in overlaps.items():
+                    told = found if shared > MOSTLY * overlap else mixed
+                    told.setdefault((_sort(task), other), []).append((rate, overlap))
+        return {
+            pair: min(1.0, max(LEAST_RATE, _weighted_median(each))) for pair, each in (mixed | found).items()
+        }
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
-        work, seconds = self._works[group], min(self._times[group])
+        work, seconds = self._works[group], median(self._times[group])
         place = "kept " if group.kept else ""
         part = work.parts[0]
         if group.verb in ("pre_attention", "route"):
@@ -132,7 +138,7 @@ class TaskTimes:
         after = self._times.get(group._replace(verb="combine", kept=False))
         experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
         if before and after:
-            rest = (seconds - min(before) - min(after)) / sum(part.times for part in experts)
+            rest = (seconds - median(before) - median(after)) / sum(part.times for part in experts)
             yield point(f"{place}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
@@ -158,7 +164,7 @@ class TaskTimes:
             if each._replace(which=0) == group._replace(which=0, prefill=False):
                 parts = {part.operation: part for part in self._works[each].parts}
                 sequence = parts["attention step"]
-                alike.append((parts["attention call"].times, sequence.times, sequence.size, min(times)))
+                alike.append((parts["attention call"].times, sequence.times, sequence.size, median(times)))
         single = min((each for each in alike if each[1] == 1), key=lambda each: each[2], default=None)
         joined = max((each for each in alike if each[0] == 1), key=lambda each: each[1], default=None)
         split = max((each for each in alike if each[0] == each[1]), key=lambda each: each[1], default=None)

@@ -127,7 +127,8 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How one sort of work goes on while another runs beside it.
 
     Attributes:
-        work, beside: "compute", "attention", or a link as "source->destination".
+        work, beside: of tasks "compute", "attention", or a link as "source->destination"; of operations by themselves
+            "stream", "copy", "gemv" (a product of one row), "gemm" (of many), or a link.
         rate: speed of the first, relative to being alone.
     """
 
