@@ -134,8 +134,8 @@ class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
     Times at one x count by their median. Where more was measured to be faster, both take their mean: what else ran
-    made the smaller one slow, or luck the larger one fast. Below the first point the first line goes on, down to half of the first time; above the
-    last, time grows as it did on the whole.
+    made the smaller one slow, or luck the larger one fast. Below the first point the first line goes on, down to half
+    of the first time; above the last, time grows as it did on the whole.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
