@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from _results import named_for_machine, write_result
@@ -54,6 +54,10 @@ MOST_OTHER_CORES = 0.1
 LEAST_BAR_PERCENT = 5.0
 LANE_BAR_PERCENT = 10.0
 EMULATED = "t4"
+DECODE, LANE = "decode", "decode lane "
+
+Figures = dict[str, float]
+"""Seconds: of the whole, the phases, the lanes in decode steps, and the mean task of each kind."""
 
 MIXTRAL = SHAPES["mixtral-0.8b"]
 MODELS: dict[str, ModelConfig] = {
@@ -126,7 +130,7 @@ CASES = (
         policy="fastdecode",
         batch_size=16,
         micro_batch_size=8,
-        prompts=(200, 300),
+        prompts=(60, 100),
     ),
     Case(
         model="small-for-emulation",
@@ -139,14 +143,6 @@ CASES = (
         device="emulated",
     ),
 )
-
-
-class Figures(NamedTuple):
-    """Seconds of one run: decode steps and lanes in them, which are held to a bar, and others."""
-
-    decode: float
-    lanes: dict[str, float]
-    others: dict[str, float]
 
 
 class Times:
@@ -171,10 +167,15 @@ class Times:
 
 def figures(report: Report, times: Times) -> Figures:
     """What is compared."""
-    prefill, *decode = report.step_seconds
+    prefill, *steps = report.step_seconds
     prefill += report.load_seconds - times.first  # starting the driver is nobody's work
-    kinds = {name: mean(seconds) for name, seconds in sorted(times.seconds.items())}
-    return Figures(sum(decode), dict(sorted(times.lanes.items())), {"prefill": prefill, **kinds})
+    return {
+        "total": prefill + sum(steps),
+        "prefill": prefill,
+        DECODE: sum(steps),
+        **{f"{LANE}{name}": seconds for name, seconds in sorted(times.lanes.items())},
+        **{name: mean(seconds) for name, seconds in sorted(times.seconds.items())},
+    }
 
 
 class Setting:
@@ -229,9 +230,9 @@ class Result(msgspec.Struct, kw_only=True):
     predicted: Figures
     runs: list[tuple[float, Figures]] = []
 
-    def counted(self, repeats: int) -> list[Figures]:
-        """The runs during which others did least."""
-        return [each for _, each in sorted(self.runs, key=lambda each: each[0])[:repeats]]
+    def counted(self, repeats: int) -> list[tuple[float, Figures]]:
+        """The runs during which others did least, and the cores that those kept busy."""
+        return sorted(self.runs, key=lambda each: each[0])[:repeats]
 
     def quiet(self) -> int:
         """How many runs were hardly disturbed."""
@@ -246,10 +247,10 @@ def measure_in_turn(results: Sequence[Result], repeats: int) -> None:
         for result in results:
             if result.quiet() < min(turn, repeats):
                 load = OtherLoad()
-                run = result.setting.measure()
-                result.runs.append((load.cores(), run))
+                run_figures = result.setting.measure()
+                result.runs.append((load.cores(), run_figures))
                 print(
-                    f"  {result.setting.case.title}: {run.decode:.3f} s, others {load.cores():.2f}",
+                    f"  {result.setting.case.title}: {run_figures[DECODE]:.3f} s, others {result.runs[-1][0]:.2f}",
                     flush=True,
                 )
 
@@ -257,73 +258,42 @@ def measure_in_turn(results: Sequence[Result], repeats: int) -> None:
 def summary(result: Result, repeats: int) -> dict[str, Any]:
     """A case as the result file has it."""
     counted, predicted = result.counted(repeats), result.predicted
-    decodes = [each.decode for each in counted]
-    decode = median(decodes)
+    measured = {name: median(each[name] for _, each in counted) for name in counted[0][1]}
+    errors = {
+        name: round(100 * (predicted[name] / seconds - 1), 1)
+        for name, seconds in measured.items()
+        if seconds and name in predicted
+    }
+    decodes = [each[DECODE] for _, each in counted]
     first, _, third = quantiles(decodes, n=4, method="inclusive")
-    spread = 100 * (third - first) / decode
+    spread = 100 * (third - first) / measured[DECODE]
     bar = max(LEAST_BAR_PERCENT, 2 * spread)
-    lanes = _beside(
-        {name: median(each.lanes[name] for each in counted) for name in counted[0].lanes}, predicted.lanes
-    )
-    others = _beside(
-        {name: median(each.others[name] for each in counted) for name in counted[0].others}, predicted.others
-    )
-    error = _percent(predicted.decode, decode)
+    lanes = [error for name, error in errors.items() if name.startswith(LANE)]
     return {
         **msgspec.to_builtins(result.setting.case),
-        "decode": {
-            "measured": decode,
-            "predicted": predicted.decode,
-            "error_percent": error,
-            "interquartile_range_percent": round(spread, 1),
-            "bar_percent": round(bar, 1),
-            "holds": abs(error) <= bar,
-        },
-        "lanes": lanes,
-        "lanes_hold": all(abs(each["error_percent"]) <= LANE_BAR_PERCENT for each in lanes.values()),
-        "others": others,
+        "other_cores": [round(cores, 2) for cores, _ in counted],
         "measured_decodes": decodes,
-        "other_cores": [
-            round(cores, 2) for cores, _ in sorted(result.runs, key=lambda each: each[0])[:repeats]
-        ],
+        "interquartile_range_percent": round(spread, 1),
+        "bar_percent": round(bar, 1),
+        "decode_holds": abs(errors[DECODE]) <= bar,
+        "lanes_hold": all(abs(error) <= LANE_BAR_PERCENT for error in lanes),
+        "measured": measured,
+        "predicted": predicted,
+        "error_percent": errors,
     }
-
-
-def _beside(measured: dict[str, float], predicted: dict[str, float]) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            "measured": seconds,
-            "predicted": predicted[name],
-            "error_percent": _percent(predicted[name], seconds),
-        }
-        for name, seconds in measured.items()
-        if name in predicted and seconds
-    }
-
-
-def _percent(predicted: float, measured: float) -> float:
-    return round(100 * (predicted / measured - 1), 1)
 
 
 def table(case: Case, result: dict[str, Any]) -> str:
     """The figures of a case side by side."""
-    decode = result["decode"]
     lines = [
-        f"{case.title}: decode {decode['error_percent']:+.1f} %, bar {decode['bar_percent']:.1f} %, "
-        f"{'holds' if decode['holds'] else 'MISSED'}; lanes {'hold' if result['lanes_hold'] else 'MISSED'}; "
-        f"others on {max(result['other_cores']):.2f} cores",
-        _line("decode", decode),
-        *(_line(f"lane {name}", each) for name, each in result["lanes"].items()),
-        *(_line(f"  {name}", each) for name, each in result["others"].items()),
+        f"{case.title}: decode {result['error_percent'][DECODE]:+.1f} %, bar {result['bar_percent']:.1f} %, "
+        f"{'holds' if result['decode_holds'] else 'MISSED'}; lanes {'hold' if result['lanes_hold'] else 'MISSED'}; "
+        f"others on {max(result['other_cores']):.2f} cores"
     ]
+    for name, error in result["error_percent"].items():
+        measured, predicted = result["measured"][name], result["predicted"][name]
+        lines.append(f"  {name:<28} {measured * 1e3:10.3f} ms {predicted * 1e3:10.3f} ms {error:+7.1f} %")
     return "\n".join(lines)
-
-
-def _line(name: str, each: dict[str, float]) -> str:
-    return (
-        f"  {name:<26} {each['measured'] * 1e3:10.3f} ms {each['predicted'] * 1e3:10.3f} ms "
-        f"{each['error_percent']:+7.1f} %"
-    )
 
 
 def calibrated(given: Path | None) -> tuple[Machine, float]:
@@ -350,10 +320,10 @@ def main(arguments: Sequence[str]) -> None:
     results = [Result(setting=setting, predicted=setting.predict()) for setting in settings]
     measure_in_turn(results, repeats)
     summaries = [summary(result, repeats) for result in results]
-    print(f"{'':<28} {'measured':>13} {'predicted':>13} {'error':>9}")
+    print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
     for case, each in zip(cases, summaries, strict=True):
         print(table(case, each))
-    held = sum(each["decode"]["holds"] for each in summaries)
+    held = sum(each["decode_holds"] for each in summaries)
     lanes = sum(each["lanes_hold"] for each in summaries)
     print(f"decode times within their bars: {held} of {len(cases)}; lanes: {lanes} of {len(cases)}")
     report = {
@@ -368,7 +338,7 @@ def main(arguments: Sequence[str]) -> None:
         "decode_within_bar": held,
         "lanes_within_bar": lanes,
         "cases": len(cases),
-        "largest_decode_error_percent": max(abs(each["decode"]["error_percent"]) for each in summaries),
+        "largest_decode_error_percent": max(abs(each["error_percent"][DECODE]) for each in summaries),
         "runs": summaries,
     }
     print(write_result(named_for_machine("prediction"), report, "torch"))
