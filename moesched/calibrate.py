@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched import plugins
+from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.exercise import Gym, Manner, small_model
 from moesched.machines import Contention, CostPoint, Machine
@@ -47,7 +48,7 @@ Step = Callable[[], Call]
 """Measures something, and returns what takes it in."""
 Progress = Callable[[int, int], object]
 
-DISK = "disk->host"
+READ, DISK = "read", "disk->host"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 MOST_OTHER_CORES = 0.1
 """What others may keep busy meanwhile."""
@@ -254,7 +255,7 @@ class _Calibration:
 
     def _reads(self) -> Call:
         found = [
-            self._measure(DISK, nbytes, self.probe.read(self.scratch, nbytes, pieces), rows=pieces)
+            self._measure(READ, nbytes, self.probe.read(self.scratch, nbytes, pieces), rows=pieces)
             for nbytes in self.extent.reads
             for pieces in self.extent.pieces
         ]
@@ -270,7 +271,7 @@ class _Calibration:
                 "copy": self.probe.copy(extent.copies[-1]),
                 "gemv": of_rows(1),
                 "gemm": of_rows(extent.rows[-1]),
-                DISK: self.probe.read(self.scratch, extent.reads[-1], 1),
+                READ: self.probe.read(self.scratch, extent.reads[-1], 1),
             }
         found = {
             (name, beside): self._speed_beside(calls[name], calls[beside])
@@ -323,6 +324,7 @@ class _Calibration:
 
     def _machine(self) -> Machine:
         operations = [point(*what, median(times)) for what, times in sorted(self.times.items())]
+        operations += self._transfers([each for each in operations if each.operation == READ])
         contention = [
             Contention(work=sort, beside=other, rate=rounded(median(rates)))
             for (sort, other), rates in sorted(self.rates.items())
@@ -339,6 +341,11 @@ class _Calibration:
         )
         table = operations + self.tasks.points()
         return msgspec.structs.replace(machine, cost_table=table, contention=contention)
+
+    def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
+        """What pages take from the disk: reads by themselves, and as much longer as tasks took than such reads."""
+        longer = self.tasks.longer_than(DISK, Surface(reads))
+        return [point(DISK, "", each.rows, each.size, longer * each.seconds) for each in reads]
 
 
 def undisturbed(step: Step, again: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log2
 from statistics import median
@@ -12,7 +12,7 @@ from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
 from moesched.exercise import KEPT_LAYER
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
-from moesched.tasks import Task, Work
+from moesched.tasks import Part, Task, Work
 
 LEAST_SECONDS = 1e-6
 LEAST_OVERLAP = 0.3
@@ -51,13 +51,17 @@ class TaskTimes:
         self._works: dict[Group, Work] = {}
         self._alone: dict[Same, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
+        self._moves: dict[Part, list[float]] = {}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
         """Take in a run that did one task after the other."""
         times: dict[Group, list[float]] = {}
         for task in tasks:
             self._alone.setdefault(_same(model, dtype, task), []).append(_seconds(task))
-            if task.verb != "fetch":
+            if task.verb == "fetch":
+                if dtype == model.dtype:  # else it is converted, too
+                    self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
+            else:
                 group = _group(model, dtype, task)
                 times.setdefault(group, []).append(_seconds(task))
                 self._works.setdefault(group, task.work)
@@ -83,6 +87,18 @@ class TaskTimes:
                 gap = (task.start - ends[task.step, task.layer, task.micro_batch]) / 1e9
                 hops[task.step, task.layer] = min(gap, hops.get((task.step, task.layer), gap))
         self._gaps[HOP] += hops.values()
+
+    def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> float:
+        """How many times as long as by themselves pages took to move; 1 where none was moved.
+
+        seconds: of so many bytes in so many pieces, by themselves.
+        """
+        ratios = [
+            median(times) / seconds(part.size, part.rows)
+            for part, times in self._moves.items()
+            if part.operation == link
+        ]
+        return median(ratios) if ratios else 1.0
 
     def points(self) -> list[CostPoint]:
         """The table's points; of several times of one operation, the median counts."""

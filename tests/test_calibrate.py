@@ -26,7 +26,7 @@ from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.task_times import TaskTimes
-from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
@@ -71,7 +71,7 @@ def task(
     """A task of the small model that took from `start` to `end` seconds."""
     if verb == "fetch":
         kind: type[Task] = PageTransfer
-        work = Work(lane.name, lane.name, nbytes=100)
+        work = Work(lane.name, lane.name, nbytes=100, parts=(Part(lane.name, 50, 2),))
     else:
         kind = Kernel
         amount = (
@@ -126,6 +126,16 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
     times.add(MODEL, "bfloat16", tasks)
     found = {point.operation: point.seconds for point in times.points()}
     assert found == {"attention": 2.0, "attention call": 2.0, "attention step": 3.0}
+
+
+def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
+    times = TaskTimes()
+    fetch = task("fetch", 0, 3, lane=DISK)
+    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    times.add(MODEL, "float32", [fetch])
+    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    times.add(MODEL, "bfloat16", [fetch])
+    assert times.longer_than("disk->host", lambda size, rows: size * rows / 50) == 1.5  # 3 s, not 2
 
 
 # -- what runs at once
@@ -224,9 +234,10 @@ def test_a_calibrated_machine_predicts_runs_in_both_dtypes(tmp_path: Path) -> No
     assert seen[0] == (0, len(seen) - 1) and seen[-1] == (len(seen) - 1, len(seen) - 1)
     assert parse_machine((tmp_path / "machine.toml").read_bytes(), "file") == machine
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
-    alone = ("stream", "copy", "gemv", "gemm", "disk->host")
+    alone = ("stream", "copy", "gemv", "gemm", "read")
     assert set(permutations(alone, 2)) <= {(pair.work, pair.beside) for pair in machine.contention}
-    assert {point.rows for point in machine.cost_table if point.operation == "disk->host"} == {1, 2}
+    for operation in ("read", "disk->host"):
+        assert {point.rows for point in machine.cost_table if point.operation == operation} == {1, 2}
     for dtype in ("bfloat16", "float32"):
         assert isinstance(cost_model(machine, dtype), Calibrated)
         layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
