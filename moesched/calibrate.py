@@ -126,7 +126,7 @@ class Probe(Protocol):
 
 
 def calibrate(out: Path | None = None, progress: Progress | None = None, extent: Extent = FULL) -> Machine:
-    """Measure this machine, in about two minutes, and write its file; cut short, it leaves the old file.
+    """Measure this machine, in about three minutes, and write its file; cut short, it leaves the old one.
 
     Args:
         out: where to; by default the place where `--machine auto` finds it.
@@ -183,13 +183,13 @@ class _Calibration:
 
     def run(self, progress: Progress) -> Machine:
         """Measure all, in steps of a few seconds."""
-        self._write()
         steps = list(self._steps())
-        for done, step in enumerate(steps):
-            progress(done, len(steps))
+        progress(0, len(steps))
+        self._write()
+        for done, step in enumerate(steps, start=1):
             cores, self.again = undisturbed(step, self.again)
             self.most_of_others = max(self.most_of_others, cores)
-        progress(len(steps), len(steps))
+            progress(done, len(steps))
         return self._machine()
 
     def _steps(self) -> Iterable[Step]:
@@ -202,14 +202,20 @@ class _Calibration:
                     yield partial(self._products, dtype, matrix, packed=False)
                     if self.probe.packs(dtype):
                         yield partial(self._products, dtype, matrix, packed=True)
+        yield from self._runs()
+
+    def _runs(self) -> Iterable[Step]:
+        """Runs of the small models; what is compared is measured in turn, as the machine's speed drifts."""
         extent = self.extent
-        for dtype in DTYPES:
-            for turn in range(extent.turns if dtype == "bfloat16" else extent.turns_float32):
+        for turn in range(extent.turns):
+            for size in range(len(extent.models)):
+                yield partial(self._serial, size, "bfloat16", turn)
+            if turn < extent.turns_together:
+                for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
+                    yield partial(self._together, manner)
+            if turn < extent.turns_float32:
                 for size in range(len(extent.models)):
-                    yield partial(self._serial, size, dtype, turn)
-        for _ in range(self.extent.turns_together):
-            for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
-                yield partial(self._together, manner)
+                    yield partial(self._serial, size, "float32", turn)
 
     # -- operations by themselves ------------------------------------------------------------------
 
