@@ -1,194 +1,309 @@
-"""Predicted against measured: one model through three policies, on this machine and on the virtual clock.
+"""Predicted against measured: models, policies and budgets that the calibration never saw, on this machine.
 
-    python benchmarks/prediction.py [MODEL_DIR] [--machine FILE]
+    python benchmarks/prediction.py [--machine FILE] [--quick]
 
-Without MODEL_DIR a random mixtral-0.8b is written to the cache folder once. Without --machine the machine is calibrated
-first; the calibration sees neither the model nor the policies nor the budget. Each policy runs once without being
-counted, since the first product of every size is prepared then, and REPEATS times for the medians that are compared.
-Runs during which other processes took more than a tenth of a core are done again, up to MOST_RUNS in all; what they
-took is in the result. Loading is left out. The result goes to benchmarks/results/prediction-<machine>.json.
+The machine is calibrated first, once, unless a machine file is given; the calibration sees no model, policy or budget
+of these cases. The models are random ones, written to the cache folder once. Each case is predicted on the virtual
+clock, runs once without being counted, since the first product of every size is prepared then, and then REPEATS times,
+in turn with the other cases. Runs during which other processes took more than a tenth of a core are done again, up to
+MOST_RUNS of a case; what they took is in the result.
+
+What is held to a bar, in medians over the runs:
+
+* the time of the decode steps: within 5 %, or within twice the runs' interquartile range where that is more;
+* the busy time of each lane in them: within 10 %.
+
+Other figures, prefill and the mean task of each kind, say where an error comes from. One case runs on the emulated
+accelerator, in the emulated machine's time. --quick takes every other case, three times. It takes about ten minutes.
+The result goes to benchmarks/results/prediction-<machine>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import random
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import mean, median, quantiles
+from typing import Any, Literal
 
 import msgspec
 from _results import named_for_machine, write_result
 
 from moesched import plugins
 from moesched.calibrate import calibrate
-from moesched.machines import Machine, parse_machine
+from moesched.machines import Machine, load_machine, parse_machine
 from moesched.machines.local import cache_folder, calibrated_file
 from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.other_load import OtherLoad
+from moesched.outcome import Report
 from moesched.plan import Batch, Plan, split_batch
 from moesched.runs import plan_run, run, simulate
 from moesched.tasks import Task
 
-MODEL = "mixtral-0.8b"
-BUDGET_SHARE = 0.4
-BATCH = 16
-STEPS = 8
 REPEATS = 5
 MOST_RUNS = 12
 MOST_OTHER_CORES = 0.1
+LEAST_BAR_PERCENT = 5.0
+LANE_BAR_PERCENT = 10.0
+EMULATED = "t4"
+DECODE, LANE = "decode", "decode lane "
+
+Figures = dict[str, float]
+"""Seconds: of the whole, the phases, the lanes in decode steps, and the mean task of each kind."""
+
+MIXTRAL = SHAPES["mixtral-0.8b"]
+MODELS: dict[str, ModelConfig] = {
+    shape.name: shape
+    for shape in (
+        MIXTRAL,
+        msgspec.structs.replace(
+            MIXTRAL,
+            name="sixteen-experts",
+            layers=6,
+            hidden=896,
+            intermediate=1280,
+            heads=14,
+            kv_heads=2,
+            experts=16,
+            top_k=4,
+            vocabulary=8192,
+        ),
+        msgspec.structs.replace(
+            MIXTRAL,
+            name="small-for-emulation",
+            layers=4,
+            hidden=256,
+            intermediate=512,
+            heads=4,
+            vocabulary=512,
+        ),
+    )
+}
 
 
-class Case(msgspec.Struct, frozen=True):
-    """One run: the budget is a share of the weights."""
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One run.
 
+    budget_share: of the weights' bytes, as fast memory's budget; None for all there is.
+    """
+
+    model: str
     policy: str
+    batch_size: int
     micro_batch_size: int
     budget_share: float | None = None
+    prompts: tuple[int, int] = (4, 12)
+    new_tokens: int = 8
+    dtype: str = "bfloat16"
+    device: Literal["torch", "emulated"] = "torch"
+
+    @property
+    def title(self) -> str:
+        """The case in a few words."""
+        budget = "all memory" if self.budget_share is None else f"{100 * self.budget_share:.0f} % as memory"
+        return f"{self.model}, {self.policy}, {self.batch_size} by {self.micro_batch_size}, {budget}"
 
 
 CASES = (
-    Case("resident", 16),
-    Case("layer_streaming", 16, BUDGET_SHARE),
-    Case("cgopipe", 16, BUDGET_SHARE),
-    Case("cgopipe", 8, BUDGET_SHARE),
+    Case(model="mixtral-0.8b", policy="cgopipe", batch_size=16, micro_batch_size=8, budget_share=0.4),
+    Case(model="mixtral-0.8b", policy="resident", batch_size=16, micro_batch_size=16),
+    Case(model="mixtral-0.8b", policy="layer_streaming", batch_size=4, micro_batch_size=4, budget_share=0.4),
+    Case(model="mixtral-0.8b", policy="expert_streaming", batch_size=8, micro_batch_size=8, budget_share=0.6),
+    Case(model="sixteen-experts", policy="cgopipe", batch_size=24, micro_batch_size=8, budget_share=0.5),
+    Case(
+        model="sixteen-experts",
+        policy="layer_streaming",
+        batch_size=12,
+        micro_batch_size=12,
+        budget_share=0.5,
+    ),
+    Case(
+        model="sixteen-experts",
+        policy="fastdecode",
+        batch_size=16,
+        micro_batch_size=8,
+        prompts=(60, 100),
+    ),
+    Case(
+        model="small-for-emulation",
+        policy="cgopipe",
+        batch_size=12,
+        micro_batch_size=4,
+        budget_share=0.7,
+        new_tokens=5,
+        dtype="float32",
+        device="emulated",
+    ),
 )
 
 
 class Times:
-    """How long tasks took, by phase and verb, and when the first one started."""
+    """How long tasks took, by phase and verb and, in decode steps, by lane, and when the first one started."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self.lanes: dict[str, float] = {}
         self.first = float("inf")
 
     def ended(self, task: Task) -> None:
         """Note a task, unless it loads what stays."""
-        if task.step >= 0:
-            self.first = min(self.first, task.start / 1e9)
-            phase = "decode" if task.step else "prefill"
-            self.seconds.setdefault(f"{phase} {task.verb}", []).append((task.end - task.start) / 1e9)
+        if task.step < 0:
+            return
+        seconds = (task.end - task.start) / 1e9
+        self.first = min(self.first, task.start / 1e9)
+        phase = "decode" if task.step else "prefill"
+        self.seconds.setdefault(f"{phase} {task.verb}", []).append(seconds)
+        if task.step:
+            self.lanes[task.lane.name] = self.lanes.get(task.lane.name, 0.0) + seconds
 
 
-class OtherLoad:
-    """Cores that other processes, and the machine's host, kept busy since it was made."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter(), self._busy_seconds()
-
-    def cores(self) -> float:
-        """0 where the system does not tell."""
-        start, busy = self._since
-        return max(0.0, self._busy_seconds() - busy) / (time.perf_counter() - start)
-
-    @staticmethod
-    def _busy_seconds() -> float:
-        try:
-            numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        except OSError:
-            return 0.0
-        user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, numbers)
-        everybody = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
-        own = os.times()
-        return everybody - own.user - own.system
-
-
-def batch_of(vocabulary: int, micro_batch_size: int) -> tuple[Batch, list[list[int]]]:
-    """Prompts of 4 to 12 random tokens."""
-    chance = random.Random(1)
-    prompts = [[chance.randrange(vocabulary) for _ in range(chance.randint(4, 12))] for _ in range(BATCH)]
-    return split_batch([len(prompt) for prompt in prompts], STEPS, micro_batch_size), prompts
-
-
-def plan_case(
-    case: Case, machine: Machine, layout: WeightLayout, batch: Batch, slot_bytes: Any
-) -> tuple[Plan, Any]:
-    """A fresh policy and its plan."""
-    budgets = {}
-    if case.budget_share is not None:
-        weights = layout.globals_bytes + sum(page.nbytes for page in layout.pages)
-        budgets["host"] = int(case.budget_share * weights)
-    policy = plugins.make_policy(case.policy)
-    return plan_run(machine, layout, batch, policy, budgets, slot_bytes), policy
-
-
-def figures(report: Any, times: Times) -> dict[str, float]:
-    """What is compared, in seconds: the whole, the lanes, and the mean task of each kind."""
-    prefill, *decode = report.step_seconds
+def figures(report: Report, times: Times) -> Figures:
+    """What is compared."""
+    prefill, *steps = report.step_seconds
     prefill += report.load_seconds - times.first  # starting the driver is nobody's work
     return {
-        "total": prefill + sum(decode),
+        "total": prefill + sum(steps),
         "prefill": prefill,
-        "decode step": mean(decode),
-        **{f"lane {name}": use.busy_seconds for name, use in report.lanes.items()},
+        DECODE: sum(steps),
+        **{f"{LANE}{name}": seconds for name, seconds in sorted(times.lanes.items())},
         **{name: mean(seconds) for name, seconds in sorted(times.seconds.items())},
     }
 
 
-def measure_once(case: Case, machine: Machine, directory: Path) -> dict[str, float]:
-    """One run on the device."""
-    gc.collect()  # what the run before left, weights and all, in cycles
-    checkpoint = open_checkpoint(directory)
-    layout = weight_layout(checkpoint.config)
-    device = plugins.find("devices", "torch")(checkpoint, layout)
-    batch, prompts = batch_of(checkpoint.config.vocabulary, case.micro_batch_size)
-    plan, policy = plan_case(case, machine, layout, batch, device.slot_bytes)
-    times = Times()
-    return figures(run(plan, policy, device, prompts, observers=[times]), times)
+class Setting:
+    """A case with all that its runs have in common."""
+
+    def __init__(self, case: Case, machine: Machine) -> None:
+        self.case = case
+        self.machine = load_machine(EMULATED) if case.device == "emulated" else machine
+        directory = cache_folder() / case.model
+        if not directory.exists():
+            write_random_model(MODELS[case.model], directory, dtype=case.dtype)
+        self.directory = directory
+        self.layout: WeightLayout = weight_layout(MODELS[case.model], case.dtype)
+        chance = random.Random(1)
+        self.prompts = [
+            [chance.randrange(MODELS[case.model].vocabulary) for _ in range(chance.randint(*case.prompts))]
+            for _ in range(case.batch_size)
+        ]
+
+    def _plan(self, slot_bytes: Any = None) -> tuple[Plan, Any]:
+        """A fresh policy and its plan."""
+        case = self.case
+        lengths = [len(prompt) for prompt in self.prompts]
+        batch: Batch = split_batch(lengths, case.new_tokens, case.micro_batch_size)
+        budgets = {}
+        if case.budget_share is not None:
+            weights = self.layout.globals_bytes + sum(page.nbytes for page in self.layout.pages)
+            budgets[self.machine.accelerator.memory] = int(case.budget_share * weights)
+        policy = plugins.make_policy(case.policy)
+        return plan_run(self.machine, self.layout, batch, policy, budgets, slot_bytes), policy
+
+    def measure(self) -> Figures:
+        """One run on the device."""
+        gc.collect()  # what the run before left, weights and all, in cycles
+        checkpoint = open_checkpoint(self.directory)
+        device = plugins.find("devices", self.case.device)(checkpoint, self.layout)
+        plan, policy = self._plan(device.slot_bytes)
+        times = Times()
+        return figures(run(plan, policy, device, self.prompts, observers=[times]), times)
+
+    def predict(self) -> Figures:
+        """The same run on the virtual clock."""
+        plan, policy = self._plan()
+        times = Times()
+        return figures(simulate(plan, policy, observers=[times]), times)
 
 
-def predict(case: Case, machine: Machine, directory: Path) -> dict[str, float]:
-    """The same run on the virtual clock."""
-    config = open_checkpoint(directory).config
-    layout = weight_layout(config)
-    batch, _ = batch_of(config.vocabulary, case.micro_batch_size)
-    plan, policy = plan_case(case, machine, layout, batch, None)
-    times = Times()
-    return figures(simulate(plan, policy, observers=[times]), times)
+class Result(msgspec.Struct, kw_only=True):
+    """A case's runs beside its prediction."""
+
+    setting: Setting
+    predicted: Figures
+    runs: list[tuple[float, Figures]] = []
+
+    def counted(self, repeats: int) -> list[tuple[float, Figures]]:
+        """The runs during which others did least, and the cores that those kept busy."""
+        return sorted(self.runs, key=lambda each: each[0])[:repeats]
+
+    def quiet(self) -> int:
+        """How many runs were hardly disturbed."""
+        return sum(cores <= MOST_OTHER_CORES for cores, _ in self.runs)
 
 
-def compare(case: Case, machine: Machine, directory: Path) -> dict[str, Any]:
-    """One case, measured and predicted."""
-    measure_once(case, machine, directory)
-    runs: list[tuple[float, dict[str, float]]] = []
-    quiet = 0
-    while quiet < REPEATS and len(runs) < MOST_RUNS:
-        load = OtherLoad()
-        result = measure_once(case, machine, directory)
-        runs.append((load.cores(), result))
-        quiet += runs[-1][0] <= MOST_OTHER_CORES
-    runs.sort(key=lambda each: each[0])
-    counted = runs[:REPEATS]
-    predicted = predict(case, machine, directory)
-    measured = {name: median(result[name] for _, result in counted) for name in counted[0][1]}
+def measure_in_turn(results: Sequence[Result], repeats: int) -> None:
+    """So many undisturbed runs of each case, or as many as may be."""
+    for result in results:
+        result.setting.measure()
+    for turn in range(1, MOST_RUNS + 1):
+        for result in results:
+            if result.quiet() < min(turn, repeats):
+                load = OtherLoad()
+                run_figures = result.setting.measure()
+                result.runs.append((load.cores(), run_figures))
+                print(
+                    f"  {result.setting.case.title}: {run_figures[DECODE]:.3f} s, others {result.runs[-1][0]:.2f}",
+                    flush=True,
+                )
+
+
+def summary(result: Result, repeats: int) -> dict[str, Any]:
+    """A case as the result file has it."""
+    counted, predicted = result.counted(repeats), result.predicted
+    measured = {name: median(each[name] for _, each in counted) for name in counted[0][1]}
+    errors = {
+        name: round(100 * (predicted[name] / seconds - 1), 1)
+        for name, seconds in measured.items()
+        if seconds and name in predicted
+    }
+    decodes = [each[DECODE] for _, each in counted]
+    first, _, third = quantiles(decodes, n=4, method="inclusive")
+    spread = 100 * (third - first) / measured[DECODE]
+    bar = max(LEAST_BAR_PERCENT, 2 * spread)
+    lanes = [error for name, error in errors.items() if name.startswith(LANE)]
     return {
-        **msgspec.to_builtins(case),
+        **msgspec.to_builtins(result.setting.case),
         "other_cores": [round(cores, 2) for cores, _ in counted],
-        "measured_totals": [result["total"] for _, result in counted],
+        "measured_decodes": decodes,
+        "interquartile_range_percent": round(spread, 1),
+        "bar_percent": round(bar, 1),
+        "decode_holds": abs(errors[DECODE]) <= bar,
+        "lanes_hold": all(abs(error) <= LANE_BAR_PERCENT for error in lanes),
         "measured": measured,
         "predicted": predicted,
-        "error_percent": {
-            name: round(100 * (predicted[name] / seconds - 1), 1)
-            for name, seconds in measured.items()
-            if seconds and name in predicted
-        },
+        "error_percent": errors,
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(case: Case, result: dict[str, Any]) -> str:
     """The figures of a case side by side."""
-    title = f"{result['policy']}, micro-batches of {result['micro_batch_size']}"
-    lines = [f"{title}, others on {max(result['other_cores']):.2f} cores"]
+    lines = [
+        f"{case.title}: decode {result['error_percent'][DECODE]:+.1f} %, bar {result['bar_percent']:.1f} %, "
+        f"{'holds' if result['decode_holds'] else 'MISSED'}; lanes {'hold' if result['lanes_hold'] else 'MISSED'}; "
+        f"others on {max(result['other_cores']):.2f} cores"
+    ]
     for name, error in result["error_percent"].items():
         measured, predicted = result["measured"][name], result["predicted"][name]
-        lines.append(f"  {name:<24} {measured * 1e3:10.3f} ms {predicted * 1e3:10.3f} ms {error:+7.1f} %")
+        lines.append(f"  {name:<28} {measured * 1e3:10.3f} ms {predicted * 1e3:10.3f} ms {error:+7.1f} %")
     return "\n".join(lines)
+
+
+def calibrated(given: Path | None) -> tuple[Machine, float]:
+    """The machine, and the seconds that measuring it took."""
+    start = time.perf_counter()
+    if given is None:
+        print("calibrating", flush=True)
+        calibrate()
+    file = given or calibrated_file()
+    return parse_machine(file.read_bytes(), str(file)), time.perf_counter() - start
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -196,32 +311,35 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", type=Path, default=cache_folder() / MODEL)
     parser.add_argument("--machine", type=Path, help="a calibrated machine file; by default one is made")
+    parser.add_argument("--quick", action="store_true", help="every other case, three times")
     options = parser.parse_args(arguments)
-    if not options.model.exists():
-        print(f"writing {MODEL} to {options.model}")
-        write_random_model(MODEL, options.model)
-    if options.machine is None:
-        print("calibrating")
-        calibrate()
-    file = options.machine or calibrated_file()
-    machine = parse_machine(file.read_bytes(), str(file))
-    results = []
-    print(f"{'':<26} {'measured':>13} {'predicted':>13} {'error':>9}")
-    for case in CASES:
-        results.append(compare(case, machine, options.model))
-        print(table(results[-1]), flush=True)
-    worst = max(abs(result["error_percent"]["total"]) for result in results)
-    print(f"largest error of a total: {worst:.1f} %")
+    cases, repeats = (CASES[::2], 3) if options.quick else (CASES, REPEATS)
+    machine, seconds = calibrated(options.machine)
+    settings = [Setting(case, machine) for case in cases]
+    results = [Result(setting=setting, predicted=setting.predict()) for setting in settings]
+    measure_in_turn(results, repeats)
+    summaries = [summary(result, repeats) for result in results]
+    print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
+    for case, each in zip(cases, summaries, strict=True):
+        print(table(case, each))
+    held = sum(each["decode_holds"] for each in summaries)
+    lanes = sum(each["lanes_hold"] for each in summaries)
+    print(f"decode times within their bars: {held} of {len(cases)}; lanes: {lanes} of {len(cases)}")
     report = {
-        "command": "python benchmarks/prediction.py",
-        "calibration": {"name": machine.name, "description": machine.description},
-        "model": MODEL,
-        "batch_size": BATCH,
-        "new_tokens": STEPS,
-        "largest_total_error_percent": worst,
-        "runs": results,
+        "command": " ".join(["python benchmarks/prediction.py", *arguments]),
+        "calibration": {
+            "name": machine.name,
+            "description": machine.description,
+            "seconds": None if options.machine else round(seconds),
+        },
+        "emulated_machine": EMULATED,
+        "repeats": repeats,
+        "decode_within_bar": held,
+        "lanes_within_bar": lanes,
+        "cases": len(cases),
+        "largest_decode_error_percent": max(abs(each["error_percent"][DECODE]) for each in summaries),
+        "runs": summaries,
     }
     print(write_result(named_for_machine("prediction"), report, "torch"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from .arena import aligned_bytes, round_down
 from .direct_file import DirectFile
 from .packed_weights import pack, packing_pays
 from .page_reader import DTYPES
+from .team import Team
+from .torch_device import READS_IN_FLIGHT
 
 Call = Callable[[], object]
 
@@ -34,6 +37,14 @@ class TorchProbe:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        self._readers = Team(READS_IN_FLIGHT)
+        self._files: dict[Path, DirectFile] = {}
+
+    def close(self) -> None:
+        """End the threads that read, and close the files."""
+        self._readers.close()
+        for file in self._files.values():
+            file.close()
 
     def ready(self) -> AbstractContextManager[object]:
         """What each thread that calls operations must be within, as the device's lanes are."""
@@ -58,12 +69,14 @@ class TorchProbe:
 
         return of_rows
 
-    def read(self, path: Path, nbytes: int) -> Call:
-        """Reads of the file, one piece after the other, into memory like that of a page slot."""
-        file = DirectFile(path)
-        slot = aligned_bytes(nbytes).numpy().data
+    def read(self, path: Path, nbytes: int, pieces: int) -> Call:
+        """Reads of so many pieces of the file, as a transfer of so many pages, into memory like that of page slots."""
+        if path not in self._files:
+            self._files[path] = DirectFile(path)
+        file = self._files[path]
+        slots = [aligned_bytes(nbytes).numpy().data for _ in range(pieces)]
         offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
-        return lambda: file.read(slot, next(offsets), nbytes)
+        return lambda: self._readers.run([partial(file.read, slot, next(offsets), nbytes) for slot in slots])
 
     def stream(self, nbytes: int) -> Call:
         """One pass over `nbytes` bytes of memory."""

@@ -3,10 +3,11 @@
 It sees no model, policy or budget of anybody's: the matrices, and the two small models that it runs, have sizes of
 their own. What the device does in a task is timed as a whole, for weights that stay and for weights that were
 fetched, over rows and over sizes; first one task after the other, then beside what may run at the same time: reads,
-attention on the host, experts on both lanes.
+attention on the host, experts on both lanes. Streams, copies, products and reads are measured by themselves and pair by
+pair, too.
 
-Everything is measured in several rounds, and the fastest round counts: what else runs on the machine for a while makes
-operations slower, never faster.
+Everything is measured in several rounds, and the median of the rounds counts, as it does where runs are compared with
+their prediction. Rounds during which other processes were busy are done again, as often as the extent allows.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from importlib.metadata import version
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,6 +30,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched import plugins
+from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.exercise import Gym, Manner, small_model
 from moesched.machines import Contention, CostPoint, Machine
@@ -34,14 +38,20 @@ from moesched.machines.local import available_memory, calibrated_file, unified_m
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.random_model import write_random_model
-from moesched.task_times import TaskTimes, point, rounded
+from moesched.other_load import OtherLoad
+from moesched.task_times import LEAST_RATE, TaskTimes, point, rounded
+from moesched.tasks import Task
 from moesched.units import format_bytes
 
 Call = Callable[[], object]
+Step = Callable[[], Call]
+"""Measures something, and returns what takes it in."""
 Progress = Callable[[int, int], object]
 
-DISK = "disk->host"
+READ, DISK = "read", "disk->host"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
+MOST_OTHER_CORES = 0.1
+"""What others may keep busy meanwhile."""
 
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +62,14 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         seconds: for each point of it, in each round.
         rows, matrices: of products: rows, and (outputs, inputs).
         copies, reads, stream, scratch: bytes.
+        pieces: of reads at once, as a transfer of several pages.
         models: the small models, smaller first; a cost is interpolated between them.
         groups: prompt lengths of the micro-batches that they are run with.
         longest: more of them, for the smaller model only.
         long: the micro-batches, by their places in `groups`, that the host attends for.
         steps, turns: of a run, and how many runs; fewer in float32, which takes longer.
         turns_together: runs of the larger model in each manner in which tasks overlap.
+        again: how many rounds may be done again because others were busy.
     """
 
     rounds: int = 3
@@ -65,7 +77,8 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...] = (1, 8, 64, 256)
     matrices: tuple[tuple[int, int], ...] = ((640, 1536), (1920, 2560))
     copies: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
-    reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 26))
+    reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 25))
+    pieces: tuple[int, ...] = (1, 2, 8)
     stream: int = 256 << 20
     scratch: int = 512 << 20
     models: tuple[ModelConfig, ModelConfig] = (
@@ -88,9 +101,16 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 4
     turns_float32: int = 2
     turns_together: int = 2
+    again: int = 12
 
 
 FULL = Extent()
+
+
+class Others(Protocol):
+    """Watches how much others do."""
+
+    def cores(self) -> float: ...
 
 
 class Probe(Protocol):
@@ -99,13 +119,14 @@ class Probe(Protocol):
     def ready(self) -> AbstractContextManager[object]: ...
     def packs(self, dtype: str) -> bool: ...
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]: ...
-    def read(self, path: Path, nbytes: int) -> Call: ...
+    def read(self, path: Path, nbytes: int, pieces: int) -> Call: ...
     def stream(self, nbytes: int) -> Call: ...
     def copy(self, nbytes: int) -> Call: ...
+    def close(self) -> None: ...
 
 
 def calibrate(out: Path | None = None, progress: Progress | None = None, extent: Extent = FULL) -> Machine:
-    """Measure this machine, in about a minute, and write its file.
+    """Measure this machine, in about three minutes, and write its file; cut short, it leaves the old one.
 
     Args:
         out: where to; by default the place where `--machine auto` finds it.
@@ -119,10 +140,11 @@ def calibrate(out: Path | None = None, progress: Progress | None = None, extent:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".calibrate-") as folder:
-            machine = _Calibration(Path(folder), extent).run(progress or (lambda done, total: None))
-        unfinished = target.with_name(f".{target.name}.partial")
-        unfinished.write_text(machine_toml(machine))
-        unfinished.replace(target)
+            with closing(_Calibration(Path(folder), extent)) as calibration:
+                machine = calibration.run(progress or (lambda done, total: None))
+            whole = Path(folder) / "machine.toml"
+            whole.write_text(machine_toml(machine))
+            whole.replace(target)
     except OSError as error:
         raise BadInput(f"cannot calibrate into {target}: {error.strerror}: choose another --out") from error
     return machine
@@ -152,55 +174,75 @@ class _Calibration:
         self.times: dict[_What, list[float]] = {}
         self.tasks = TaskTimes()
         self.rates: dict[tuple[str, str], list[float]] = {}
+        self.again = extent.again
+        self.most_of_others = 0.0
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        self.probe.close()
 
     def run(self, progress: Progress) -> Machine:
-        """Measure all, in steps of a second or two."""
+        """Measure all, in steps of a few seconds."""
         steps = list(self._steps())
-        for done, step in enumerate(steps):
+        progress(0, len(steps))
+        self._write()
+        for done, step in enumerate(steps, start=1):
+            cores, self.again = undisturbed(step, self.again)
+            self.most_of_others = max(self.most_of_others, cores)
             progress(done, len(steps))
-            step()
-        progress(len(steps), len(steps))
         return self._machine()
 
-    def _steps(self) -> Iterable[Call]:
-        yield self._write
+    def _steps(self) -> Iterable[Step]:
         for _ in range(self.extent.rounds):
             yield self._memory
             yield self._reads
+            yield self._pairs
             for dtype in DTYPES:
                 for matrix in self.extent.matrices:
                     yield partial(self._products, dtype, matrix, packed=False)
                     if self.probe.packs(dtype):
                         yield partial(self._products, dtype, matrix, packed=True)
+        yield from self._runs()
+
+    def _runs(self) -> Iterable[Step]:
+        """Runs of the small models; what is compared is measured in turn, as the machine's speed drifts."""
         extent = self.extent
-        for dtype in DTYPES:
-            for turn in range(extent.turns if dtype == "bfloat16" else extent.turns_float32):
+        for turn in range(extent.turns):
+            for size in range(len(extent.models)):
+                yield partial(self._serial, size, "bfloat16", turn)
+            if turn < extent.turns_together:
+                for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
+                    yield partial(self._together, manner)
+            if turn < extent.turns_float32:
                 for size in range(len(extent.models)):
-                    yield partial(self._serial, size, dtype, turn)
-        for _ in range(self.extent.turns_together):
-            for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
-                yield partial(self._together, manner)
+                    yield partial(self._serial, size, "float32", turn)
 
     # -- operations by themselves ------------------------------------------------------------------
 
-    def _measure(self, operation: str, size: float, call: Call, dtype: str = "", rows: float = 1) -> None:
+    def _measure(
+        self, operation: str, size: float, call: Call, dtype: str = "", rows: float = 1
+    ) -> tuple[_What, float]:
         with self.probe.ready():
-            self.times.setdefault(_What(operation, dtype, rows, size), []).append(
-                measure(call, self.extent.seconds)
-            )
+            return _What(operation, dtype, rows, size), measure(call, self.extent.seconds)
 
-    def _memory(self) -> None:
-        self._measure("stream", self.extent.stream, self.probe.stream(self.extent.stream))
-        for size in self.extent.copies:
-            self._measure("copy", size, self.probe.copy(size))
+    def _take_times(self, found: Iterable[tuple[_What, float]]) -> None:
+        for what, seconds in found:
+            self.times.setdefault(what, []).append(seconds)
 
-    def _products(self, dtype: str, matrix: tuple[int, int], *, packed: bool) -> None:
+    def _memory(self) -> Call:
+        nbytes = self.extent.stream
+        streamed = self._measure("stream", nbytes, self.probe.stream(nbytes))
+        copied = [self._measure("copy", size, self.probe.copy(size)) for size in self.extent.copies]
+        return partial(self._take_times, [streamed, *copied])
+
+    def _products(self, dtype: str, matrix: tuple[int, int], *, packed: bool) -> Call:
         outputs, inputs = matrix
         with self.probe.ready():
             of_rows = self.probe.product(dtype, outputs, inputs, packed=packed)
         nbytes = outputs * inputs * ITEM_BYTES[dtype]
-        for rows in self.extent.rows:
-            self._measure("kept product" if packed else "product", nbytes, of_rows(rows), dtype, rows)
+        name = "kept product" if packed else "product"
+        found = [self._measure(name, nbytes, of_rows(rows), dtype, rows) for rows in self.extent.rows]
+        return partial(self._take_times, found)
 
     def _write(self) -> None:
         """A file to read from, whose bytes are really on the disk."""
@@ -217,9 +259,43 @@ class _Calibration:
             file.flush()
             os.fsync(file.fileno())
 
-    def _reads(self) -> None:
-        for nbytes in self.extent.reads:
-            self._measure(DISK, nbytes, self.probe.read(self.scratch, nbytes))
+    def _reads(self) -> Call:
+        found = [
+            self._measure(READ, nbytes, self.probe.read(self.scratch, nbytes, pieces), rows=pieces)
+            for nbytes in self.extent.reads
+            for pieces in self.extent.pieces
+        ]
+        return partial(self._take_times, found)
+
+    def _pairs(self) -> Call:
+        """How operations that are no whole tasks slow each other down."""
+        extent, dtype = self.extent, DTYPES[0]
+        with self.probe.ready():
+            of_rows = self.probe.product(dtype, *extent.matrices[-1], packed=False)
+            calls = {
+                "stream": self.probe.stream(extent.stream),
+                "copy": self.probe.copy(extent.copies[-1]),
+                "gemv": of_rows(1),
+                "gemm": of_rows(extent.rows[-1]),
+                READ: self.probe.read(self.scratch, extent.reads[-1], 1),
+            }
+        found = {
+            (name, beside): self._speed_beside(calls[name], calls[beside])
+            for name, beside in permutations(calls, 2)
+        }
+        return partial(self._take_pairs, found)
+
+    def _speed_beside(self, call: Call, other: Call) -> float:
+        with self.probe.ready():
+            return speed_beside(call, partial(self._within_ready, other), self.extent.seconds)
+
+    def _within_ready(self, call: Call) -> None:
+        with self.probe.ready():
+            call()
+
+    def _take_pairs(self, found: Mapping[tuple[str, str], float]) -> None:
+        for pair, rate in found.items():
+            self.rates.setdefault(pair, []).append(rate)
 
     # -- tasks of small models ---------------------------------------------------------------------
 
@@ -234,24 +310,27 @@ class _Calibration:
             self.extent.long,
         )
 
-    def _serial(self, size: int, dtype: DType, turn: int) -> None:
+    def _serial(self, size: int, dtype: DType, turn: int) -> Call:
         steps = self.extent.steps if dtype == "bfloat16" else self.extent.steps_float32
         tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, steps)
-        self.tasks.add(self.extent.models[size], dtype, tasks)
+        return partial(self.tasks.add, self.extent.models[size], dtype, tasks)
 
-    def _together(self, manner: Manner) -> None:
+    def _together(self, manner: Manner) -> Call:
         """How much tasks of the larger model slow each other down."""
+        tasks = self._gym(-1, DTYPES[0]).run(self._machine(), manner, 0, self.extent.steps)
+        return partial(self._take_rates, manner, tasks)
+
+    def _take_rates(self, manner: Manner, tasks: Sequence[Task]) -> None:
         dtype = DTYPES[0]
-        tasks = self._gym(-1, dtype).run(self._machine(), manner, 0, self.extent.steps)
-        for pair, rate in self.tasks.rates(self.extent.models[-1], dtype, tasks).items():
-            self.rates.setdefault(pair, []).append(rate)
+        self._take_pairs(self.tasks.rates(self.extent.models[-1], dtype, tasks))
         if manner is not Manner.SHARING:
             self.tasks.add_gaps(tasks)
 
     # -- the outcome -------------------------------------------------------------------------------
 
     def _machine(self) -> Machine:
-        operations = [point(*what, min(times)) for what, times in sorted(self.times.items())]
+        operations = [point(*what, median(times)) for what, times in sorted(self.times.items())]
+        operations += self._transfers([each for each in operations if each.operation == READ])
         contention = [
             Contention(work=sort, beside=other, rate=rounded(median(rates)))
             for (sort, other), rates in sorted(self.rates.items())
@@ -263,10 +342,36 @@ class _Calibration:
             flops={dtype: _best_flops(operations, dtype) for dtype in DTYPES},
             memory_bandwidth=_best_bandwidth(operations, "stream"),
             disk_bandwidth=_best_bandwidth(operations, DISK),
-            description=f"calibrated: {_processor()}, {usable_cores()} cores, torch {version('torch')}",
+            description=f"calibrated: {_processor()}, {usable_cores()} cores, torch {version('torch')}; "
+            f"others kept up to {self.most_of_others:.1f} cores busy",
         )
         table = operations + self.tasks.points()
         return msgspec.structs.replace(machine, cost_table=table, contention=contention)
+
+    def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
+        """What pages take from the disk: reads by themselves, and as much longer as tasks took than such reads."""
+        longer = self.tasks.longer_than(DISK, Surface(reads))
+        return [point(DISK, "", each.rows, each.size, longer * each.seconds) for each in reads]
+
+
+def undisturbed(step: Step, again: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:
+    """Take in what a step finds while others do little, or what it finds the last time.
+
+    Args:
+        again: how often it may be done again.
+        watch: begins to watch the others.
+
+    Returns:
+        The cores that others kept busy meanwhile, and how often steps may still be done again.
+    """
+    while True:
+        others = watch()
+        take_in = step()
+        cores = others.cores()
+        if cores <= MOST_OTHER_CORES or not again:
+            take_in()
+            return cores, again
+        again -= 1
 
 
 def measure(call: Call, seconds: float, least: int = 5) -> float:
@@ -281,8 +386,28 @@ def measure(call: Call, seconds: float, least: int = 5) -> float:
     return median(times)
 
 
+def speed_beside(call: Call, other: Call, seconds: float) -> float:
+    """How fast a call is while another thread repeats a second one, relative to being alone; at most 1."""
+    alone = measure(call, seconds)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            other()
+
+    thread = threading.Thread(target=repeat, name="beside")
+    thread.start()
+    try:
+        together = measure(call, seconds)
+    finally:
+        ended.set()
+        thread.join()
+    return max(LEAST_RATE, min(1.0, alone / together))
+
+
 def _best_bandwidth(table: Sequence[CostPoint], operation: str) -> float:
-    return rounded(max(point.size / point.seconds for point in table if point.operation == operation))
+    rates = [each.rows * each.size / each.seconds for each in table if each.operation == operation]
+    return rounded(max(rates))
 
 
 def _best_flops(table: Sequence[CostPoint], dtype: str) -> float:

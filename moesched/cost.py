@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 
 from moesched.errors import BadInput
 from moesched.machines import CostPoint, Machine
@@ -98,11 +97,16 @@ class Calibrated:
         """
         if not work.parts:
             return self._roofline.work(work)
-        seconds = sum(part.times * self.seconds(part) for part in work.parts)
+        seconds = lead = 0.0
+        for part in work.parts:
+            if part.operation == HOP:
+                lead += part.times * self.seconds(part)
+            else:
+                seconds += part.times * self.seconds(part)
         if DISPATCH in self._surfaces:
-            seconds += self.seconds(Part(DISPATCH, 0))
+            lead += self.seconds(Part(DISPATCH, 0))
         sort = self._sort(work)
-        return Demand(seconds, (), sort, tuple(self._slowed.get(sort, ())))
+        return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: Part) -> float:
         """What one of a part's operations takes.
@@ -129,9 +133,9 @@ class Calibrated:
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Times at one x count by their median. Where more was measured to be faster, less is as fast: what else ran made
-    the smaller one slow. Below the first point the first line goes on, down to half of the first time; above the
-    last, time grows as it did on the whole.
+    Times at one x count by their median. Where more was measured to be faster, both take their mean: what else ran
+    made the smaller one slow, or luck the larger one fast. Below the first point the first line goes on, down to half
+    of the first time; above the last, time grows as it did on the whole.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -139,7 +143,7 @@ class Curve:
         for x, seconds in points:
             by_x.setdefault(x, []).append(seconds)
         self._xs = sorted(by_x)
-        self._seconds = list(accumulate((median(by_x[x]) for x in reversed(self._xs)), min))[::-1]
+        self._seconds = _rising([median(by_x[x]) for x in self._xs])
 
     def __call__(self, x: float) -> float:
         xs, seconds = self._xs, self._seconds
@@ -164,6 +168,17 @@ class Surface:
 
     def __call__(self, size: float, rows: float) -> float:
         return Curve((each, curve(rows)) for each, curve in self._curves.items())(size)
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """The rising numbers that are closest to these: neighbours that fall become their mean (isotonic regression)."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [fmean(pool) for pool in pools for _ in pool]
 
 
 def _demand(seconds: float, busy: tuple[tuple[str, float], ...]) -> Demand:

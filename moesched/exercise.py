@@ -160,6 +160,9 @@ class Gym:
         """Run the model for that many steps, prefill included; returns the tasks in the order of their ends.
 
         The same tokens come out every time, so that tasks can be compared between runs.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
         """
         gc.collect()  # what the run before left, weights and all, in cycles
         checkpoint = open_checkpoint(self.checkpoint)
@@ -173,5 +176,6 @@ class Gym:
         policy, watch = Exercise(manner, turn, self.long), Watch()
         batch = Batch(self.lengths, steps, self.micro_batches)
         plan = plan_run(machine, layout, batch, policy, slot_bytes=device.slot_bytes)
-        run(plan, policy, device, prompts, observers=[watch])
+        if run(plan, policy, device, prompts, observers=[watch]).interrupted:
+            raise KeyboardInterrupt
         return watch.tasks

@@ -134,7 +134,7 @@ class Schedule:
         if known is None:
             lane = self.lanes[self.plan.machine.link(source, destination).lane]
             link = f"{source}->{destination}"
-            parts = (Part(link, nbytes / pieces, times=pieces),)
+            parts = (Part(link, nbytes / pieces, pieces),)
             known = lane, Work(link, link, nbytes=nbytes, parts=parts)
             self._moves[source, destination, nbytes, pieces] = known
         return known

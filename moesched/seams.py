@@ -43,12 +43,14 @@ class Demand(NamedTuple):
             tasks of nearly the same kind share alike.
         sort: what others that run beside it are slowed by; empty where that was not measured.
         slowed: its speed beside a task of another sort, relative to being alone, as (sort, speed).
+        lead: how many of the seconds pass before it starts: until the thread of its lane has it.
     """
 
     seconds: float
     shares: tuple[tuple[str, float], ...]
     sort: str = ""
     slowed: tuple[tuple[str, float], ...] = ()
+    lead: float = 0.0
 
 
 class CostModel(Protocol):

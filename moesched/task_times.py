@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log2
 from statistics import median
@@ -12,10 +12,12 @@ from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
 from moesched.exercise import KEPT_LAYER
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
-from moesched.tasks import Task, Work
+from moesched.tasks import Part, Task, Work
 
 LEAST_SECONDS = 1e-6
 LEAST_OVERLAP = 0.3
+MOSTLY = 0.9
+LEAST_RATE = 0.05
 
 
 class Group(NamedTuple):
@@ -49,13 +51,17 @@ class TaskTimes:
         self._works: dict[Group, Work] = {}
         self._alone: dict[Same, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
+        self._moves: dict[Part, list[float]] = {}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
         """Take in a run that did one task after the other."""
         times: dict[Group, list[float]] = {}
         for task in tasks:
             self._alone.setdefault(_same(model, dtype, task), []).append(_seconds(task))
-            if task.verb != "fetch":
+            if task.verb == "fetch":
+                if dtype == model.dtype:  # else it is converted, too
+                    self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
+            else:
                 group = _group(model, dtype, task)
                 times.setdefault(group, []).append(_seconds(task))
                 self._works.setdefault(group, task.work)
@@ -82,22 +88,35 @@ class TaskTimes:
                 hops[task.step, task.layer] = min(gap, hops.get((task.step, task.layer), gap))
         self._gaps[HOP] += hops.values()
 
+    def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> float:
+        """How many times as long as by themselves pages took to move; 1 where none was moved.
+
+        seconds: of so many bytes in so many pieces, by themselves.
+        """
+        ratios = [
+            median(times) / seconds(part.size, part.rows)
+            for part, times in self._moves.items()
+            if part.operation == link
+        ]
+        return median(ratios) if ratios else 1.0
+
     def points(self) -> list[CostPoint]:
-        """The table's points; of several times of one operation, the least counts."""
-        fastest: dict[tuple[str, str, float, float], CostPoint] = {}
+        """The table's points; of several times of one operation, the median counts."""
+        found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
-            what = each.operation, each.dtype, each.size, each.rows
-            fastest[what] = min(each, fastest.get(what, each), key=lambda one: one.seconds)
-        gaps = [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
-        return [fastest[what] for what in sorted(fastest)] + gaps
+            found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
+        points = [point(*what, median(seconds)) for what, seconds in sorted(found.items())]
+        return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
         """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
 
         Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a. The
-        median over the tasks counts, the longer ones for more. Prefill is left out: what meets a size for the first
-        time may take longer alone.
+        median over the tasks counts, the longer ones for more. A task that was beside several sorts tells of one only
+        if hardly anything else was beside it, or if no task tells of that one alone. Prefill is left out: what meets a
+        size for the first time may take longer alone.
         """
+        mixed: dict[tuple[str, str], list[tuple[float, float]]] = {}
         found: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for task in tasks:
             alone = self._alone.get(_same(model, dtype, task))
@@ -107,12 +126,15 @@ class TaskTimes:
             overlap = sum(overlaps.values())
             if overlap > LEAST_OVERLAP * _seconds(task):
                 rate = (median(alone) - _seconds(task) + overlap) / overlap
-                for other in overlaps:
-                    found.setdefault((_sort(task), other), []).append((rate, overlap))
-        return {pair: min(1.0, max(0.05, _weighted_median(each))) for pair, each in found.items()}
+                for other, shared in overlaps.items():
+                    told = found if shared > MOSTLY * overlap else mixed
+                    told.setdefault((_sort(task), other), []).append((rate, overlap))
+        return {
+            pair: min(1.0, max(LEAST_RATE, _weighted_median(each))) for pair, each in (mixed | found).items()
+        }
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
-        work, seconds = self._works[group], min(self._times[group])
+        work, seconds = self._works[group], median(self._times[group])
         place = "kept " if group.kept else ""
         part = work.parts[0]
         if group.verb in ("pre_attention", "route"):
@@ -132,7 +154,7 @@ class TaskTimes:
         after = self._times.get(group._replace(verb="combine", kept=False))
         experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
         if before and after:
-            rest = (seconds - min(before) - min(after)) / sum(part.times for part in experts)
+            rest = (seconds - median(before) - median(after)) / sum(part.times for part in experts)
             yield point(f"{place}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
@@ -158,7 +180,7 @@ class TaskTimes:
             if each._replace(which=0) == group._replace(which=0, prefill=False):
                 parts = {part.operation: part for part in self._works[each].parts}
                 sequence = parts["attention step"]
-                alike.append((parts["attention call"].times, sequence.times, sequence.size, min(times)))
+                alike.append((parts["attention call"].times, sequence.times, sequence.size, median(times)))
         single = min((each for each in alike if each[1] == 1), key=lambda each: each[2], default=None)
         joined = max((each for each in alike if each[0] == 1), key=lambda each: each[1], default=None)
         split = max((each for each in alike if each[0] == each[1]), key=lambda each: each[1], default=None)

@@ -98,7 +98,7 @@ class Part(NamedTuple):
     Attributes:
         operation: the sort, such as "expert" (by weights as they were read) or "kept expert" (by weights that stay).
         size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
-        rows: what the weights are multiplied with: tokens, by expert a mean over experts.
+        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages.
         times: how many; not whole where it is an expectation.
     """
 
@@ -118,8 +118,8 @@ class Work(msgspec.Struct, eq=False):
         tokens: rows of the operation, for cost tables.
         resource: the processor, link or network of the machine that does it.
         parts: what it consists of, for cost tables.
-        nanoseconds, demand: the time alone on the machine and the shares of its resources; the virtual driver
-            fills them in.
+        nanoseconds, lead, demand: the time alone on the machine, what of it passes before a task starts, and the
+            shares of its resources; the virtual driver fills them in.
     """
 
     kind: str
@@ -129,6 +129,7 @@ class Work(msgspec.Struct, eq=False):
     tokens: int = 0
     parts: tuple[Part, ...] = ()
     nanoseconds: int = -1
+    lead: int = 0
     demand: Any = None
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterable
-from itertools import count
+from functools import partial
+from itertools import count, permutations
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from moesched.calibrate import Extent, calibrate, measure
+from moesched.calibrate import DTYPES, Extent, calibrate, measure, speed_beside, undisturbed
 from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
 from moesched.exercise import small_model
@@ -21,7 +26,7 @@ from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.task_times import TaskTimes
-from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
@@ -35,6 +40,7 @@ A_LITTLE = Extent(
     matrices=((32, 48),),
     copies=(4096,),
     reads=(4096, 8192),
+    pieces=(1, 2),
     stream=1 << 16,
     scratch=1 << 24,
     models=(MODEL, LARGER),
@@ -46,6 +52,7 @@ A_LITTLE = Extent(
     turns=2,
     turns_float32=2,
     turns_together=1,
+    again=0,
 )
 
 _numbers = count()
@@ -64,7 +71,7 @@ def task(
     """A task of the small model that took from `start` to `end` seconds."""
     if verb == "fetch":
         kind: type[Task] = PageTransfer
-        work = Work(lane.name, lane.name, nbytes=100)
+        work = Work(lane.name, lane.name, nbytes=100, parts=(Part(lane.name, 50, 2),))
     else:
         kind = Kernel
         amount = (
@@ -93,11 +100,11 @@ def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetch
     assert found["route"].rows == 4
 
 
-def test_of_several_runs_the_fastest_counts_and_within_a_run_the_median() -> None:
+def test_the_median_over_several_runs_counts_and_within_a_run_the_median() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, end) for end in (1.0, 2.0, 9.0)])
-    times.add(MODEL, "bfloat16", [task("route", 0, end) for end in (0.5, 3.0, 4.0)])
-    assert [point.seconds for point in times.points()] == [2.0]
+    for ends in ((1.0, 2.0, 9.0), (0.5, 3.0, 4.0), (7.0, 8.0, 9.0)):
+        times.add(MODEL, "bfloat16", [task("route", 0, end) for end in ends])
+    assert [point.seconds for point in times.points()] == [3.0]
 
 
 def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
@@ -121,6 +128,16 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
     assert found == {"attention": 2.0, "attention call": 2.0, "attention step": 3.0}
 
 
+def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
+    times = TaskTimes()
+    fetch = task("fetch", 0, 3, lane=DISK)
+    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    times.add(MODEL, "float32", [fetch])
+    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    times.add(MODEL, "bfloat16", [fetch])
+    assert times.longer_than("disk->host", lambda size, rows: size * rows / 50) == 1.5  # 3 s, not 2
+
+
 # -- what runs at once
 
 
@@ -141,6 +158,20 @@ def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -
         ("attention", "compute"): 0.5,
         ("compute", "attention"): 0.5,
     }
+
+
+def test_a_task_beside_several_sorts_tells_of_one_only_where_nothing_else_does() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 4), task("combine", 4, 8), task("fetch", 0, 4, lane=DISK)])
+    alone_beside_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
+    beside_both = [
+        task("combine", 10, 20),
+        task("fetch", 10, 15, lane=DISK),
+        task("cpu_attention", 15, 20, lane=HOST),
+    ]
+    rates = times.rates(MODEL, "bfloat16", alone_beside_fetch + beside_both)
+    assert rates["compute", "disk->host"] == pytest.approx(0.8)
+    assert rates["compute", "attention"] == pytest.approx(0.4)
 
 
 def test_tasks_that_hardly_overlap_say_nothing() -> None:
@@ -174,12 +205,39 @@ def test_a_measurement_is_a_median_that_leaves_the_first_call_out() -> None:
     assert next(calls) == 6
 
 
+def test_the_speed_beside_another_call_is_taken_while_that_is_repeated_and_is_at_most_that_alone() -> None:
+    others = count()
+    threads = threading.active_count()
+    assert 0 < speed_beside(lambda: None, lambda: next(others), seconds=0.01) <= 1
+    assert next(others) > 0
+    assert threading.active_count() == threads
+
+
+def test_a_step_is_done_again_while_others_are_busy_and_tries_are_left() -> None:
+    loads = iter([0.5, 0.3, 0.05, 0.7])
+    done = count()
+
+    class Others:
+        def cores(self) -> float:
+            return next(loads)
+
+    taken: list[int] = []
+    step = lambda: partial(taken.append, next(done))  # noqa: E731
+    assert undisturbed(step, 5, Others) == (0.05, 3)
+    assert undisturbed(step, 0, Others) == (0.7, 0)
+    assert taken == [2, 3]
+
+
 def test_a_calibrated_machine_predicts_runs_in_both_dtypes(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     machine = calibrate(tmp_path / "machine.toml", lambda done, total: seen.append((done, total)), A_LITTLE)
     assert seen[0] == (0, len(seen) - 1) and seen[-1] == (len(seen) - 1, len(seen) - 1)
     assert parse_machine((tmp_path / "machine.toml").read_bytes(), "file") == machine
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
+    alone = ("stream", "copy", "gemv", "gemm", "read")
+    assert set(permutations(alone, 2)) <= {(pair.work, pair.beside) for pair in machine.contention}
+    for operation in ("read", "disk->host"):
+        assert {point.rows for point in machine.cost_table if point.operation == operation} == {1, 2}
     for dtype in ("bfloat16", "float32"):
         assert isinstance(cost_model(machine, dtype), Calibrated)
         layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
@@ -187,6 +245,38 @@ def test_a_calibrated_machine_predicts_runs_in_both_dtypes(tmp_path: Path) -> No
             policy = make_policy(name)
             plan = plan_run(machine, layout, split_batch([5] * 4, 3, 2), policy, {"host": 8_000_000_000})
             assert simulate(plan, policy).prefill_seconds > 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    file = tmp_path / "machine.toml"
+    file.write_text("old")
+
+    def cut_short(done: int, total: int) -> None:
+        if done == total // 2:
+            raise error
+
+    with pytest.raises(error):
+        calibrate(file, cut_short, A_LITTLE)
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
+    assert file.read_text() == "old"
+
+
+def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_path: Path) -> None:
+    file = tmp_path / "machine.toml"
+    file.write_text("old")
+    extent = msgspec.structs.replace(A_LITTLE, steps=2000, turns=1, turns_float32=1, turns_together=0)
+    first_run = -len(extent.models) * len(DTYPES)
+
+    def interrupt_the_first_run(done: int, total: int) -> None:
+        if done == total + first_run:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(file, interrupt_the_first_run, extent)
+    assert file.read_text() == "old"
 
 
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ def test_a_curve_is_straight_between_points_and_goes_on_beyond_them() -> None:
     assert curve(-90) == pytest.approx(1.0)
 
 
-def test_a_curve_never_falls_since_what_took_longer_than_more_of_it_was_disturbed() -> None:
-    assert Curve([(1, 3.0), (2, 2.0), (3, 4.0)])(1) == 2.0
+def test_a_curve_never_falls_where_it_was_measured_to_it_is_level() -> None:
+    curve = Curve([(1, 3.0), (2, 2.0), (3, 1.0), (4, 4.0)])
+    assert [curve(x) for x in (1, 2, 3, 4)] == [2.0, 2.0, 2.0, 4.0]
 
 
 def test_of_many_times_at_one_place_a_curve_takes_the_median() -> None:

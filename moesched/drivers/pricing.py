@@ -15,6 +15,7 @@ def nanoseconds(work: Work, cost: CostModel) -> int:
     if work.nanoseconds < 0:
         work.demand = cost.work(work)
         work.nanoseconds = max(1, round(work.demand.seconds * 1e9))
+        work.lead = min(round(work.demand.lead * 1e9), work.nanoseconds - 1)
     return work.nanoseconds
 
 

@@ -135,10 +135,10 @@ class VirtualDriver:
         cost, lanes = self._cost, self._lanes
         while True:
             for task in started:
-                task.start = self.now
                 work = task.work
                 if work.nanoseconds < 0:
                     nanoseconds(work, cost)
+                task.start = self.now + work.lead
                 shared.start(task.lane.index, work)
             started.clear()
             if arrived:

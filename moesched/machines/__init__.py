@@ -113,7 +113,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         size: of the operation: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
         seconds: what it took.
         dtype: of the weights and activations; empty where that does not matter.
-        rows: what weights are multiplied with.
+        rows: what weights are multiplied with; of reads and transfers, how many of that size.
     """
 
     operation: str
@@ -127,7 +127,8 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How one sort of work goes on while another runs beside it.
 
     Attributes:
-        work, beside: "compute", "attention", or a link as "source->destination".
+        work, beside: of tasks "compute", "attention", or a link as "source->destination"; of operations by themselves
+            "stream", "copy", "gemv" (a product of one row), "gemm" (of many), "read" (from the disk).
         rate: speed of the first, relative to being alone.
     """
 
