@@ -54,8 +54,9 @@ from moesched.trace import Recorder
 
 REPEATS, EMULATED_REPEATS = 5, 3
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
-"""By how much the emulated machine is slower than a T4: its rates, its host's besides, and starting anything. The last is
-what keeps time from being dilated a hundred times, since starting a product takes this machine some 100 µs.
+"""By how much the emulated machine is slower than a T4: its rates, its host's besides, and the start of anything.
+
+The last keeps time from being dilated a hundred times, since starting a product takes this machine some 100 µs.
 """
 CALIBRATION_SECONDS = 3600
 NOT_SCHEDULES = ("adversarial",)
