@@ -201,7 +201,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
     """Keys or values of so many sequences of one length, (S, L, K, d), each from the start of a block on."""
-    like_SLKd = tensor_TKd.unflatten(0, (sequences, -1))
+    like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
     memory = tensor_TKd.new_empty(sequences * _room(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
     laid_out, _ = _carved(memory, like_SLKd)
     return laid_out.copy_(like_SLKd)

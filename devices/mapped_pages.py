@@ -47,7 +47,7 @@ class MappedPages:
     @staticmethod
     def possible(reader: PageReader) -> bool:
         """Whether the system maps when asked (Linux 5.14), and the files hold what the kernels need, bit for bit."""
-        return not reader.converts and system_takes(POPULATE_READ)
+        return reader.on_disk and not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
         """Have a slot show a page, and the system read what its cache lacks; one thread at a time for a slot.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -66,8 +66,9 @@ class PageReader:
     its dtype can start, is converted on the way and lies at the layout's own offsets.
     Several threads may read at once, each into its own slot.
 
-    slot_bytes: what the largest page takes. converts: whether there are pages that do not lie in the files as they
-    are needed. buffer_bytes: what each reading thread holds besides, to convert them.
+    on_disk: whether the files are the disk's. slot_bytes: what the largest page takes. converts: whether there are
+    pages that do not lie in the files as they are needed. buffer_bytes: what each reading thread holds besides, to
+    convert them.
     bytes_read: read from the files so far, in whole blocks. Raises BadInput where a file cannot be opened.
     """
 
@@ -79,7 +80,8 @@ class PageReader:
         self._config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._files: dict[Path, Blocks] = {}
-        opened = checkpoint.open or partial(DirectFile, direct=direct)
+        self.on_disk = checkpoint.open is None
+        opened: Callable[[Path], Blocks] = checkpoint.open or partial(DirectFile, direct=direct)
         try:
             for path in sorted({stored.file for stored in self._tensors.values()}):
                 self._files[path] = opened(path)

@@ -37,9 +37,9 @@ def random_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
 def _made(path: Path, dtype: str, seed: int) -> Blocks:
     items = REPEATED_BYTES // ITEM_BYTES[dtype]
     if path == NORMS:
-        return Repeated(torch.ones(items, dtype=DTYPES[dtype]))
+        return Repeated(path, torch.ones(items, dtype=DTYPES[dtype]))
     chance = torch.Generator().manual_seed(seed)
-    return Repeated((torch.randn(items, generator=chance) * STANDARD_DEVIATION).to(DTYPES[dtype]))
+    return Repeated(path, (torch.randn(items, generator=chance) * STANDARD_DEVIATION).to(DTYPES[dtype]))
 
 
 class Repeated:
@@ -47,7 +47,8 @@ class Repeated:
 
     caching = "bypassed"
 
-    def __init__(self, items: torch.Tensor) -> None:
+    def __init__(self, path: Path, items: torch.Tensor) -> None:
+        self.path = path
         self._bytes = items.view(torch.uint8).numpy()
 
     def read(self, into: memoryview, offset: int, needed: int) -> int:
@@ -60,6 +61,9 @@ class Repeated:
             target[done : done + len(piece)] = piece
             done += len(piece)
         return done
+
+    def require(self, offset: int, needed: int) -> None:
+        """It holds as much as anybody needs."""
 
     def close(self) -> None:
         """There is nothing to let go of."""

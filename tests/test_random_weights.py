@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moesched.devices.page_reader import PageReader
-from moesched.devices.random_weights import REPEATED_BYTES, Repeated, random_checkpoint
+from moesched.devices.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import parse_machine
 from moesched.models.layout import weight_layout
@@ -20,9 +20,9 @@ from test_emulated_device import MACHINE
 CONFIG = msgspec.structs.replace(SMALL, dtype="float32")
 
 
-def tokens(policy: str, seed: int = 0) -> list[list[int]] | None:
+def tokens(policy: str, seed: int = 0, *, direct: bool = True) -> list[list[int]] | None:
     layout = weight_layout(CONFIG)
-    device = TorchDevice(random_checkpoint(CONFIG, seed), layout)
+    device = TorchDevice(random_checkpoint(CONFIG, seed), layout, direct=direct)
     made = make_policy(policy)
     plan = plan_run(
         parse_machine(MACHINE, "test"), layout, split_batch([3, 3], 5, 1), made, None, device.slot_bytes
@@ -39,7 +39,7 @@ def test_norms_are_one_and_matrices_are_random() -> None:
 
 
 def test_every_policy_generates_the_same_from_them() -> None:
-    assert tokens("layer_streaming") == tokens("cgopipe")
+    assert tokens("layer_streaming") == tokens("cgopipe") == tokens("cgopipe", direct=False)
 
 
 def test_a_seed_makes_the_same_weights_again_and_another_one_others() -> None:
@@ -51,7 +51,7 @@ def test_a_seed_makes_the_same_weights_again_and_another_one_others() -> None:
 def test_a_file_without_end_repeats_its_items(offset: int) -> None:
     items = torch.arange(REPEATED_BYTES // 4, dtype=torch.int32)
     into = bytearray(3 * 4096)
-    assert Repeated(items).read(memoryview(into), offset, 1) == len(into)
+    assert Repeated(MATRICES, items).read(memoryview(into), offset, 1) == len(into)
     first = offset % REPEATED_BYTES // 4
     wanted = (torch.arange(len(into) // 4, dtype=torch.int32) + first) % len(items)
     assert torch.frombuffer(into, dtype=torch.int32).equal(wanted.to(torch.int32))

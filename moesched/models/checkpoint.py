@@ -37,10 +37,19 @@ class StoredTensor(msgspec.Struct, frozen=True):
 class Blocks(Protocol):
     """A file of weights, or what stands for one; any thread may read."""
 
-    caching: str
+    @property
+    def path(self) -> Path:
+        """What it is called."""
+
+    @property
+    def caching(self) -> str:
+        """What becomes of the page cache: "bypassed", "dropped" or "kept"."""
 
     def read(self, into: memoryview, offset: int, needed: int) -> int:
         """Fill `into` from `offset` on, both multiples of 4096; returns the bytes read, at least `needed`."""
+
+    def require(self, offset: int, needed: int) -> None:
+        """Raise MoeschedError where it no longer holds so many bytes from `offset` on."""
 
     def close(self) -> None:
         """Let go of it."""
