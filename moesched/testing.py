@@ -138,7 +138,8 @@ def policy_cases() -> list[Case]:
         Case(name="one layer", machine=gpu, layers=1, weights=2.2),
         Case(name="one new token", machine=gpu, new_tokens=1),
         Case(name="dense model", machine=unified, experts=1, top_k=1),
-        Case(name="two GPUs", machine=load_machine("t4x2"), layers=7, weights=0.5, micro_batch_size=1),
+        Case(name="roomy GPUs", machine=load_machine("t4x2")),
+        Case(name="tight GPUs", machine=load_machine("t4x2"), layers=7, weights=0.5, micro_batch_size=1),
     ]
 
 
