@@ -56,10 +56,10 @@ def reproduce(
 ) -> None:
     """See HELP."""
     from moesched.cli.output import Bar, print_json
-    from moesched.jobs import require_writable
     from moesched.reproduce import reproduce as reproduce_paper
     from moesched.reproduce.picture import draw_reproduction, require_folder
     from moesched.reproduce.report import write_reproduction
+    from moesched.trace.whole_file import require_writable
 
     if out is not None:
         require_folder(out)

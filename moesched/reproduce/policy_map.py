@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moesched.hrm import Hierarchy, Level, Split, hierarchy_of, layer_time
-from moesched.jobs import find_shape
+from moesched.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations

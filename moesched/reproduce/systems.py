@@ -9,7 +9,7 @@ import msgspec
 from moesched import plugins
 from moesched.cost import cost_model
 from moesched.errors import BadInput
-from moesched.jobs import find_shape
+from moesched.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.plan import Plan
