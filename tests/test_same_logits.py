@@ -132,6 +132,26 @@ def test_every_policy_gives_the_same_logits(
         device.fake.close()
 
 
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
+def test_prompts_of_one_length_give_the_same_logits(
+    checkpoint: Checkpoint, layout: WeightLayout, policy: str
+) -> None:
+    prompts = [[5, 6, 7], [90, 1, 2], [3, 4, 5], [8, 9]]
+    wanted, got = (
+        generate(
+            TorchDevice(checkpoint, layout, keep_logits=True),
+            make_policy(name),
+            machine,
+            prompts,
+            new_tokens=3,
+            micro_batch_size=4,
+            weights=weights,
+        )
+        for name, machine, weights in (("resident", ONE_MEMORY, 1.0), (policy, TWO_MEMORIES, 0.8))
+    )
+    assert same_bits(got.logits_RSV, wanted.logits_RSV)
+
+
 def test_three_tiers_are_in_use_at_once(
     checkpoint: Checkpoint, layout: WeightLayout, expected: Generated
 ) -> None:
