@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
+from math import exp, log
 
 from msgspec.structs import replace
 
@@ -21,9 +21,12 @@ OF = {
     "flexgen_attention": "the host's bandwidth and FLOP/s, for FlexGen's CPU attention",
 }
 ORDER = ("link", "kernels", "flexgen_attention")
+START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
+"""Where the search begins; what it finds does not depend on it."""
 ROUNDS = 6
-MOST_TRIES = 30
 CLOSE = 1e-4
+LEAST, MOST = 1e-3, 10.0
+"""Shares between which a rate is sought."""
 
 
 def predict_cell(
@@ -48,7 +51,7 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
         BadInput: a cell cannot be met.
     """
     cells = {row.fit: (column, row) for column in paper.cells for row in column.rows if row.fit}
-    rates = Rates(link=0.9, kernels=0.25, flexgen_attention=0.03)
+    rates = START
     for _ in range(ROUNDS):
         before = rates
         for name in ORDER:
@@ -91,18 +94,19 @@ def _bandwidth(machine: Machine, rate: str) -> float:
 def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:
     """The rate with which a cell is met, by secants on a scale of logarithms."""
 
-    def miss(x: float) -> float:
-        tried = replace(rates, **{name: 2.0**x})
-        return log(predict_cell(paper, column, row, tried).tokens_per_second / row.tokens_per_second)
+    def miss(share: float) -> float:
+        predicted = predict_cell(paper, column, row, replace(rates, **{name: share}))
+        return log(predicted.tokens_per_second / row.tokens_per_second)
 
-    x = log(getattr(rates, name), 2)
-    last, missed = x, miss(x)
-    x -= missed
-    for _ in range(MOST_TRIES):
-        now = miss(x)
-        if abs(now) < CLOSE:
-            return float(2.0**x)
-        if now == missed:
-            break
-        last, x, missed = x, x - now * (x - last) / (now - missed), now
-    raise BadInput(f"{row.name} on {column.setting} cannot be met by {name}: change its start or its cell")
+    share = getattr(rates, name)
+    missed, slope = miss(share), 1.0
+    while abs(missed) > CLOSE:
+        tried = share * exp(-missed / slope)
+        if not LEAST < tried < MOST:
+            raise BadInput(
+                f"{row.name} on {column.setting} cannot be met by its rate of {name}: correct the cell"
+            )
+        now = miss(tried)
+        slope = (now - missed) / log(tried / share)
+        share, missed = tried, now
+    return float(share)

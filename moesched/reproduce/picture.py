@@ -94,7 +94,9 @@ def _generations(section: Section) -> Figure:
             "new_tokens",
             "tokens_per_second",
         )
+        lengths = [int(row["new_tokens"] or 0) for row in section.rows]
         axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.set_yscale("log")
         axes.set_title(str(setting), fontsize=10)
         axes.set_xlabel("tokens to generate")

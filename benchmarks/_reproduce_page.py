@@ -1,0 +1,164 @@
+"""Fills the tables of docs/reproduce-moe-lightning.md from the result file, so that no figure in them is typed by hand.
+
+    moesched reproduce moe-lightning --report benchmarks/results/reproduce-moe-lightning.json
+    python benchmarks/_reproduce_page.py
+
+The page's words are its own; what stands between `<!-- NAME -->` and `<!-- end -->` is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from _results import RESULTS
+
+RESULT = RESULTS / "reproduce-moe-lightning.json"
+PAGE = Path(__file__).parent.parent / "docs" / "reproduce-moe-lightning.md"
+BLOCK = re.compile(r"(?<=<!-- )(?!end )([\w-]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Write the page anew."""
+    PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULT.read_text())))
+    print(PAGE)
+
+
+def filled(page: str, result: Row) -> str:
+    """The page with the tables of a result; sections that the result lacks stay as they are."""
+    tables = {"calibration": calibration(result), "accuracy": accuracy(result)}
+    for section in result["sections"]:
+        tables[section["name"]] = "\n".join(parts(section))
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}{match[2]}\n{tables[match[1]]}\n\n" if match[1] in tables else match[0]
+
+    return BLOCK.sub(table, page)
+
+
+def parts(section: Row) -> Iterator[str]:
+    """A section's table, its claims and its notes."""
+    rows = section["rows"]
+    if section["name"].startswith("table"):
+        yield cells(rows)
+    elif "new_tokens" in rows[0]:
+        yield by_generation(rows)
+    elif section["name"] == "policy-map":
+        yield policies(rows)
+    else:
+        yield markdown([each.replace("_", " ") for each in rows[0]], [list(row.values()) for row in rows])
+    if section["claims"]:
+        yield ""
+        yield markdown(
+            ["where", "claim", "paper", "ours", "agrees"],
+            [
+                [
+                    each["where"],
+                    each["what"],
+                    each["paper"],
+                    each["ours"],
+                    "yes" if each["agrees"] else "**no**",
+                ]
+                for each in section["claims"]
+            ],
+        )
+    for note in section["notes"]:
+        yield f"\n{note}"
+
+
+def calibration(result: Row) -> str:
+    """What was fitted to which cell."""
+    rows = [
+        [row["of"], f"{row['share']:.1%}", f"{row['gb_per_second']:g} GB/s", row["set_by"]]
+        for row in result["calibration"]
+    ]
+    return markdown(["rate", "share of the profile's", "comes to", "set by"], rows)
+
+
+def accuracy(result: Row) -> str:
+    """How far the predicted cells are off."""
+    rows = []
+    for name, each in (
+        ("FlexGen as its code runs", result["accuracy"]),
+        ("FlexGen as Fig. 6 draws it", result["accuracy_as_drawn"]),
+    ):
+        order = f"{each['pairs'] - len(each['wrong'])} of {each['pairs']}"
+        rows.append(
+            [name, each["cells"], f"{each['median_error']:.1%}", order, "; ".join(each["wrong"]) or "-"]
+        )
+    columns = [
+        "",
+        "predicted cells",
+        "median absolute error",
+        "pairs over 20 % apart in order",
+        "not in order",
+    ]
+    return markdown(columns, rows)
+
+
+def cells(rows: Sequence[Row]) -> str:
+    """A table of the paper, cell by cell."""
+    columns = ["workload", "setting", "system", "µ", "N/µ", "paper", "ours", "error", "", "bound by"]
+    return markdown(
+        columns,
+        [
+            [
+                row["workload"],
+                row["setting"],
+                row["system"],
+                row["micro_batch_size"],
+                row["micro_batches"],
+                row["paper"],
+                row["ours"],
+                f"{row['error']:+.1%}",
+                "fitted" if row["fitted"] else "predicted",
+                f"{row['bound_by']} {row['busy']:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def by_generation(rows: Sequence[Row]) -> str:
+    """Tokens per second, a column for each generation length."""
+    lengths = list(dict.fromkeys(row["new_tokens"] for row in rows))
+    lines: dict[tuple[str, ...], dict[int, Row]] = {}
+    for row in rows:
+        lines.setdefault((row["setting"], row["system"], row["sizes_by"]), {})[row["new_tokens"]] = row
+    return markdown(
+        ["setting", "system", "sizes by", *(f"{length} tokens" for length in lengths)],
+        [
+            [*name, *(f"{line[n]['tokens_per_second']:g} (µ {line[n]['micro_batch_size']})" for n in lengths)]
+            for name, line in lines.items()
+        ],
+    )
+
+
+def policies(rows: Sequence[Row]) -> str:
+    """The share of the weights that is offloaded and where attention runs, by CPU and link."""
+    links = list(dict.fromkeys(row["link_gb_per_second"] for row in rows))
+    lines: dict[int, list[str]] = {}
+    for row in rows:
+        lines.setdefault(row["cpu_ratio"], []).append(f"{row['weights_on_cpu']:.0%}, {row['attention_on']}")
+    return markdown(
+        ["times the base CPU", *(f"{link} GB/s" for link in links)],
+        [[ratio, *line] for ratio, line in lines.items()],
+    )
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        f"| {' | '.join(f'{each:g}' if isinstance(each, float) else str(each) for each in line)} |"
+        for line in lines
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""`moesched reproduce`: the paper's figures hang together, the fit meets its cells, the command says what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from _reproduce_page import PAGE, RESULT, filled
+from msgspec.structs import replace
+
+from moesched.cli.main import main
+from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.reproduce import SECTIONS, reproduce
+from moesched.reproduce.calibration import calibrate, predict_cell
+from moesched.reproduce.figures import Column, Paper, Row, moe_lightning
+from moesched.reproduce.policy_map import policy_map
+from moesched.reproduce.rates import Rates, machine_at
+from moesched.reproduce.report import ratio_claim
+from moesched.reproduce.systems import Predicted
+from moesched.reproduce.tables import Cell, accuracy
+
+PAPER = moe_lightning()
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process."""
+
+    def run(*arguments: object) -> Said:
+        code = main([str(each) for each in arguments])
+        return Said(code, *capfd.readouterr())
+
+    return run
+
+
+def all_cells() -> list[tuple[Column, Row]]:
+    return [(column, row) for column in PAPER.cells for row in column.rows]
+
+
+# -- the paper's figures -----------------------------------------------------------------------------------------------
+
+
+def test_ratios_that_the_paper_prints_follow_from_the_cells_that_it_prints() -> None:
+    checked = 0
+    for printed in PAPER.printed_ratios:
+        (column,) = (
+            each
+            for each in PAPER.cells
+            if (each.table, each.workload, each.setting) == (printed.table, printed.workload, printed.setting)
+        )
+        rates = {row.name: row.tokens_per_second for row in column.rows}
+        for name, ratio in printed.ratios.items():
+            assert rates[printed.over] / rates[name] == pytest.approx(ratio, abs=0.011), (printed.where, name)
+            checked += 1
+    assert checked == 10
+
+
+def test_three_cells_of_synthetic_reasoning_on_s1_are_fitted_and_no_others() -> None:
+    fits = {
+        row.fit: (column.table, column.workload, column.setting, row.system) for column, row in all_cells()
+    }
+    del fits[None]
+    where = ("Table 4", "synthetic-reasoning", "S1")
+    assert fits == {
+        "link": (*where, "DeepSpeed"),
+        "kernels": (*where, "MoE-Lightning(p)"),
+        "flexgen_attention": (*where, "FlexGen(c)"),
+    }
+    assert len(all_cells()) == 20
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def made_up(rates: Rates, micro_batches: int) -> Paper:
+    """The fitted column alone, with few micro-batches, as if it had been measured at these rates."""
+    column = PAPER.cells[0]
+    rows = [replace(row, micro_batches=min(row.micro_batches, micro_batches)) for row in column.rows]
+    rows = [
+        replace(row, tokens_per_second=predict_cell(PAPER, column, row, rates).tokens_per_second)
+        for row in rows
+    ]
+    return replace(PAPER, cells=[replace(column, rows=rows)])
+
+
+def test_the_fit_finds_the_rates_that_its_three_cells_were_made_with() -> None:
+    rates = Rates(link=0.8, kernels=0.2, flexgen_attention=0.05)
+    found = calibrate(made_up(rates, 12))
+    assert found.link == pytest.approx(rates.link, rel=2e-3)
+    assert found.kernels == pytest.approx(rates.kernels, rel=2e-3)
+    assert found.flexgen_attention == pytest.approx(rates.flexgen_attention, rel=5e-3)
+
+
+def test_a_cell_that_no_rate_can_meet_is_refused() -> None:
+    paper = made_up(Rates(link=0.8, kernels=0.2, flexgen_attention=0.05), 1)
+    column = paper.cells[0]
+    rows = [replace(row, tokens_per_second=1e6) if row.fit == "link" else row for row in column.rows]
+    with pytest.raises(BadInput, match="DeepSpeed on S1 cannot be met by its rate of link"):
+        calibrate(replace(paper, cells=[replace(column, rows=rows)]))
+
+
+def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
+    machine, rates = load_machine("l4"), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
+    ours = machine_at(machine, rates)
+    assert ours.link("host", "gpu").bandwidth == 12e9
+    assert ours.link("host", "pinned") == machine.link("host", "pinned")
+    assert ours.memories["gpu"].bandwidth == 75e9
+    assert ours.peak("gpu", "bfloat16") == 30.25e12
+    assert (ours.memories["host"], ours.host) == (machine.memories["host"], machine.host)
+    theirs = machine_at(machine, rates, attends_as_flexgen=True)
+    assert theirs.memories["host"].bandwidth == 10e9
+    assert theirs.memories["host"].capacity == machine.memories["host"].capacity
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def cell(system: str, paper: float, ours: float, column: int = 0, fit: str | None = None) -> Cell:
+    row = Row(system=system, tokens_per_second=paper, micro_batch_size=1, micro_batches=1, fit=fit)
+    predicted = Predicted(
+        tokens_per_second=ours,
+        batch_size=1,
+        micro_batch_size=1,
+        prefill_seconds=1.0,
+        step_seconds=1.0,
+        bound_by="accelerator",
+        busy=1.0,
+        weights_on_gpu=0.0,
+        gpu_budget=1.0,
+        host_bytes=0,
+    )
+    return Cell(column=PAPER.cells[column], row=row, predicted=predicted, as_drawn=predicted)
+
+
+def test_the_order_of_cells_is_judged_within_a_column_and_only_where_they_are_far_apart() -> None:
+    cells = [cell("a", 10, 10), cell("b", 11.9, 9), cell("c", 20, 9.5), cell("d", 1, 100, column=1)]
+    judged = accuracy(cells)
+    assert judged.pairs == 2, "a and c, b and c"
+    assert judged.wrong == ["Table 4, synthetic-reasoning, S1, a and c"]
+
+
+def test_the_median_error_leaves_fitted_cells_out() -> None:
+    cells = [cell("a", 10, 10, fit="link"), cell("b", 10, 9), cell("c", 10, 12), cell("d", 10, 15)]
+    assert (accuracy(cells).cells, accuracy(cells).median_error) == (3, 0.2)
+
+
+def test_a_claim_agrees_where_some_of_ours_lie_within_a_fifth_of_the_papers_range() -> None:
+    claim = PAPER.claims["cpu_memory"]
+    assert [ratio_claim(claim, ours).agrees for ours in ([1.5], [1.7], [3.5, 9.0], [3.7])] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_cpu() -> None:
+    section = policy_map(lambda what: None)
+    assert [claim.agrees for claim in section.claims] == [True, True, True]
+    base = [row for row in section.rows if row["cpu_ratio"] == 1]
+    assert {row["attention_on"] for row in base} == {"gpu"}
+    assert [row["kv_on_cpu"] for row in base] == [0.0] * 5
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
+    result = json.loads(RESULT.read_text())
+    assert result["accuracy"]["cells"] == 17
+    assert result["accuracy"]["median_error"] <= 0.2
+    assert result["accuracy"]["wrong"] == []
+    fitted = [row for each in result["sections"] for row in each["rows"] if row.get("fitted")]
+    assert len(fitted) == 3
+    assert all(abs(row["error"]) < 0.001 for row in fitted)
+
+
+def test_the_pages_tables_are_those_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert filled(page, json.loads(RESULT.read_text())) == page
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    said = command(
+        "reproduce",
+        "moe-lightning",
+        "--only",
+        "cpu-attention",
+        "--report",
+        report,
+        "--out",
+        tmp_path,
+        "--json",
+    )
+    assert said.code == 0
+    found = json.loads(said.out)
+    assert json.loads(report.read_text()) == found
+    assert {"paper", "title", "calibration", "accuracy", "sections", "wall_seconds"} <= found.keys()
+    assert [row["rate"] for row in found["calibration"]] == ["flexgen_attention", "link", "kernels"]
+    (section,) = found["sections"]
+    assert section["name"] == "cpu-attention"
+    assert len(section["rows"]) == 16
+    assert {"where", "what", "paper", "ours", "agrees"} == section["claims"][0].keys()
+    assert (tmp_path / "moe-lightning-cpu-attention.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "moe-lightning-cpu-attention.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
+    for arguments, why in (
+        (("no-such-paper",), "no paper 'no-such-paper': name one of moe-lightning"),
+        (("moe-lightning", "--only", "table-6"), f"no section 'table-6': name one of {', '.join(SECTIONS)}"),
+        (("moe-lightning", "--out", tmp_path / "no"), "it is no folder: make it first"),
+        (("moe-lightning", "--report", tmp_path / "no" / "a.json"), "make its folder first"),
+    ):
+        said = command("reproduce", *arguments)
+        assert (said.code, said.out) == (2, "")
+        assert why in said.err
+        assert said.err.count("\n") == 1
+
+
+def test_an_unknown_paper_is_refused() -> None:
+    with pytest.raises(BadInput, match="no paper"):
+        reproduce("attention-is-all-you-need")
