@@ -21,10 +21,12 @@ from moesched.job_report import JobReport, merge_reports
 from moesched.listeners import KindMeter, Listener
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import local_machine
+from moesched.machines.rank import rank_share
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig, read_config
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
+from moesched.models.tensor_parallel import cut_config
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
 from moesched.prompts import Prompt, TextStream, Tokenizer, encode_prompts, find_tokenizer, read_prompts
@@ -141,6 +143,7 @@ def simulate_model(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
+    tensor_parallel: int | None = None,
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
@@ -155,6 +158,7 @@ def simulate_model(
             request once where the workload says which they are.
         padded: every prompt counts as the longest of the workload (MoE-Lightning(p), FlexGen and DeepSpeed there).
         seed: of the order of prompts and of the routing.
+        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
 
     The other arguments and the errors are those of `run_model`.
     """
@@ -170,7 +174,7 @@ def simulate_model(
     count = all_told or batch_size or LARGEST_SIMULATED_BATCH
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets)
+    job = _Job(policy, settings, config, dtype, machine, budgets, tensor_parallel=tensor_parallel)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = _Reports()
@@ -211,6 +215,28 @@ def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
     return found
 
 
+def cut_over_ranks(
+    config: ModelConfig,
+    machine: Machine,
+    budgets: Mapping[str, int | str] | None,
+    ranks: int | None,
+) -> tuple[ModelConfig, Machine, dict[str, int]]:
+    """Model, machine and budgets as each of `ranks` accelerators has them, by default as each of all there are.
+
+    Raises:
+        BadInput: the model cannot be cut over so many, or the machine has fewer.
+    """
+    count = machine.accelerator_group.count if ranks is None else ranks
+    own = machine.accelerator.memory
+    share = rank_share(machine, count)
+    given = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
+    return (
+        cut_config(config, count),
+        share,
+        {memory: nbytes if memory == own else nbytes // count for memory, nbytes in given.items()},
+    )
+
+
 def require_writable(path: Path | str | None, what: str) -> None:
     """Whether a file may be written, so that nobody learns it after a long run only.
 
@@ -244,12 +270,14 @@ class _Job:
         machine: Machine | str,
         budgets: Mapping[str, int | str] | None,
         device: str | None = None,
+        tensor_parallel: int | None = None,
     ) -> None:
         self.policy = policy
         self.settings = check_settings(_policy_class(policy), f"policy {policy}", settings or {})
-        self.layout = weight_layout(config, dtype)
-        self.machine = find_machine(machine, device)
-        self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
+        cut, self.machine, self.budgets = cut_over_ranks(
+            config, find_machine(machine, device), budgets, tensor_parallel
+        )
+        self.layout = weight_layout(cut, dtype)
 
     def sizes(
         self,
@@ -351,7 +379,9 @@ class _Job:
         return JobReport(
             **fields,
             dtype=self.layout.dtype,
-            budget_bytes={memory.name: memory.capacity for memory in plan.memories.values()},
+            budget_bytes={
+                name: plan.in_all(memory, memory.capacity) for name, memory in plan.memories.items()
+            },
             kinds=kinds.kinds(),
             bytes_read=bytes_read,
         )

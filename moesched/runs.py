@@ -20,7 +20,7 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, OverBudget
 from moesched.generation import Generation, OnTokens
-from moesched.machines import Machine
+from moesched.machines import INTERCONNECT, Machine
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Outcome, Report, make_report
 from moesched.plan import Batch, Plan
@@ -52,7 +52,8 @@ def plan_run(
         policy.plan(plan)
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
-        raise BadInput(f"policy {name} does not fit: {error}: {remedy}") from error
+        each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
+        raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
     plan.check()
     return plan
 
@@ -60,9 +61,12 @@ def plan_run(
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
     """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
 
+    Ranks have one more, for their all-reduces.
     Those that are streams, of one device, share a domain.
     """
     names = ["accelerator", "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
+    if plan.ranks > 1:
+        names.append(INTERCONNECT)
     kinds = kinds or {}
     return {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
