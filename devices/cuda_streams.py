@@ -30,11 +30,12 @@ class CudaStreams:
         self._streams = {name: _stream(device) for name in lanes}
         self._execute = execute
         self._ends: dict[int, torch.cuda.Event] = {}
-        self._zero = _timed_event()
-        torch.cuda.synchronize(device)
-        self._zero.record()
-        self._zero.synchronize()
-        self._zero_nanoseconds = perf_counter_ns()
+        with torch.cuda.device(device):
+            self._zero = _timed_event()
+            torch.cuda.synchronize(device)
+            self._zero.record()
+            self._zero.synchronize()
+            self._zero_nanoseconds = perf_counter_ns()
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""

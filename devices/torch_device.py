@@ -16,6 +16,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, Plan
 from moesched.sampling import Sampling, sample
+from moesched.seams import Transport
 from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
@@ -28,6 +29,7 @@ from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
+from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
 
@@ -93,6 +95,8 @@ class TorchDevice:
         self._kept = KeptPages(self._reader, self._arranged)
         self._home: dict[int, Tensor] = {}
         self._states: list[MicroBatchState] = []
+        self._rank = 0
+        self._transport: Transport | None = None
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
@@ -145,6 +149,11 @@ class TorchDevice:
         """What a page takes in a slot."""
         return self._reader.bytes_in_slot(page)
 
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several ranks from now on: on its share of the model, with all-reduces over a transport."""
+        self._rank = rank
+        self._transport = transport
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
 
@@ -182,6 +191,8 @@ class TorchDevice:
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
         if not plan.machine.unified:
             self._verbs = {**self._verbs, **self._host_side(plan).verbs}
+        if self._transport is not None:
+            self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport)}
 
     def _start(self) -> None:
         """What is the same for all batches: threads, and the weights outside the layers."""
@@ -253,7 +264,10 @@ class TorchDevice:
     def _split_head(self) -> list[Tensor]:
         """The LM head as row blocks, one for each core of the team."""
         tied = self.config.tied_embeddings
-        head = self._globals["embedding"] if tied else self._read_global("lm_head")
+        if tied:
+            head = self._globals["embedding"].chunk(self.config.ranks)[self._rank]
+        else:
+            head = self._read_global("lm_head")
         blocks = head.chunk(self._team.cores)
         return list(blocks) if tied else [self._arranged(block) for block in blocks]
 
@@ -293,6 +307,17 @@ class TorchDevice:
             self._states,
             self._attend,
         )
+
+    def _verbs_of_a_rank(self, transport: Transport) -> Mapping[str, Callable[[Any], Any]]:
+        side = RankSide(
+            self._rank, transport, self.config.vocabulary, self._states, self._last_logits, self._draw
+        )
+        return {
+            **side.verbs,
+            "output_projection": self._project_output,
+            "post_attention": self._experts,
+            "route": self._choose_experts,
+        }
 
     def _kv_slot(self, plan: Plan) -> Tensor:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
@@ -379,7 +404,12 @@ class TorchDevice:
         return kernels.attention(q_THd, views, self.config.sliding_window)
 
     def _post_attention(self, task: Task) -> dict[int, int]:
-        counts = self._route(task)
+        self._project_output(task)
+        return self._experts(task)
+
+    def _experts(self, task: Task) -> dict[int, int]:
+        """What follows the output projection: router, all experts, combine."""
+        counts = self._choose_experts(task)
         weights = self._weights(task.operands)
         state = self._states[task.micro_batch]
         if self._sharing:
@@ -393,10 +423,21 @@ class TorchDevice:
         return counts
 
     def _route(self, task: Task) -> dict[int, int]:
-        """Output projection, norm, router; the tokens of each expert that has any."""
+        self._project_output(task)
+        return self._choose_experts(task)
+
+    def _project_output(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
-        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
+        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], self._residual(state))
+
+    def _residual(self, state: MicroBatchState) -> Tensor:
+        """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
+        return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
+
+    def _choose_experts(self, task: Task) -> dict[int, int]:
+        """Norm and router; the tokens of each expert that has any."""
+        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
@@ -428,13 +469,19 @@ class TorchDevice:
         use_cores(1)
         state = self._states[task.micro_batch]
         state.hidden_TD = kernels.combine(
-            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD
+            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
         )
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]
-        last_SD = state.hidden_TD.index_select(0, state.step.last_S.to(self._accelerator))
-        logits_SV = self._logits(last_SD).cpu()
+        return self._draw(state, self._last_logits(state))
+
+    def _last_logits(self, state: MicroBatchState) -> Tensor:
+        return self._logits(state.hidden_TD.index_select(0, state.step.last_S.to(self._accelerator)))
+
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int]:
+        """The next token of each sequence."""
+        logits_SV = logits_SV.cpu()
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
@@ -448,7 +495,7 @@ class TorchDevice:
         config = self.config
         x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
         if not self._sharing:
-            self._use_cores_for(len(x_SD), config.vocabulary * config.hidden)
+            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
             return kernels.linear(x_SD, self._head).float()
         parts: dict[int, Tensor] = {}
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import structlog
 
@@ -16,20 +15,20 @@ from moesched.batching import Sizes, batches_of
 from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
-from moesched.interrupts import interrupts_held
 from moesched.job_report import JobReport, merge_reports
 from moesched.listeners import KindMeter, Listener
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import local_machine
 from moesched.machines.rank import rank_share
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig, read_config
-from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.layout import Page, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
 from moesched.prompts import Prompt, TextStream, Tokenizer, encode_prompts, find_tokenizer, read_prompts
+from moesched.ranks import Devices, Rank, open_devices
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import Policy
@@ -70,6 +69,7 @@ def run_model(
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
     budgets: Mapping[str, int | str] | None = None,
+    tensor_parallel: int | None = None,
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
@@ -86,6 +86,8 @@ def run_model(
         batch_size, micro_batch_size: by default the largest batch that fits.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
+            Those of memories that accelerators share are for all of them.
+        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
         trace: where to write a trace; those of later batches get their number into the name.
         listener: told how it goes on.
 
@@ -103,10 +105,10 @@ def run_model(
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
-    job = _Job(policy, settings, config, dtype, machine, budgets, device)
+    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel)
     lengths = list(map(len, encoded))
     reports = _Reports()
-    with _opened(device, device_settings, checkpoint, job.layout) as opened:
+    with open_devices(device, device_settings, checkpoint, job.layout) as opened:
         sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
         batches = list(batches_of(lengths, max_new_tokens, sizes))
         if len(batches) > 1:
@@ -158,7 +160,6 @@ def simulate_model(
             request once where the workload says which they are.
         padded: every prompt counts as the longest of the workload (MoE-Lightning(p), FlexGen and DeepSpeed there).
         seed: of the order of prompts and of the routing.
-        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
 
     The other arguments and the errors are those of `run_model`.
     """
@@ -174,7 +175,7 @@ def simulate_model(
     count = all_told or batch_size or LARGEST_SIMULATED_BATCH
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, tensor_parallel=tensor_parallel)
+    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = _Reports()
@@ -304,32 +305,35 @@ class _Job:
     def run(
         self,
         batch: Batch,
-        device: Any,
+        devices: Devices,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | None,
         teller: _Teller,
         trace: Path | None,
     ) -> JobReport:
-        plan, policy = self.plan(batch, device.slot_bytes)
+        plan, policy = self.plan(batch, devices.slot_bytes)
+        peers = [Rank(*self.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
         teller.listener.planned(plan)
         recorder = _recorder(plan) if trace else None
         kinds = KindMeter()
-        read_before = getattr(device, "bytes_read", 0)
+        read_before = devices.bytes_read
         report = runs.run(
             plan,
             policy,
-            device,
+            devices.first,
             prompts,
             sampling=sampling,
             stop_tokens=self.layout.config.stop_tokens,
             on_tokens=teller.tell,
             observers=[teller.listener, kinds],
             recorder=recorder,
+            peers=peers,
             keep_open=True,
         )
         teller.finish_all()
         teller.listener.ran()
-        bytes_read = device.bytes_read - read_before if hasattr(device, "bytes_read") else None
+        read = devices.bytes_read
+        bytes_read = None if read is None or read_before is None else read - read_before
         finished = self._report(report, plan, kinds, teller.texts, bytes_read)
         if recorder is not None and trace is not None:
             self._write_trace(trace, recorder, finished, teller.listener)
@@ -403,21 +407,6 @@ class _Job:
             raise NotTraced(error, report) from error
         finally:
             listener.ran()
-
-
-@contextmanager
-def _opened(
-    name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
-) -> Iterator[Any]:
-    """A device for all batches, closed at the end, so that weights which stay are loaded once."""
-    with interrupts_held():
-        cls = plugins.find("devices", name)
-    device = cls(checkpoint, layout, **check_settings(cls, f"device {name}", settings or {}))
-    try:
-        yield device
-    finally:
-        with interrupts_held():
-            anyio.run(device.aclose)
 
 
 class _Reports:

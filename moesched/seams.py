@@ -70,8 +70,10 @@ class Device(Protocol):
     returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
 
     A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
-    `emulation()`, how that went; and on its class `machine(host)`, what `--machine auto` is with it, and
-    `check_machine(machine)`, which raises BadInput for a machine that it is not.
+    `emulation()`, how that went; `join(rank, transport, first)`, called once, before the first batch, where it is one
+    of several ranks that a model is cut over, `first` being that of rank 0, which begins each batch last; on its class
+    `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
+    that it is not.
     """
 
     @property

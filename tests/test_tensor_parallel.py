@@ -168,7 +168,7 @@ def run_together(policy: str, machine: str, ranks: int) -> list[list[Task]]:
             schedule = open_schedules.enter_context(closing(Schedule(plan, engine, lanes)))
             engines.append(engine)
             generations.append(Generation(schedule, own))
-        perform = {Decision: decide(plan, SeededRouting(SMALL.experts, SMALL.top_k))}
+        perform: dict[type[Task], Any] = {Decision: decide(plan, SeededRouting(SMALL.experts, SMALL.top_k))}
         driver = VirtualDriver(engines, Roofline(plan.machine, "float32"), perform=perform)
         driver.run(*(generation.run() for generation in generations))
     for engine in engines:

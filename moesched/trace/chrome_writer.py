@@ -177,8 +177,11 @@ def _flows(recording: Recording, tracks: dict[LaneName, str]) -> Iterator[str]:
 def _critical(recording: Recording) -> Iterator[str]:
     free = 0
     for each, why, gap in critical_path(recording):
+        # Parts of a collective on two ranks overlap where one came late.
         start = max(each.start, free)
-        free = max(each.end, start)
+        if start >= each.end:
+            continue
+        free = each.end
         args = {
             "task": each.id,
             "rank": each.lane.rank,
