@@ -44,12 +44,15 @@ class Devices(NamedTuple):
     @property
     def bytes_read(self) -> int | None:
         """What all of them read from the checkpoint's files so far; None where they do not count it."""
-        counts = [getattr(device, "bytes_read", None) for device in self.all]
-        return None if None in counts else sum(counts)
+        if not hasattr(self.first, "bytes_read"):
+            return None
+        counts: list[int] = [device.bytes_read for device in self.all]
+        return sum(counts)
 
     def slot_bytes(self, page: Page) -> int:
         """What a page takes in a slot, on every rank: shares lie differently in their files, plans are to be equal."""
-        return max(device.slot_bytes(page) for device in self.all)
+        sizes: list[int] = [device.slot_bytes(page) for device in self.all]
+        return max(sizes)
 
 
 @contextmanager
