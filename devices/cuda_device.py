@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
+from moesched.seams import Transport
 
 from .torch_device import TorchDevice
 
@@ -25,6 +28,20 @@ class CudaDevice(TorchDevice):
     ) -> None:
         _require_cuda()
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
+
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several ranks, each on a GPU of its own.
+
+        Raises:
+            BadInput: there are fewer GPUs.
+        """
+        if rank >= torch.cuda.device_count():
+            raise BadInput(
+                f"device cuda: torch sees {torch.cuda.device_count()} CUDA devices here: "
+                "lower --tensor-parallel"
+            )
+        super().join(rank, transport, first)
+        self._accelerator = torch.device(f"cuda:{rank}")
 
     @staticmethod
     def machine(host: Machine) -> Machine:

@@ -38,16 +38,18 @@ class CudaStreams:
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
-        self._zero = _timed_event()
+        with torch.cuda.device(device):
+            self._zero = _timed_event()
         self._zero_nanoseconds = 0
         self.begin()
 
     def begin(self) -> None:
         """Read the clocks anew, for another run: the further away, the coarser CUDA tells times."""
-        torch.cuda.synchronize(self._device)
-        self._zero.record()
-        self._zero.synchronize()
-        self._zero_nanoseconds = perf_counter_ns()
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            self._zero.record()
+            self._zero.synchronize()
+            self._zero_nanoseconds = perf_counter_ns()
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""

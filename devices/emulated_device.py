@@ -17,14 +17,14 @@ from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds
 from moesched.errors import BadInput
-from moesched.machines import Machine
+from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.local import available_memory
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Dilations, EmulatedLane, Emulation
 from moesched.plan import Plan
 from moesched.sampling import Sampling
-from moesched.seams import CostModel
+from moesched.seams import CostModel, Transport
 from moesched.tasks import Task
 from moesched.units import format_bytes
 
@@ -73,6 +73,7 @@ class EmulatedDevice:
         self._torch = TorchDevice(checkpoint, layout, keep_logits=keep_logits)
         self._asked = dilation
         self._time = DilatedClock()
+        self._leads = True
         self._cost: CostModel
         self._dilations = Dilations(1.0, 1.0)
         self._meters: dict[str, _Meter] = {}
@@ -130,21 +131,31 @@ class EmulatedDevice:
         """Nanoseconds of the emulated machine since `begin` returned."""
         return self._time.now()
 
+    def join(self, rank: int, transport: Transport, first: EmulatedDevice) -> None:
+        """Imitate one of several accelerators of one machine, in the time of the first of them."""
+        self._torch.join(rank, transport, first)
+        self._time = first._time
+        self._leads = first is self
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, choose the dilation, and let the emulated machine's time begin.
+
+        Of several ranks the first one chooses for all, and begins last.
 
         Raises:
             BadInput: the emulated memories do not fit the real one, or a token id is outside the vocabulary.
         """
         _require_memory(plan)
         self._cost = cost_model(plan.machine, plan.layout.dtype)
-        self._dilations = self._choose_dilations(plan)
+        if self._leads:
+            self._dilations = self._choose_dilations(plan)
         self._torch.begin(plan, prompts, sampling)
-        names = ["accelerator", "host", *(link.lane for link in plan.machine.links)]
+        names = ["accelerator", "host", INTERCONNECT, *(link.lane for link in plan.machine.links)]
         self._meters = {name: _Meter() for name in names}
         self._prefilling = len(plan.batch.micro_batches)
         self._since = perf_counter(), process_time()
-        self._time.run(self._dilations.prefill)
+        if self._leads:
+            self._time.run(self._dilations.prefill)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread and return when the emulated machine would have."""
@@ -156,7 +167,7 @@ class EmulatedDevice:
         self._time.wait_until(begun + modelled)
         if task.step >= 0:
             self._meters[task.lane.name].add(worked, modelled, self._time.now() - begun)
-        if task.step == 0 and task.verb == "sample":
+        if self._leads and task.step == 0 and task.verb == "sample":
             self._count_prefilled()
         return value
 
@@ -175,7 +186,8 @@ class EmulatedDevice:
         if self._asked:
             return Dilations(self._asked, self._asked)
         rehearsed = rehearse(self._checkpoint, self.layout, plan, self._cost)
-        return Dilations(least_dilation(rehearsed["prefill"]), least_dilation(rehearsed["decode"]))
+        prefill, decode = (plan.ranks * least_dilation(rehearsed[kind]) for kind in ("prefill", "decode"))
+        return Dilations(prefill, decode)
 
     def _count_prefilled(self) -> None:
         """Go on at the pace of decode when the last micro-batch is through its prompts; one lane samples them all."""

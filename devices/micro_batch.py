@@ -17,6 +17,7 @@ class MicroBatchState:
         requests: the requests, as the KV cache knows them.
         new: each request's tokens for the next step: its prompt, then the token sampled last.
         starts: each expert's first row of x_nD and y_nD.
+        logits_SV: those of a rank of several, until all ranks' are summed.
     """
 
     def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
@@ -34,3 +35,4 @@ class MicroBatchState:
         self.weights_Tk: Tensor
         self.grouping: Grouping
         self.starts: list[int]
+        self.logits_SV: Tensor

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from moesched.errors import MoeschedError
-from moesched.models.checkpoint import Blocks, Checkpoint
+from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
 from moesched.models.layout import Extent, Page, WeightLayout
 from moesched.models.tensors import is_transposed
 
@@ -192,14 +192,15 @@ class PageReader:
         return self._tensors[extent.tensor].file, self._byte_range(extent.tensor, extent.rows)[0]
 
     def _byte_range(self, name: str, rows: tuple[int, int]) -> tuple[int, int]:
-        """Where the rows begin and end in their file."""
+        """Where the rows begin and end in their file; whole rows also where some of their columns are wanted."""
         stored = self._tensors[name]
-        row_bytes = stored.nbytes // stored.shape[0]
+        row_bytes = _row_bytes(stored)
         return stored.offset + rows[0] * row_bytes, stored.offset + rows[1] * row_bytes
 
     def _must_convert(self, name: str, rows: tuple[int, int]) -> bool:
-        stored_as = DTYPES[self._tensors[name].dtype]
-        return stored_as != self.dtype or self._byte_range(name, rows)[0] % self.dtype.itemsize != 0
+        stored = self._tensors[name]
+        lies_otherwise = DTYPES[stored.dtype] != self.dtype or stored.columns is not None
+        return lies_otherwise or self._byte_range(name, rows)[0] % self.dtype.itemsize != 0
 
     # ------------------------------------------------------------ reading
 
@@ -222,12 +223,13 @@ class PageReader:
         stored = self._tensors[name]
         file, stored_as = self._files[stored.file], DTYPES[stored.dtype]
         start, end = self._byte_range(name, rows)
+        chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)
         nbytes = done = 0
-        for lo in range(start, end, CHUNK_BYTES):
-            hi = min(lo + CHUNK_BYTES, end)
+        for lo in range(start, end, chunk):
+            hi = min(lo + chunk, end)
             first, last = round_down(lo), round_up(hi)
             nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first)
-            items = _typed(buffer[lo - first : hi - first], stored_as)
+            items = _wanted(_typed(buffer[lo - first : hi - first], stored_as), stored)
             _copy_here(items, out[done : done + len(items)])
             done += len(items)
         return nbytes
@@ -256,6 +258,26 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if raw.data_ptr() % dtype.itemsize:
         raw = torch.from_numpy(raw.numpy().copy())
     return raw.view(dtype)
+
+
+def _row_bytes(stored: StoredTensor) -> int:
+    """Bytes from one row to the next in the file."""
+    if stored.columns is not None:
+        return stored.columns.of * DTYPES[stored.dtype].itemsize
+    return stored.nbytes // stored.shape[0]
+
+
+def _whole_rows(stored: StoredTensor) -> int:
+    """Bytes of as many rows as are read at once where they are cut."""
+    return CHUNK_BYTES // _row_bytes(stored) * _row_bytes(stored)
+
+
+def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Of whole rows the columns that are wanted, as items in a row."""
+    if stored.columns is None:
+        return items
+    first, of = stored.columns
+    return items.view(-1, of)[:, first : first + stored.shape[1]].reshape(-1)
 
 
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from moesched.sampling import Sampling
 from moesched.schedule import Kind, Schedule
 from moesched.seams import CostModel, Policy
 from moesched.step import Step
-from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
 
 from .torch_device import TorchDevice
 
@@ -51,6 +51,8 @@ def rehearse(
     config = msgspec.structs.replace(checkpoint.config, layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
     device = TorchDevice(msgspec.structs.replace(checkpoint, config=config), short)
+    if config.ranks > 1:
+        device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
     policy = _OneLayer("host" if plan.kv_role == "host" else "accelerator")
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
@@ -68,9 +70,18 @@ def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     with closing(Schedule(plan, engine, lanes)) as schedule:
-        types = (Kernel, HostKernel, PageTransfer, Decision)
+        types = (Kernel, HostKernel, PageTransfer, Decision, Collective)
         driver = VirtualDriver([engine], cost, perform=dict.fromkeys(types, watch.perform))
         driver.run(Generation(schedule, policy).run())
+
+
+class _Alone:
+    """The transport of a rank that has no others: what it has is the sum."""
+
+    def all_reduce(self, rank: int, ticket: int, tensor: Any) -> Any:
+        return tensor.clone()
+
+    async def aclose(self) -> None: ...
 
 
 class _OneLayer:

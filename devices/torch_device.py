@@ -17,6 +17,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, Plan
 from moesched.sampling import Sampling, sample
+from moesched.seams import Transport
 from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
@@ -30,6 +31,7 @@ from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
+from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
 
@@ -101,6 +103,8 @@ class TorchDevice:
         self._kept = KeptPages(self._reader, self._arranged)
         self._home: dict[int, Tensor] = {}
         self._states: list[MicroBatchState] = []
+        self._rank = 0
+        self._transport: Transport | None = None
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
@@ -159,6 +163,11 @@ class TorchDevice:
         """What a page takes in a slot."""
         return self._reader.bytes_in_slot(page)
 
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several ranks from now on: on its share of the model, with all-reduces over a transport."""
+        self._rank = rank
+        self._transport = transport
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
 
@@ -196,6 +205,8 @@ class TorchDevice:
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
         if not plan.machine.unified:
             self._verbs = {**self._verbs, **self._host_side(plan).verbs}
+        if self._transport is not None:
+            self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport)}
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
@@ -269,7 +280,10 @@ class TorchDevice:
     def _split_head(self) -> list[Tensor]:
         """The LM head as row blocks, one for each core of the team."""
         tied = self.config.tied_embeddings
-        head = self._globals["embedding"] if tied else self._read_global("lm_head")
+        if tied:
+            head = self._globals["embedding"].chunk(self.config.ranks)[self._rank]
+        else:
+            head = self._read_global("lm_head")
         blocks = head.chunk(self._team.cores)
         return list(blocks) if tied else [self._arranged(block) for block in blocks]
 
@@ -309,6 +323,17 @@ class TorchDevice:
             self._states,
             self._attend,
         )
+
+    def _verbs_of_a_rank(self, transport: Transport) -> Mapping[str, Callable[[Any], Any]]:
+        side = RankSide(
+            self._rank, transport, self.config.vocabulary, self._states, self._last_logits, self._draw
+        )
+        return {
+            **side.verbs,
+            "output_projection": self._project_output,
+            "post_attention": self._experts,
+            "route": self._choose_experts,
+        }
 
     def _kv_slot(self, plan: Plan) -> Tensor:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
@@ -396,9 +421,14 @@ class TorchDevice:
         return kernels.attention(q_THd, views, self.config.sliding_window)
 
     def _post_attention(self, task: Task) -> dict[int, int]:
+        self._project_output(task)
+        return self._experts(task)
+
+    def _experts(self, task: Task) -> dict[int, int]:
+        """What follows the output projection: router, all experts, combine."""
         state = self._states[task.micro_batch]
         few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
-        counts = self._route(task, kernels.every_expert if few else kernels.group_by_expert)
+        counts = self._choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
         if self._sharing:
             largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
@@ -410,13 +440,24 @@ class TorchDevice:
         self._combine(task)
         return counts
 
-    def _route(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
-        """Output projection, norm, router; the rows of each expert that has any."""
+    def _route(self, task: Task) -> dict[int, int]:
+        self._project_output(task)
+        return self._choose_experts(task)
+
+    def _project_output(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
-        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], state.hidden_TD)
+        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], self._residual(state))
         if self._on_cpu or not task.step:
             del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
+
+    def _residual(self, state: MicroBatchState) -> Tensor:
+        """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
+        return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
+
+    def _choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
+        """Norm and router; the rows of each expert that has any."""
+        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
@@ -450,14 +491,20 @@ class TorchDevice:
         use_cores(1)
         state = self._states[task.micro_batch]
         state.hidden_TD = kernels.combine(
-            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, state.hidden_TD
+            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
         )
         del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]
-        last_SD = state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator))
-        logits_SV = self._logits(last_SD).cpu()
+        return self._draw(state, self._last_logits(state))
+
+    def _last_logits(self, state: MicroBatchState) -> Tensor:
+        return self._logits(state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator)))
+
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int]:
+        """The next token of each sequence."""
+        logits_SV = logits_SV.cpu()
         if self._keep_logits:
             self.logits.append((state.requests, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
@@ -471,7 +518,7 @@ class TorchDevice:
         config = self.config
         x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
         if not self._sharing:
-            self._use_cores_for(len(x_SD), config.vocabulary * config.hidden)
+            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
             return kernels.linear(x_SD, self._head).float()
         parts: dict[int, Tensor] = {}
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])

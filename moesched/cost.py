@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import fmean, median
 
 from moesched.errors import BadInput
-from moesched.machines import CostPoint, Machine
+from moesched.machines import INTERCONNECT, CostPoint, Machine
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
@@ -55,6 +55,11 @@ class Roofline:
                     for end in (link.source, link.destination)
                 )
                 return _demand(seconds + link.latency, ((link.lane, seconds), *ends))
+        group = self.machine.accelerator_group
+        if work.resource == INTERCONNECT and group.interconnect is not None:
+            seconds = work.nbytes / group.interconnect.bandwidth
+            rounds = 2 * (group.count - 1)  # of a ring: the sum comes round once, and goes round once more
+            return _demand(seconds + rounds * group.interconnect.latency, ((INTERCONNECT, seconds),))
         raise BadInput(
             f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
             "describe that resource in its profile"

@@ -34,12 +34,14 @@ class JobReport(Report, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The machine, and how it was emulated where it was."""
+        """The machine, how many of its accelerators where it was several, and how it was emulated where it was."""
+        count = self.tensor_parallel
+        machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
         if self.emulation is None:
-            return self.machine
+            return machine
         prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode
         by = f"{decode:g}" if prefill == decode else f"{prefill:g} in prefill, {decode:g} in decode"
-        return f"{self.machine} (emulated, time dilated by {by})"
+        return f"{machine} (emulated, time dilated by {by})"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
-
-from moesched import plugins, runs
+from moesched import runs
+from moesched.accelerators import cut_over_ranks
 from moesched.batch_reports import Reports
 from moesched.batching import Sizes, batches_of
 from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
-from moesched.interrupts import interrupts_held
 from moesched.job_report import JobReport
 from moesched.job_trace import numbered, recorder_of, write_job_trace
 from moesched.listeners import KindMeter, Listener
 from moesched.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
 from moesched.machines import Machine
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.layout import Page, weight_layout
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
 from moesched.planner import MOST_REQUESTS, Setting
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.ranks import Devices, Rank, open_devices
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.seams import Policy
@@ -36,7 +35,6 @@ from moesched.settings import check_settings
 from moesched.sizing import choose_sizes
 from moesched.teller import Teller
 from moesched.trace.whole_file import require_writable
-from moesched.units import parse_bytes
 from moesched.workloads import Workload
 
 
@@ -55,6 +53,7 @@ def run_model(
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
     budgets: Mapping[str, int | str] | None = None,
+    tensor_parallel: int | None = None,
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
@@ -71,6 +70,8 @@ def run_model(
         batch_size, micro_batch_size: by default the planner's, of no more requests than there are prompts.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
+            Those of memories that accelerators share are for all of them.
+        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
         trace: where to write a trace; those of later batches get their number into the name.
         listener: told how it goes on.
 
@@ -88,10 +89,10 @@ def run_model(
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
-    job = _Job(policy, settings, config, dtype, machine, budgets, device)
+    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel)
     lengths = list(map(len, encoded))
     reports = Reports()
-    with _opened(device, device_settings, checkpoint, job.layout) as opened:
+    with open_devices(device, device_settings, checkpoint, job.layout) as opened:
         sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
         batches = list(batches_of(lengths, max_new_tokens, sizes))
         if len(batches) > 1:
@@ -128,6 +129,7 @@ def simulate_model(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
+    tensor_parallel: int | None = None,
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
@@ -157,7 +159,7 @@ def simulate_model(
     count = all_told or batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets)
+    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
@@ -178,13 +180,15 @@ class _Job:
         machine: Machine | str,
         budgets: Mapping[str, int | str] | None,
         device: str | None = None,
+        tensor_parallel: int | None = None,
     ) -> None:
         self.policy = policy
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
-        self.layout = weight_layout(config, dtype)
-        self.machine = find_machine(machine, device)
-        self.budgets = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
+        cut, self.machine, self.budgets = cut_over_ranks(
+            config, find_machine(machine, device), budgets, tensor_parallel, cls
+        )
+        self.layout = weight_layout(cut, dtype)
 
     def sizes(
         self,
@@ -218,32 +222,35 @@ class _Job:
     def run(
         self,
         batch: Batch,
-        device: Any,
+        devices: Devices,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | None,
         teller: Teller,
         trace: Path | None,
     ) -> JobReport:
-        plan, policy = self.plan(batch, device.slot_bytes)
+        plan, policy = self.plan(batch, devices.slot_bytes)
+        peers = [Rank(*self.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
         teller.listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
-        read_before = getattr(device, "bytes_read", 0)
+        read_before = devices.bytes_read
         report = runs.run(
             plan,
             policy,
-            device,
+            devices.first,
             prompts,
             sampling=sampling,
             stop_tokens=self.layout.config.stop_tokens,
             on_tokens=teller.tell,
             observers=[teller.listener, kinds],
             recorder=recorder,
+            peers=peers,
             keep_open=True,
         )
         teller.finish_all()
         teller.listener.ran()
-        bytes_read = device.bytes_read - read_before if hasattr(device, "bytes_read") else None
+        read = devices.bytes_read
+        bytes_read = None if read is None or read_before is None else read - read_before
         finished = self._report(report, plan, kinds, teller.texts, bytes_read)
         if recorder is not None and trace is not None:
             write_job_trace(trace, recorder, finished, teller.listener)
@@ -292,25 +299,12 @@ class _Job:
         return JobReport(
             **fields,
             dtype=self.layout.dtype,
-            budget_bytes={memory.name: memory.capacity for memory in plan.memories.values()},
+            budget_bytes={
+                name: plan.in_all(memory, memory.capacity) for name, memory in plan.memories.items()
+            },
             kinds=kinds.kinds(),
             bytes_read=bytes_read,
         )
-
-
-@contextmanager
-def _opened(
-    name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
-) -> Iterator[Any]:
-    """A device for all batches, closed at the end, so that weights which stay are loaded once."""
-    with interrupts_held():
-        cls = plugins.find("devices", name)
-    device = cls(checkpoint, layout, **check_settings(cls, f"device {name}", settings or {}))
-    try:
-        yield device
-    finally:
-        with interrupts_held():
-            anyio.run(device.aclose)
 
 
 def _require_some(new_tokens: int, option: str) -> None:

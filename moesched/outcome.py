@@ -87,6 +87,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wall_seconds: what the run took here; all other times are those of the machine that it ran on, emulated or not.
         emulation: how the machine was emulated; None where it was there, or was only predicted.
+        tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
+            and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
     """
 
     measured: bool
@@ -108,6 +110,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     text: list[str] | None = None
     interrupted: bool = False
     emulation: Emulation | None = None
+    tensor_parallel: int = 1
 
 
 def make_report(
@@ -138,7 +141,8 @@ def make_report(
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
-        peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
+        peak_bytes={memory.name: plan.in_all(memory, memory.peak) for memory in plan.memories.values()},
+        tensor_parallel=plan.ranks,
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
             for name, nanoseconds in outcome.busy.items()

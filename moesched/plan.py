@@ -122,6 +122,11 @@ class Plan:
         return range(len(self.batch.micro_batches))
 
     @property
+    def ranks(self) -> int:
+        """Over how many equal accelerators the model is cut; the plan is that of one of them, like all others'."""
+        return self.layout.config.ranks
+
+    @property
     def has_pinned(self) -> bool:
         """Whether pages pass through pinned memory on their way to the accelerator."""
         return self.machine.roles.pinned is not None
@@ -149,6 +154,10 @@ class Plan:
             return self.memories[roles.pinned]
         processor = numbered(roles.accelerator, stage) if role == "accelerator" else roles.host
         return self.memories[self.machine.processors[processor].memory]
+
+    def in_all(self, memory: Memory, nbytes: int) -> int:
+        """What this rank's bytes of a memory come to: with those of all ranks where they share the memory."""
+        return nbytes if memory in self.accelerators else nbytes * self.ranks
 
     def free(self, role: Role, stage: int = 0) -> int:
         """Bytes of a memory that are still to be given away."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import anyio
@@ -20,11 +20,12 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput, OverBudget
 from moesched.generation import Generation, OnTokens
-from moesched.machines import Machine
+from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Outcome, Report, make_report
 from moesched.plan import Batch, Plan
+from moesched.ranks import OfLanes, OnDevices, Rank
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.schedule import Schedule
@@ -54,19 +55,21 @@ def plan_run(
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
-        raise BadInput(f"policy {name} does not fit: {error}: {remedy}") from error
+        each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
+        raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
     return plan
 
 
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
     """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
 
-    Each stage of a pipeline has an accelerator of its own: "accelerator", "accelerator 1", ...
-
-    Those that are streams, of one device, share a domain.
+    Each stage of a pipeline has an accelerator of its own: "accelerator", "accelerator 1", ... Ranks have one lane
+    more, for their all-reduces. Those that are streams, of one device, share a domain.
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
+    if plan.ranks > 1:
+        names.append(INTERCONNECT)
     kinds = kinds or {}
     return {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
@@ -183,11 +186,14 @@ def run(
     on_tokens: OnTokens | None = None,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
+    peers: Sequence[Rank] = (),
     keep_open: bool = False,
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
 
     Args:
+        peers: the other ranks, where the model is cut over several; plan, policy and device are those of the first.
+            What is told and reported is what the first one did, but for the trace.
         keep_open: leave the device open for another batch; whoever asks for that closes it.
 
     Raises:
@@ -199,29 +205,46 @@ def run(
             f"one: give --machine with one accelerator instead of {plan.machine.name}, or use `moesched simulate`"
         )
     started = time.perf_counter()
-    lanes = make_lanes(plan, device.kinds)
-    engine = new_shared_engine(lanes.values())
-    observers = _with_recorder(observers, recorder, engine, plan)
-    schedule = Schedule(plan, engine, lanes)
-    generation = Generation(schedule, policy, stop_tokens=stop_tokens, on_tokens=on_tokens)
+    ranks = [Rank(plan, policy, device), *peers]
+    lanes = [make_lanes(each.plan, each.device.kinds) for each in ranks]
+    engines = [new_shared_engine(own.values()) for own in lanes]
+    if peers:
+        observers = [OfLanes(observer, lanes[0].values()) for observer in observers]
+    if recorder is not None:
+        for engine, each in zip(engines, ranks, strict=True):
+            recorder.watch(engine, each.plan.memories)
+        observers = [*observers, recorder]
+    schedules = [
+        Schedule(each.plan, engine, own) for each, engine, own in zip(ranks, engines, lanes, strict=True)
+    ]
+    generations = [
+        Generation(schedule, each.policy, stop_tokens=stop_tokens, on_tokens=None if number else on_tokens)
+        for number, (schedule, each) in enumerate(zip(schedules, ranks, strict=True))
+    ]
+    tasks = OnDevices(ranks, [own.values() for own in lanes]) if peers else None
     driver = RealtimeDriver(
-        [engine],
-        device.execute,
+        engines,
+        tasks.execute if tasks else device.execute,
         kinds=device.kinds,
-        streams=device.streams,
+        streams=tasks or device.streams,
         observers=observers,
         clock=getattr(device, "clock", time.perf_counter_ns),
     )
 
     async def main() -> None:
         try:
-            device.begin(plan, prompts, sampling or Sampling())  # here, so that Ctrl-C waits for it
-            with watching(schedule):
-                await driver.run(generation.run())
+            for each in reversed(ranks):  # here, so that Ctrl-C waits for it
+                each.device.begin(each.plan, prompts, sampling or Sampling())
+            with ExitStack() as watched:
+                for schedule in schedules:
+                    watched.enter_context(watching(schedule))
+                await driver.run(*(generation.run() for generation in generations))
         finally:
-            schedule.close()
+            for schedule in schedules:
+                schedule.close()
             if not keep_open:
-                await device.aclose()
+                for each in ranks:
+                    await each.device.aclose()
 
     interrupted = False
     try:
@@ -233,7 +256,7 @@ def run(
     return make_report(
         plan,
         policy,
-        _outcome(generation, engine),
+        _outcome(generations[0], engines[0]),
         seconds,
         measured=True,
         interrupted=interrupted,

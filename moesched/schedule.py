@@ -10,6 +10,7 @@ from moesched.engine import Engine
 from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
 from moesched.plan import Plan
+from moesched.rank_tasks import RankTasks
 from moesched.stages import Stage
 from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
 
@@ -119,6 +120,7 @@ class Schedule:
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
+        self.submit = engine.submit if plan.ranks == 1 else RankTasks(self).submit
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""

@@ -22,6 +22,9 @@ class Policy(Protocol):
 
     A policy is made anew for each run, with the user's `--set` values as keyword arguments. It submits tasks through
     the step's verbs in program order and may await their handles, and nothing else.
+
+    On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
+    sees one, with its share. A class with `pipelines = True` sees the whole, and its `plan` calls `Plan.pipeline`.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -72,8 +75,10 @@ class Device(Protocol):
     returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
 
     A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
-    `emulation()`, how that went; and on its class `machine(host)`, what `--machine auto` is with it, and
-    `check_machine(machine)`, which raises BadInput for a machine that it is not.
+    `emulation()`, how that went; `join(rank, transport, first)`, called once, before the first batch, where it is one
+    of several ranks that a model is cut over, `first` being that of rank 0, which begins each batch last; on its class
+    `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
+    that it is not.
     """
 
     @property

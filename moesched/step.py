@@ -62,7 +62,7 @@ class Step:
     def __init__(self, schedule: Schedule, index: int, *, last: bool = False) -> None:
         self._schedule = schedule
         self._engine = schedule.engine
-        self._submit = schedule.engine.submit
+        self._submit = schedule.submit
         self._batches = schedule.micro_batches
         self._base = index * schedule.stride
         self._limited = schedule.limited and not index

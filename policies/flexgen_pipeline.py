@@ -19,6 +19,8 @@ from .placement import double_buffered
 class FlexGenPipeline:
     """FlexGen's block schedule, group after group, through stages with a double buffer each; on one GPU, FlexGen."""
 
+    pipelines = True
+
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
         plan.pipeline()

@@ -80,6 +80,13 @@ MicroBatchSize = Annotated[
     int | None,
     Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
 ]
+TensorParallel = Annotated[
+    int | None,
+    Parameter(
+        metavar="N",
+        help="Cut the model over N of the machine's equal accelerators. By default over all of them.",
+    ),
+]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Parameter(help="What to compute in. By default what the model is stored in."),

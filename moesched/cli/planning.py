@@ -50,6 +50,7 @@ def plan(
     dtype: options.DType = None,
     seed: Annotated[int, Parameter(help="Of the order of the prompts.")] = 0,
     budget: options.Budgets = (),
+    tensor_parallel: options.TensorParallel = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
@@ -68,6 +69,7 @@ def plan(
             dtype=dtype,
             seed=seed,
             budgets=options.parse_budgets(budget),
+            tensor_parallel=tensor_parallel,
             on_progress=lambda what: bar.update(0, what=what),
         )
     if json:
@@ -82,8 +84,11 @@ def print_proposal(proposal: Proposal) -> None:
     from moesched.units import format_bytes, format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
+    place = proposal.machine
+    if proposal.tensor_parallel > 1:
+        place += f", cut over {proposal.tensor_parallel} accelerators"
     print(
-        f"\n{proposal.model} ({proposal.dtype}) on {proposal.machine}, {proposal.workload}, "
+        f"\n{proposal.model} ({proposal.dtype}) on {place}, {proposal.workload}, "
         f"{proposal.new_tokens} new tokens: predicted, best plan\n"
     )
     print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])

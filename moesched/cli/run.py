@@ -94,6 +94,7 @@ def run(
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     budget: options.Budgets = (),
+    tensor_parallel: options.TensorParallel = None,
     device: Annotated[
         str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
     ] = "torch",
@@ -147,6 +148,7 @@ def run(
                 device_settings=parse_settings(device_settings, "--device-set"),
                 machine=machine,
                 budgets=options.parse_budgets(budget),
+                tensor_parallel=tensor_parallel,
                 trace=trace,
                 listener=display,
             )

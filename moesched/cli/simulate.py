@@ -68,6 +68,7 @@ def simulate(
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     budget: options.Budgets = (),
+    tensor_parallel: options.TensorParallel = None,
     trace: options.Trace = None,
     report: options.ReportFile = None,
     json: options.Json = False,
@@ -100,6 +101,7 @@ def simulate(
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 budgets=options.parse_budgets(budget),
+                tensor_parallel=tensor_parallel,
                 trace=trace,
                 listener=SimulationBar(bar),
             )

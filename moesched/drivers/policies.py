@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from moesched.errors import PolicyError
+from moesched.errors import PolicyError, TaskCancelled
 from moesched.tasks import DONE, Task
 
 
@@ -60,6 +60,18 @@ class PolicyRun:
                     return
                 # It settled on another thread just now, perhaps before it had a waiter to wake.
                 self.awaited = None
+
+
+def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
+    """What the coroutines returned, when all have ended.
+
+    Raises:
+        the first error of one; that of a rank which only another one's failure ended counts last.
+    """
+    errors = [run.error for run in runs if run.error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, TaskCancelled)):
+        raise error
+    return [run.result for run in runs]
 
 
 def _awaits_a_stranger(what: str) -> PolicyError:

@@ -27,7 +27,7 @@ from moesched.drivers.lanes import (
     Streams,
     ThreadRunner,
 )
-from moesched.drivers.policies import PolicyRun
+from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.engine import Engine
 from moesched.errors import TaskCancelled
@@ -163,10 +163,7 @@ class RealtimeDriver:
             finally:
                 for runner in runners:
                     runner.close()
-        for run in self._runs:
-            if run.error is not None:
-                raise run.error
-        return [run.result for run in self._runs]
+        return results_of(self._runs)
 
     # -- on the loop -------------------------------------------------------------------------------
 

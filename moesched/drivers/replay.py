@@ -22,7 +22,7 @@ from moesched.errors import MoeschedError
 from moesched.schedule import GROWING, Schedule
 from moesched.seams import CostModel, Policy
 from moesched.step import Step
-from moesched.tasks import DONE, Lane, Task, Work, link_class
+from moesched.tasks import DONE, Collective, Lane, Task, Work, link_class
 
 Price = Callable[[Work], int]
 Sizes = Callable[[int, str], Work]
@@ -61,6 +61,7 @@ class Template:
     Attributes:
         tasks: the captured tasks, joins included.
         lanes: each task's lane by its index; -1 for joins.
+        starts_on: the same, but -2 - lane for collectives, which take their lane once all else of that moment did.
         classes: each task's link class, in the high bits of a priority.
         waits: how many of a task's edges come from within the step.
         roots: positions of the tasks with no such edge.
@@ -74,6 +75,10 @@ class Template:
         self.tasks = tasks
         self.first = tasks[0].id if tasks else 0
         self.lanes = [indices.get(task.lane, -1) for task in tasks]
+        self.starts_on = [
+            -2 - lane if isinstance(task, Collective) else lane
+            for task, lane in zip(tasks, self.lanes, strict=True)
+        ]
         self.classes = [link_class(task.key) << _CLASS_SHIFT for task in tasks]
         self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
         self.edges = edges.needed(tasks)
@@ -299,12 +304,15 @@ class Player:
         self._waiting: list[list[int]] = [[] for _ in range(lanes)]
         self._events: list[tuple[int, int]] = []
         self._joins: deque[int] = deque()
+        self._arrived: list[int] = []
+        self._admitted = 0
 
     def run(self) -> Timeline:
         """Play all steps."""
         starts, ends, durations, waits = self._starts, self._ends, self._durations, self._waits
         later, lane_of, classes, crossing = self._later, self._lane_of, self._classes, self._crossing
         running, waiting, events, joins = self._running, self._waiting, self._events, self._joins
+        arrived = self._arrived
         self._submit_ready(0)
         while events:
             now, lane = events[0]
@@ -318,7 +326,9 @@ class Player:
                     if left:
                         continue
                     other_lane = lane_of[other]
-                    if other_lane < 0:
+                    if other_lane < -1:
+                        arrived.append(other)
+                    elif other_lane < 0:
                         starts[other] = ends[other] = now
                         joins.append(other)
                     elif running[other_lane] < 0:
@@ -341,6 +351,8 @@ class Player:
             else:
                 running[lane] = -1
                 heappop(events)
+            if arrived:
+                self._admit(now)
             if self._step_ended:
                 self._submit_ready(now)
         return Timeline(list(self._steps), self._works, starts, ends)
@@ -350,7 +362,9 @@ class Player:
         for other in self._crossing.pop(number):
             self._waits[other] -= 1
             if not self._waits[other]:
-                if self._lane_of[other] < 0:
+                if self._lane_of[other] < -1:
+                    self._arrived.append(other)
+                elif self._lane_of[other] < 0:
                     self._starts[other] = self._ends[other] = now
                     self._joins.append(other)
                 else:
@@ -360,14 +374,24 @@ class Player:
             self._unsampled[index] -= 1
             self._step_ended = not self._unsampled[index]
 
+    def _admit(self, now: int) -> None:
+        """Let collectives on their lanes, before all but earlier ones, as `Engine.admit` does."""
+        for number in self._arrived:
+            self._take(-2 - self._lane_of[number], number, (self._admitted - _NUMBER) << _CLASS_SHIFT, now)
+            self._admitted += 1
+        self._arrived.clear()
+
     def _enqueue(self, number: int, now: int) -> None:
-        lane = self._lane_of[number]
+        self._take(self._lane_of[number], number, self._classes[number], now)
+
+    def _take(self, lane: int, number: int, before: int, now: int) -> None:
+        """Start a task on its lane, or have it wait there; `before` are the high bits of its priority."""
         if self._running[lane] < 0:
             self._running[lane] = number
             self._starts[number] = now
             heappush(self._events, (now + self._durations[number], lane))
         else:
-            heappush(self._waiting[lane], self._classes[number] | number)
+            heappush(self._waiting[lane], before | number)
 
     def _submit_ready(self, now: int) -> None:
         """Submit the steps whose time has come: prefill and the first decode step wait for loading only."""
@@ -389,7 +413,7 @@ class Player:
         self._durations += template.nanoseconds(self._price, self._works[-1])
         waits += template.waits
         later += template.later
-        self._lane_of += template.lanes
+        self._lane_of += template.starts_on
         self._classes += template.classes
         for position, back in template.earlier:
             number = base + position

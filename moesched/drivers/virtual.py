@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from moesched.drivers.observers import told_of_ends
-from moesched.drivers.policies import PolicyRun
+from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import IDLE, Shared
@@ -95,10 +95,7 @@ class VirtualDriver:
                     ready.append(stuck)
                 ready.extend(task.waiter for task in self._awaited)
                 self._awaited.clear()
-        for run in runs:
-            if run.error is not None:
-                raise run.error
-        return [run.result for run in runs]
+        return results_of(runs)
 
     def _advance_alone(self) -> None:
         """Run tasks until a handle that somebody awaits has settled, or none is left."""

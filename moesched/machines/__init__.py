@@ -18,6 +18,9 @@ from moesched.errors import BadInput
 from moesched.units import parse_bytes
 
 T = TypeVar("T")
+INTERCONNECT = "interconnect"
+"""What carries all-reduces: the name of a lane and of a resource."""
+
 ABSURD = 1e30  # stands for infinity, which TOML can write and msgspec cannot name as a limit
 Positive = Annotated[float, Meta(gt=0, lt=ABSURD)]
 NotNegative = Annotated[float, Meta(ge=0, lt=ABSURD)]

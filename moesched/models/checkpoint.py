@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
@@ -24,14 +24,25 @@ RESTORE = "copy the file again from where the checkpoint came from"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+class Columns(NamedTuple):
+    """Some columns of a wider matrix: the first one, and how many columns its rows have in the file."""
+
+    first: int
+    of: int
+
+
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor, row-major, in a file. offset: bytes from the file's start. dtype: as torch spells it."""
+    """One tensor, row-major, in a file. offset: bytes from the file's start. dtype: as torch spells it.
+
+    columns: which ones of its rows it is, where it is not all of them; offset is then where its first whole row begins.
+    """
 
     file: Path
     offset: int
     shape: Shape
     dtype: str
     nbytes: int
+    columns: Columns | None = None
 
 
 class Blocks(Protocol):

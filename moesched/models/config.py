@@ -25,7 +25,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     A dense model has one expert and no router. stop_tokens end a sequence. dtype is what the model computes
     in unless somebody asks for another one. norm: by the root mean square, or by mean and variance.
     clip_qkv: the largest magnitude that queries, keys and values keep. form: how its files name and cut
-    tensors (see `published.py`).
+    tensors (see `published.py`). ranks: over how many it is cut (see `tensor_parallel.py`); heads, kv_heads and
+    intermediate are then those of one rank, all else is the whole model's.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormKind = "rms"
     clip_qkv: float | None = None
     form: Form = "llama"
+    ranks: int = 1
 
     @property
     def transposed_down(self) -> bool:

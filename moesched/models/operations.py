@@ -64,6 +64,11 @@ class Operations:
         """One token's key and value in one layer."""
         return 2 * self.key_width * self.element
 
+    @property
+    def logits_bytes(self) -> int:
+        """One token's logits over the whole vocabulary, in float32."""
+        return 4 * self.config.vocabulary
+
     def embed(self, tokens: int) -> Amount:
         """Rows of the embedding."""
         moved = 2 * tokens * self.hidden_bytes
@@ -132,8 +137,11 @@ class Operations:
 
     def route(self, tokens: int) -> Amount:
         """Output projection, norm and router: all that comes before the experts are known."""
-        router = self._projection(tokens, self.config.hidden, self.config.experts)
-        return _sum(self.output_projection(tokens), router)
+        return _sum(self.output_projection(tokens), self.router(tokens))
+
+    def router(self, tokens: int) -> Amount:
+        """Norm and router."""
+        return self._projection(tokens, self.config.hidden, self.config.experts)
 
     def expert(self, tokens: int) -> Amount:
         """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
@@ -165,12 +173,26 @@ class Operations:
         """Output projection, router, all experts, combine."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
+    def after_projection(self, tokens: int) -> Amount:
+        """The same without the output projection, for a rank whose projection is only a part of the sum."""
+        return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
+
+    def all_reduce(self, nbytes: int) -> Amount:
+        """What each of the ranks sends, in a ring, until all have the sum of `nbytes` that each of them has."""
+        ranks = self.config.ranks
+        return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
+
     def sample(self, sequences: int) -> Amount:
         """Final norm, LM head, and the choice of a token."""
         config = self.config
-        flops, nbytes, _ = self._projection(sequences, config.hidden, config.vocabulary)
-        weights = config.hidden * config.vocabulary * self.element
+        rows = config.vocabulary // config.ranks
+        flops, nbytes, _ = self._projection(sequences, config.hidden, rows)
+        weights = config.hidden * rows * self.element
         return Amount(flops, nbytes, _by_place("sample", weights, sequences, 1, not config.tied_embeddings))
+
+    def choice(self, sequences: int) -> Amount:
+        """The choice of a token from logits that are there."""
+        return Amount(0, sequences * self.logits_bytes)
 
     def _expert(self, tokens: int, kept: float) -> Amount:
         config = self.config

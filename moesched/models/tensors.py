@@ -21,7 +21,7 @@ def global_shapes(config: ModelConfig) -> dict[str, Shape]:
         "final_norm": (config.hidden,),
     }
     if not config.tied_embeddings:
-        shapes["lm_head"] = (config.vocabulary, config.hidden)
+        shapes["lm_head"] = (config.vocabulary // config.ranks, config.hidden)
     return shapes
 
 

@@ -112,7 +112,7 @@ class Candidate:
             micro_batch_size=size,
             batch_size=len(batch.prompts),
             weights_on_gpu=kept_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
-            peak_bytes={memory.name: memory.peak for memory in plan.memories.values()},
+            peak_bytes={name: plan.in_all(memory, memory.peak) for name, memory in plan.memories.items()},
             preview=seen,
             throughput=seen.tokens_per_second(batch),
         )

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from moesched.accelerators import cut_over_ranks
 from moesched.errors import BadInput
-from moesched.lookup import find_machine, find_shape
+from moesched.lookup import find_machine, find_policy, find_shape
 from moesched.machines import Machine
 from moesched.models.layout import weight_layout
-from moesched.units import parse_bytes
 from moesched.workloads import Workload, load_workload
 
 from .candidate import Seen
@@ -72,6 +72,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan for a model, a machine and a workload.
 
     Attributes:
+        tensor_parallel: over how many accelerators the model is cut; the peak of the accelerator's memory is that of
+            one of them, the peaks of other memories are of all.
         gains: by what share a tenth more of each resource raises the bound, the most useful first.
         rivals: policies that were looked at and lost; a policy whose bound is lower is not looked at.
         refused: policies that do not fit, and by how many bytes.
@@ -82,6 +84,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     new_tokens: int
     dtype: str
+    tensor_parallel: int
     plan: Sizes
     predicted: Predicted
     gains: list[Gain]
@@ -100,6 +103,7 @@ def plan_model(
     dtype: str | None = None,
     seed: int = 0,
     budgets: Mapping[str, int | str] | None = None,
+    tensor_parallel: int | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Proposal:
     """Find the best plan; needs no weights and no GPU.
@@ -110,13 +114,16 @@ def plan_model(
         gen: tokens to generate; by default the workload's own.
         policy: a name or package.module:Class; by default the best of `POLICIES`.
         seed: of the order of prompts.
+        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
         on_progress: told what is looked at.
 
     Raises:
         BadInput: something that was given cannot be used, or no policy fits; the message says by how many bytes.
     """
-    config = find_shape(model)
-    described = find_machine(machine)
+    cls = None if policy is None else find_policy(policy)
+    config, described, shares = cut_over_ranks(
+        find_shape(model), find_machine(machine), budgets, tensor_parallel, cls
+    )
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
     if new_tokens < 1:
@@ -129,7 +136,7 @@ def plan_model(
         new_tokens,
         policies=POLICIES if policy is None else (policy,),
         settings=settings,
-        budgets={memory: parse_bytes(size) for memory, size in (budgets or {}).items()},
+        budgets=shares,
         on_progress=on_progress,
     )
     return Proposal(
@@ -138,6 +145,7 @@ def plan_model(
         workload=chosen.name,
         new_tokens=new_tokens,
         dtype=layout.dtype,
+        tensor_parallel=config.ranks,
         plan=_sizes(best),
         predicted=_predicted(best),
         gains=best.gains,

@@ -171,13 +171,20 @@ def _args(tasks: list[Event]) -> Iterator[str]:
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """The critical path leads through slices that are there."""
+    """The critical path leads through slices that are there, the whole of each or what the hop before leaves of it."""
     spans = Counter((event.name, bytes(event.ts), bytes(event.dur)) for event in tasks)
     for event in path:
-        if not spans[event.name, bytes(event.ts), bytes(event.dur)]:
+        whole = spans[event.name, bytes(event.ts), bytes(event.dur)]
+        if not whole and not any(_ends_alike(event, task) for task in tasks if task.name == event.name):
             yield f"critical path: {event.name} at {bytes(event.ts).decode()} is no task's slice"
     if tasks and not path:
         yield "the critical path is missing"
+
+
+def _ends_alike(event: Event, task: Event) -> bool:
+    """Whether an event is the last part of a task's slice."""
+    start, since = nanoseconds(event.ts), nanoseconds(task.ts)
+    return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 
 
 def _counters(events: list[Event]) -> Iterator[str]:

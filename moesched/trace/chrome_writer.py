@@ -275,8 +275,11 @@ def _flows(run: _Shown) -> Iterator[str]:
 def _critical(run: _Shown) -> Iterator[str]:
     free = 0
     for each, why, gap in critical_path(run.recording):
+        # Parts of a collective on two ranks overlap where one came late.
         start = max(each.start + run.shift, free)
-        free = max(each.end + run.shift, start)
+        if start >= each.end + run.shift:
+            continue
+        free = each.end + run.shift
         args = {
             "task": each.id,
             "rank": each.lane.rank,

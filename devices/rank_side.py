@@ -1,0 +1,66 @@
+"""What a rank of several does otherwise than a device alone: all-reduces, and the logits of its rows of the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moesched.rank_tasks import HIDDEN, LOGITS
+from moesched.seams import Transport
+from moesched.tasks import Collective, Task
+
+from .micro_batch import MicroBatchState
+from .torch_kernels import Tensor
+
+REDUCED = {HIDDEN: "hidden_TD", LOGITS: "logits_SV"}
+"""Where a micro-batch has what is reduced."""
+
+
+class RankSide:
+    """Runs the verbs that exist only where a model is cut over several ranks.
+
+    Args:
+        rank: which one this is, from 0.
+        head: a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
+        draw: chooses a micro-batch's tokens from its logits (S, V).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport,
+        vocabulary: int,
+        states: Sequence[MicroBatchState],
+        head: Callable[[MicroBatchState], Tensor],
+        draw: Callable[[MicroBatchState, Tensor], list[int]],
+    ) -> None:
+        self._rank = rank
+        self._transport = transport
+        self._vocabulary = vocabulary
+        self._states = states
+        self._head = head
+        self._draw = draw
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "all_reduce": self._all_reduce,
+            "logits": self._logits,
+            "sample": self._sample,
+        }
+
+    def _all_reduce(self, task: Collective) -> None:
+        """Sum what all ranks have in part; between devices it goes through the host's memory."""
+        state, name = self._states[task.micro_batch], REDUCED[task.operands]
+        part: Tensor = getattr(state, name)
+        total = self._transport.all_reduce(self._rank, task.ticket, part.cpu())
+        setattr(state, name, total.to(part.device))
+
+    def _logits(self, task: Task) -> None:
+        """Logits over the whole vocabulary, zero where other ranks have the rows."""
+        state = self._states[task.micro_batch]
+        part_SV = self._head(state)
+        rows = part_SV.shape[1]
+        state.logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
+        state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
+
+    def _sample(self, task: Task) -> list[int]:
+        state = self._states[task.micro_batch]
+        return self._draw(state, state.logits_SV)

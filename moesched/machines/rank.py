@@ -1,0 +1,65 @@
+"""A machine with several equal accelerators, as each of them has it when they work on one model together."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor, Tier
+
+
+def rank_share(machine: Machine, ranks: int) -> Machine:
+    """One accelerator with its memory and its links, and its share of what `ranks` of them have in common.
+
+    That is the host's FLOP/s, the capacity and bandwidth of all other memories, and the links between those. Latencies
+    are not shared out. Without an interconnect, what passes between accelerators goes up one link and down another, in
+    pieces that overlap, and is written to the host's memory and read there.
+
+    Raises:
+        BadInput: the machine has not so many accelerators, was measured with one, or has no way between them.
+    """
+    count = machine.accelerator_group.count
+    if not 1 <= ranks <= count:
+        there = f"{count} accelerators: give 1 to {count}" if count > 1 else "one accelerator: leave it out"
+        raise BadInput(f"--tensor-parallel is {ranks}, and machine {machine.name} has {there}")
+    if ranks == 1:
+        return replace(machine, accelerator_group=AcceleratorGroup())
+    if machine.cost_table:
+        raise BadInput(
+            f"machine {machine.name} has measured costs, which say nothing of {ranks} accelerators at work together: "
+            "use --tensor-parallel 1, or a profile without a cost_table"
+        )
+    own = machine.accelerator.memory
+    share = replace(
+        machine,
+        processors={
+            name: processor if name == machine.roles.accelerator else _processor(processor, ranks)
+            for name, processor in machine.processors.items()
+        },
+        memories={
+            name: tier if name == own else _tier(tier, ranks) for name, tier in machine.memories.items()
+        },
+        links=[
+            link
+            if own in (link.source, link.destination)
+            else replace(link, bandwidth=link.bandwidth / ranks)
+            for link in machine.links
+        ],
+    )
+    joined_by = machine.accelerator_group.interconnect or _through_the_host(share)
+    return replace(share, accelerator_group=AcceleratorGroup(count=ranks, interconnect=joined_by))
+
+
+def _processor(processor: Processor, ranks: int) -> Processor:
+    return replace(processor, flops={dtype: rate / ranks for dtype, rate in processor.flops.items()})
+
+
+def _tier(tier: Tier, ranks: int) -> Tier:
+    return Tier(capacity=tier.nbytes // ranks, bandwidth=tier.bandwidth / ranks)
+
+
+def _through_the_host(share: Machine) -> Interconnect:
+    here, there = share.accelerator.memory, share.host.memory
+    up, down = share.link(here, there), share.link(there, here)
+    bandwidth = min(up.bandwidth, down.bandwidth, share.memories[there].bandwidth / 2)
+    return Interconnect(bandwidth=bandwidth, latency=up.latency + down.latency)

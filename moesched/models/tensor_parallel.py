@@ -1,0 +1,85 @@
+"""Tensor parallelism: a model cut over several equal ranks (Megatron-LM; MoE-Lightning, section 4.3).
+
+Every rank has a share of the attention heads, of each expert's inner width and of the LM head's rows; norms, router
+and embedding it has whole. What comes out of attention's output projection and of the experts is then a part of a sum
+over all ranks, and the LM head gives a part of the logits.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.models.checkpoint import Checkpoint, Columns, StoredTensor
+from moesched.models.config import ModelConfig
+from moesched.models.tensors import is_transposed, tensor_shapes
+
+BY_COLUMNS = ("o", "down")
+"""Matrices whose inputs are cut; of all others that are cut it is the outputs."""
+
+
+def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The model as one of `ranks` ranks has it.
+
+    Raises:
+        BadInput: something that is cut cannot be cut into so many equal parts.
+    """
+    for what, size in _cut_sizes(config).items():
+        if size % ranks:
+            fitting = [
+                n for n in range(1, ranks) if not any(each % n for each in _cut_sizes(config).values())
+            ]
+            raise BadInput(
+                f"{config.name} cannot be cut over {ranks} accelerators, since it has {size} {what}: "
+                f"use --tensor-parallel {' or '.join(map(str, fitting))}"
+            )
+    return replace(
+        config,
+        heads=config.heads // ranks,
+        kv_heads=config.kv_heads // ranks,
+        intermediate=config.intermediate // ranks,
+        ranks=ranks,
+    )
+
+
+def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
+    """Where one rank's share of a whole checkpoint lies in its files; rank: from 0.
+
+    Raises:
+        BadInput: the model cannot be cut into so many equal parts.
+    """
+    config = cut_config(checkpoint.config, ranks)
+    whole, shapes = tensor_shapes(checkpoint.config), tensor_shapes(config)
+    tensors = {}
+    for name, stored in checkpoint.tensors.items():
+        if shapes[name] == whole[name]:
+            tensors[name] = stored
+        elif name.rpartition(".")[2] in BY_COLUMNS and not is_transposed(config, name):
+            tensors[name] = _columns(stored, rank, ranks)
+        else:
+            tensors[name] = _rows(stored, rank, ranks)
+    return Checkpoint(config, checkpoint.directory, tensors)
+
+
+def _cut_sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        "attention heads": config.heads,
+        "key-value heads": config.kv_heads,
+        "inputs of each expert's way back": config.intermediate,
+        "tokens in its vocabulary": config.vocabulary,
+    }
+
+
+def _rows(stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
+    rows, nbytes = stored.shape[0] // ranks, stored.nbytes // ranks
+    return replace(
+        stored, offset=stored.offset + rank * nbytes, shape=(rows, *stored.shape[1:]), nbytes=nbytes
+    )
+
+
+def _columns(stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
+    rows, columns = stored.shape
+    share = columns // ranks
+    return replace(
+        stored, shape=(rows, share), nbytes=stored.nbytes // ranks, columns=Columns(rank * share, columns)
+    )

@@ -1,0 +1,126 @@
+"""What a rank of several submits for a verb: kernels, and the all-reduces that make whole what each rank has in part.
+
+Where a model is cut over several ranks (see `models/tensor_parallel.py`), four verbs are more than one task:
+
+    post_attention   output_projection, all_reduce, post_attention, all_reduce
+    route            output_projection, all_reduce, route
+    combine          combine, all_reduce
+    sample           logits, all_reduce, sample
+
+The all-reduces belong to the meaning of the verbs: policies are those of one accelerator. One rank adds the residuals,
+so that the sum of the ranks' hidden states is the hidden state. Each rank's logits are zero but for its own rows of the
+LM head, so that their sum is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from moesched.machines import INTERCONNECT
+from moesched.models.operations import Amount
+from moesched.tasks import Block, Collective, Kernel, Task, Work
+
+if TYPE_CHECKING:
+    from moesched.schedule import Schedule
+
+Part = tuple[Task, Sequence[Block], Sequence[Block]]
+"""A task, and what it reads and writes."""
+
+HIDDEN, LOGITS = "hidden", "logits"
+"""What is reduced, as the tasks' operands say."""
+
+
+class RankTasks:
+    """Submits the tasks of one rank to its engine."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._engine = schedule.engine
+        self._engine.submit_frames += 1  # `submit` below lies between the verb and the engine
+        self._schedule = schedule
+        self._operations = schedule.operations
+        self._lane = schedule.lanes[INTERCONNECT]
+        self._logits = [Block(f"logits mb{batch.index}") for batch in schedule.micro_batches]
+        self._split = {
+            "post_attention": self._post_attention,
+            "route": self._route,
+            "combine": self._combine,
+            "sample": self._sample,
+        }
+
+    def submit(
+        self,
+        task: Task,
+        reads: Sequence[Block] = (),
+        writes: Sequence[Block] = (),
+        after: Sequence[Task] = (),
+        transfer_class: int = 0,
+    ) -> Task:
+        """Submit a verb's task, or the tasks that the verb is here; returns the last one as the verb's handle."""
+        split = self._split.get(task.verb)
+        if split is None:
+            return self._engine.submit(task, reads, writes, after, transfer_class)
+        first = None
+        for part, needed, left in split(task, reads, writes):
+            if isinstance(part, Collective):
+                assert first is not None, "a verb begins with a kernel"
+                self._engine.collective(part, needed, left)
+                part.code, part.instruction = first.code, first.instruction
+            else:
+                self._engine.submit(part, needed, left)
+                first = first or part
+            last = part
+        return last
+
+    def _post_attention(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[Part]:
+        yield self._output_projection(task), reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+        task.work = self._work("experts", task, self._operations.after_projection)
+        yield task, reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+
+    def _route(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[Part]:
+        hidden = writes[:1]
+        yield self._output_projection(task), reads, hidden
+        yield self._all_reduce(task, HIDDEN), hidden, hidden
+        task.work = self._work("router", task, self._operations.router)
+        yield task, reads, writes
+
+    def _combine(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[Part]:
+        yield task, reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+
+    def _sample(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[Part]:
+        logits = (self._logits[task.micro_batch],)
+        yield self._kernel("logits", task, task.work), reads, logits
+        yield self._all_reduce(task, LOGITS), logits, logits
+        task.work = self._work("choice", task, self._operations.choice)
+        yield task, logits, writes
+
+    def _output_projection(self, task: Task) -> Kernel:
+        verb = "output_projection"
+        return self._kernel(verb, task, self._work(verb, task, self._operations.output_projection))
+
+    def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
+        return Kernel(task.lane, work, verb, task.layer, task.micro_batch, -1, task.operands, task.step)
+
+    def _all_reduce(self, task: Task, what: str) -> Collective:
+        rows = task.work.tokens
+        nbytes = rows * (self._operations.hidden_bytes if what == HIDDEN else self._operations.logits_bytes)
+        work = self._schedule.work(
+            f"all_reduce of {what}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
+        )
+        return Collective(
+            self._lane,
+            work,
+            "all_reduce",
+            task.layer,
+            task.micro_batch,
+            -1,
+            what,
+            task.step,
+            signature=f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
+        )
+
+    def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
+        return self._schedule.work(kind, task.work.resource, task.work.tokens, amount)

@@ -1,0 +1,256 @@
+"""Tensor parallelism, real: two emulated accelerators in one process give the tokens of one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import moesched
+from moesched.accelerators import cut_over_ranks
+from moesched.cli.main import main
+from moesched.cost import Roofline
+from moesched.devices.arena import aligned_bytes
+from moesched.devices.emulated_device import EmulatedDevice
+from moesched.devices.page_reader import PageReader
+from moesched.errors import BadInput, TaskFailed
+from moesched.machines import INTERCONNECT, Machine, parse_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.tensor_parallel import cut_checkpoint
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.ranks import Rank, open_devices
+from moesched.runs import plan_run, run
+from moesched.tasks import Task, Work
+from moesched.trace import Recorder
+from reference import Reference, generate
+from small_models import SMALL, small_model
+
+MACHINE = """
+name = "two slow accelerators"
+accelerator_group = { count = 2, interconnect = { bandwidth = 1e7, latency = 1e-4 } }
+memories.gpu = { capacity = "1GB", bandwidth = 1e9 }
+memories.host = { capacity = "1GB", bandwidth = 1e9 }
+memories.pinned = { capacity = "1GB", bandwidth = 1e9 }
+processors.gpu = { memory = "gpu", launch_seconds = 2e-4, flops = { float32 = 1e12 } }
+processors.cpu = { memory = "host", launch_seconds = 2e-4, flops = { float32 = 1e11 } }
+links = [
+    { source = "pinned", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4, path = "host->gpu" },
+    { source = "host", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4 },
+    { source = "gpu", destination = "host", bandwidth = 2.5e7, latency = 1e-4 },
+    { source = "host", destination = "pinned", bandwidth = 1e8, latency = 1e-4 },
+]
+roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
+"""
+
+MIXTRAL = msgspec.structs.replace(SMALL, layers=3, name="mixtral")
+DBRX = msgspec.structs.replace(
+    SMALL, layers=3, name="dbrx", form="dbrx", norm="layer", clip_qkv=8.0, rope_theta=5e5
+)
+TIED = msgspec.structs.replace(SMALL, layers=2, name="tied", tied_embeddings=True)
+MODELS = {config.name: config for config in (MIXTRAL, DBRX, TIED)}
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
+NEW_TOKENS = 4
+PER_GPU = {"gpu": 320_000}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, config in MODELS.items():
+        small_model(folder / name, config=config)
+    (folder / "two.toml").write_text(MACHINE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return parse_machine(MACHINE.encode(), "the test's machine")
+
+
+def expected(directory: Path) -> list[list[int]]:
+    """The reference's tokens, which must be far from any other ones to be compared."""
+    tokens, logits = generate(Reference(directory), PROMPTS, NEW_TOKENS)
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (first - second).min() > 1e-4
+    return tokens
+
+
+def run_two(folder: Path, model: str, **changes: Any) -> moesched.JobReport:
+    options: dict[str, Any] = {
+        "policy": "cgopipe",
+        "machine": str(folder / "two.toml"),
+        "device": "emulated",
+        "dtype": "float32",
+        "max_new_tokens": NEW_TOKENS,
+        "micro_batch_size": 2,
+        "budgets": PER_GPU,
+        "device_settings": {"dilation": 1.0},
+    }
+    return moesched.run_model(folder / model, PROMPTS, **(options | changes))
+
+
+# -- the weights -----------------------------------------------------------------------------------
+
+
+def shares(checkpoint: Checkpoint, dtype: str) -> list[dict[str, torch.Tensor]]:
+    """Every tensor of both ranks, as their readers read them."""
+    read = []
+    for rank in range(2):
+        cut = cut_checkpoint(checkpoint, rank, 2)
+        with PageReader(cut, weight_layout(cut.config, dtype)) as reader:
+            read.append({name: reader.read_tensor(name) for name in cut.tensors})
+    return read
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [MIXTRAL, DBRX], ids=["mixtral", "dbrx"])
+def test_the_ranks_shares_put_together_are_the_model(folder: Path, config: ModelConfig, dtype: str) -> None:
+    checkpoint = open_checkpoint(folder / config.name)
+    with PageReader(checkpoint, weight_layout(config, dtype)) as reader:
+        whole = {name: reader.read_tensor(name) for name in checkpoint.tensors}
+    first, second = shares(checkpoint, dtype)
+    for name, tensor in whole.items():
+        if first[name].shape == tensor.shape:
+            assert torch.equal(first[name], tensor)
+            assert torch.equal(second[name], tensor)
+        else:
+            cut = next(axis for axis in (0, 1) if first[name].shape[axis] != tensor.shape[axis])
+            assert torch.equal(torch.cat([first[name], second[name]], dim=cut), tensor), name
+
+
+@pytest.mark.parametrize("page_bytes", [None, 1000])
+def test_pages_of_a_share_show_its_tensors(folder: Path, page_bytes: int | None) -> None:
+    checkpoint = cut_checkpoint(open_checkpoint(folder / "mixtral"), 1, 2)
+    layout = weight_layout(checkpoint.config, "float32", page_bytes)
+    blocks: dict[str, list[torch.Tensor]] = {}
+    with PageReader(checkpoint, layout) as reader:
+        for page in layout.pages:
+            slot = aligned_bytes(reader.bytes_in_slot(page))
+            reader.read(page, slot)
+            for name, views in reader.views(slot, page).items():
+                blocks.setdefault(name, []).extend(views)
+        for name, parts in blocks.items():
+            assert torch.equal(torch.cat(parts), reader.read_tensor(name)), name
+
+
+# -- the tokens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "layer_streaming", "expert_streaming", "adversarial"])
+@pytest.mark.parametrize("model", ["mixtral", "dbrx"])
+def test_two_accelerators_give_the_tokens_of_one(folder: Path, model: str, policy: str) -> None:
+    report = run_two(folder, model, policy=policy)
+    assert report.tensor_parallel == 2
+    assert report.tokens == expected(folder / model)
+
+
+def test_an_lm_head_that_is_the_embedding_is_cut_too(folder: Path) -> None:
+    report = run_two(folder, "tied", policy="resident", budgets={})
+    assert report.tokens == expected(folder / "tied")
+
+
+def test_batches_follow_each_other_on_all_ranks(folder: Path) -> None:
+    report = run_two(folder, "mixtral", policy="resident", budgets={}, batch_size=2)
+    assert (report.batches, report.tokens) == (3, expected(folder / "mixtral"))
+
+
+def test_one_of_two_accelerators_can_be_used_alone(folder: Path) -> None:
+    report = run_two(folder, "mixtral", tensor_parallel=1, budgets={"gpu": 400_000})
+    assert report.tensor_parallel == 1
+    assert report.tokens == expected(folder / "mixtral")
+
+
+# -- what ran --------------------------------------------------------------------------------------
+
+
+def test_every_all_reduce_has_a_part_on_each_rank_and_takes_its_time(folder: Path, machine: Machine) -> None:
+    checkpoint, recorder = open_checkpoint(folder / "mixtral"), Recorder()
+    config, share, _ = cut_over_ranks(checkpoint.config, machine, None, None)
+    layout = weight_layout(config, "float32")
+    batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
+    with open_devices("emulated", {"dilation": 1.0}, checkpoint, layout) as devices:
+        ranks = []
+        for device in devices.all:
+            policy = make_policy("cgopipe")
+            plan = plan_run(share, layout, batch, policy, PER_GPU, devices.slot_bytes)
+            ranks.append(Rank(plan, policy, device))
+        first, *peers = ranks
+        run(*first, PROMPTS, recorder=recorder, peers=peers, keep_open=True)
+    recording = recorder.recording()
+    reduced = [
+        {each.ticket: each for each in recording.slices if each.lane.rank == rank and each.ticket >= 0}
+        for rank in range(2)
+    ]
+    per_step = len(batch.micro_batches) * (2 * config.layers + 1)
+    assert sorted(reduced[0]) == sorted(reduced[1]) == list(range(NEW_TOKENS * per_step))
+    cost = Roofline(share, "float32")
+    for ticket, one in reduced[0].items():
+        other = reduced[1][ticket]
+        assert one.label == other.label
+        assert one.start < other.end and other.start < one.end
+        work = Work("all_reduce", INTERCONNECT, nbytes=one.nbytes)
+        assert one.end - one.start >= 0.99e9 * cost.work(work).seconds
+
+
+def test_the_command_runs_on_two_accelerators_and_writes_a_trace_of_both(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    where = ["--device", "emulated", "--machine", str(folder / "two.toml"), "--budget", "gpu=320KB"]
+    what = ["--policy", "cgopipe", "--prompt-ids", "5,6,7;8,9", "--max-new-tokens", "2", "--dtype", "float32"]
+    code = main(["run", str(folder / "mixtral"), *where, *what, "--trace", str(trace), "--json"])
+    report = json.loads(capfd.readouterr().out)
+    assert (code, report["tensor_parallel"]) == (0, 2)
+    assert report["lanes"]["interconnect"]["busy_seconds"] > 0
+    assert moesched.check_trace(trace) == []
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class FailsOnTheSecond(EmulatedDevice):
+    """Its second rank cannot do a verb."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layout: WeightLayout, *, verb: str = "", dilation: float = 0.0
+    ) -> None:
+        super().__init__(checkpoint, layout, dilation=dilation)
+        self._verb = verb
+        self._second = False
+
+    def join(self, rank: int, transport: Any, first: Any) -> None:
+        super().join(rank, transport, first)
+        self._second = rank == 1
+
+    def execute(self, task: Task) -> Any:
+        if self._second and task.verb == self._verb and task.step == 1:
+            raise RuntimeError("out of luck")
+        return super().execute(task)
+
+
+@pytest.mark.parametrize("verb", ["pre_attention", "fetch", "logits", "sample"])
+def test_a_rank_that_fails_ends_the_run_with_its_story(folder: Path, verb: str) -> None:
+    with pytest.raises(TaskFailed, match=rf"{verb} .*failed on lane .*out of luck"):
+        run_two(
+            folder,
+            "mixtral",
+            policy="layer_streaming",
+            device="test_ranks:FailsOnTheSecond",
+            device_settings={"verb": verb, "dilation": 1.0},
+        )
+
+
+class NoRank:
+    """A device that is never one of several."""
+
+
+def test_a_device_that_cannot_be_one_of_several_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be one of 2 ranks: use --tensor-parallel 1"):
+        run_two(folder, "mixtral", device="test_ranks:NoRank", device_settings={})

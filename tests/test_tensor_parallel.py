@@ -1,0 +1,330 @@
+"""Tensor parallelism, simulated: how a model and a machine are cut, what all-reduces cost, one rank for all."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesched
+from moesched.accelerators import cut_over_ranks
+from moesched.cli.main import main
+from moesched.cost import Roofline
+from moesched.drivers.virtual import VirtualDriver
+from moesched.errors import BadInput, OutOfOrder
+from moesched.generation import Generation
+from moesched.job_report import JobReport
+from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
+from moesched.machines.rank import rank_share
+from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+from moesched.models.tensor_parallel import cut_config
+from moesched.models.tensors import tensor_shapes
+from moesched.plan import Plan, split_batch
+from moesched.plugins import make_policy
+from moesched.routing import SeededRouting
+from moesched.runs import decide, make_lanes, plan_run, simulate
+from moesched.schedule import Schedule
+from moesched.step import Step
+from moesched.tasks import Decision, Task, Work
+from moesched.trace import Recorder, Slice
+from moesched.validation import CheckedEngine
+from small_models import SMALL
+
+POLICIES = [
+    "cgopipe",
+    "layer_streaming",
+    "flexgen",
+    "flexgen_cpu",
+    "expert_streaming",
+    "resident",
+    "adversarial",
+]
+FIXED = ["cgopipe", "layer_streaming", "flexgen", "flexgen_cpu", "fastdecode", "resident"]
+
+MODEL = msgspec.structs.replace(SMALL, heads=8, kv_heads=4)
+RING = 2 * 3 / 4  # what each of four ranks sends for each byte of a sum
+
+
+def plan_on(
+    machine: str | Machine, ranks: int, policy: Any, config: ModelConfig = MODEL, new_tokens: int = 5
+) -> Plan:
+    whole = load_machine(machine) if isinstance(machine, str) else machine
+    cut, share, _ = cut_over_ranks(config, whole, None, ranks)
+    budgets = {} if type(policy).__name__ == "Resident" else {"gpu": 40_000 + 480_000 // ranks}
+    batch = split_batch([7, 9, 4, 12, 5], new_tokens, 2)
+    return plan_run(share, weight_layout(cut, "float32"), batch, policy, budgets)
+
+
+# -- the cut ---------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(SHAPES)), st.sampled_from([2, 4]))
+def test_all_ranks_together_have_every_weight(name: str, ranks: int) -> None:
+    config = SHAPES[name]
+    whole, cut = tensor_shapes(config), tensor_shapes(cut_config(config, ranks))
+    assert whole.keys() == cut.keys()
+    for tensor, shape in whole.items():
+        kept = tensor.rpartition(".")[2] in (
+            "embedding",
+            "attention_norm",
+            "ffn_norm",
+            "final_norm",
+            "router",
+        )
+        smaller = [few * ranks == all_ for few, all_ in zip(cut[tensor], shape, strict=True)]
+        assert sum(smaller) == (0 if kept else 1), tensor
+
+
+@given(st.sampled_from(sorted(SHAPES)), st.sampled_from([2, 4]), st.integers(1, 300))
+def test_ranks_share_out_the_work_of_products_and_attention(name: str, ranks: int, tokens: int) -> None:
+    whole, cut = (
+        Operations(config, "bfloat16") for config in (SHAPES[name], cut_config(SHAPES[name], ranks))
+    )
+    assert cut.pre_attention(tokens).flops * ranks == whole.pre_attention(tokens).flops
+    assert cut.output_projection(tokens).flops * ranks == whole.output_projection(tokens).flops
+    assert cut.experts(tokens).flops * ranks == pytest.approx(whole.experts(tokens).flops)
+    assert cut.attention_step([tokens]).flops * ranks == whole.attention_step([tokens]).flops
+    assert cut.sample(tokens).flops * ranks == whole.sample(tokens).flops
+    assert cut.router(tokens) == whole.router(tokens)
+    assert cut.kv_bytes * ranks == whole.kv_bytes
+    assert cut.hidden_bytes == whole.hidden_bytes
+
+
+def test_a_rank_has_its_own_accelerator_and_a_share_of_all_else() -> None:
+    whole = load_machine("t4x4")
+    share = rank_share(whole, 4)
+    assert share.accelerator == whole.accelerator
+    assert share.memories["gpu"] == whole.memories["gpu"]
+    assert share.link("pinned", "gpu") == whole.link("pinned", "gpu")
+    assert share.link("gpu", "host") == whole.link("gpu", "host")
+    assert share.peak("cpu", "bfloat16") * 4 == whole.peak("cpu", "bfloat16")
+    for memory in ("host", "pinned"):
+        assert share.memories[memory].nbytes * 4 == whole.memories[memory].nbytes
+        assert share.memories[memory].bandwidth * 4 == whole.memories[memory].bandwidth
+    assert share.link("host", "pinned").bandwidth * 4 == whole.link("host", "pinned").bandwidth
+    assert share.accelerator_group.interconnect == whole.accelerator_group.interconnect
+
+
+def test_one_rank_of_a_group_has_all_that_they_share() -> None:
+    whole = load_machine("t4x4")
+    assert rank_share(whole, 1) == msgspec.structs.replace(whole, accelerator_group=AcceleratorGroup())
+
+
+# -- what an all-reduce costs ----------------------------------------------------------------------
+
+
+def all_reduce(machine: Machine, nbytes: int) -> float:
+    """Seconds of an all-reduce among the machine's ranks."""
+    config = msgspec.structs.replace(SMALL, ranks=machine.accelerator_group.count)
+    sent = Operations(config, "float32").all_reduce(nbytes).nbytes
+    return Roofline(machine, "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=sent)).seconds
+
+
+def test_an_all_reduce_goes_round_a_ring_twice() -> None:
+    assert all_reduce(rank_share(load_machine("t4x4"), 4), 12_000_000) == pytest.approx(
+        RING * 1e-3 + 6 * 20e-6
+    )
+    assert all_reduce(rank_share(load_machine("a100-80gx2"), 2), 300_000_000) == pytest.approx(
+        1e-3 + 2 * 5e-6
+    )
+
+
+def test_accelerators_without_an_interconnect_reduce_through_the_host() -> None:
+    group = AcceleratorGroup(count=4)
+    share = rank_share(msgspec.structs.replace(load_machine("t4x4"), accelerator_group=group), 4)
+    assert share.accelerator_group.interconnect is not None
+    assert (
+        share.accelerator_group.interconnect.bandwidth == 12e9
+    )  # of the links; 100e9 / 4 / 2 of the host is more
+    assert all_reduce(share, 12_000_000) == pytest.approx(RING * 1e-3 + 6 * 20e-6)
+
+
+def test_an_all_reduce_on_a_machine_with_one_accelerator_has_no_cost() -> None:
+    with pytest.raises(BadInput, match="machine t4 has no cost for all_reduce on 'interconnect'"):
+        Roofline(load_machine("t4"), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1.0))
+
+
+# -- the verbs -------------------------------------------------------------------------------------
+
+
+def run_together(policy: str, machine: str, ranks: int) -> list[list[Task]]:
+    """Each rank's tasks, with a policy, a plan and an engine for each, on one virtual clock."""
+    engines, generations = [], []
+    with ExitStack() as open_schedules:
+        for _ in range(ranks):
+            own = make_policy(policy)
+            plan = plan_on(machine, ranks, own)
+            lanes = make_lanes(plan)
+            engine = CheckedEngine(lanes.values())
+            schedule = open_schedules.enter_context(closing(Schedule(plan, engine, lanes)))
+            engines.append(engine)
+            generations.append(Generation(schedule, own))
+        perform: dict[type[Task], Any] = {Decision: decide(plan, SeededRouting(SMALL.experts, SMALL.top_k))}
+        driver = VirtualDriver(engines, Roofline(plan.machine, "float32"), perform=perform)
+        driver.run(*(generation.run() for generation in generations))
+    for engine in engines:
+        engine.check_over()
+    return [engine.tasks for engine in engines]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_rank_stands_for_all(policy: str) -> None:
+    alone = make_policy(policy)
+    recorder = Recorder()
+    simulate(plan_on("t4x4", 4, alone), alone, recorder=recorder)
+    for tasks in run_together(policy, "t4x4", 4):
+        spans = sorted((task.end, task.start, task.label) for task in tasks if task.verb != "join")
+        slices = recorder.recording().slices
+        assert spans == sorted((each.end, each.start, each.label) for each in slices)
+
+
+@pytest.mark.parametrize("policy", FIXED)
+def test_a_replayed_run_of_a_rank_is_the_same_to_the_nanosecond(policy: str) -> None:
+    reports = []
+    for replay in (False, True):
+        made = make_policy(policy)
+        plan = plan_on("t4x2", 2, made, new_tokens=9)
+        reports.append(msgspec.structs.replace(simulate(plan, made, replay=replay), wall_seconds=0.0))
+    assert reports[0] == reports[1]
+
+
+def slices_of(policy: Any) -> list[Slice]:
+    recorder = Recorder()
+    simulate(plan_on("t4x2", 2, policy), policy, recorder=recorder)
+    return sorted(recorder.recording().slices, key=lambda each: each.id)
+
+
+def verbs_of(slices: list[Slice], *, step: int, layer: int) -> list[str]:
+    """What ran for the first micro-batch, in program order, but for transfers."""
+    of_layer = [each for each in slices if (each.step, each.layer, each.micro_batch) == (step, layer, 0)]
+    return [each.verb for each in of_layer if each.type != "PageTransfer"]
+
+
+def test_what_a_rank_has_in_part_is_summed_before_it_is_needed_whole() -> None:
+    slices = slices_of(make_policy("resident"))
+    layer = ["pre_attention", "attention", "output_projection", "all_reduce", "post_attention", "all_reduce"]
+    assert verbs_of(slices, step=1, layer=2) == layer
+    assert verbs_of(slices, step=1, layer=-1) == ["embed", "logits", "all_reduce", "sample"]
+    by_expert = verbs_of(slices_of(make_policy("expert_streaming")), step=1, layer=0)
+    assert by_expert[:5] == ["pre_attention", "attention", "output_projection", "all_reduce", "route"]
+    assert by_expert[-2:] == ["combine", "all_reduce"]
+
+
+def test_every_task_of_a_verb_names_the_policy_s_line() -> None:
+    files = {
+        Path(each.line.rpartition(":")[0]).name
+        for each in slices_of(make_policy("resident"))
+        if each.step >= 0
+    }
+    assert files == {"resident.py"}
+
+
+class Skips:
+    """A policy that leaves attention out."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep(plan.layout.pages)
+
+    async def prefill(self, step: Step) -> None:
+        step.embed(0)
+        step.pre_attention(0, 0)
+        step.post_attention(0, 0)
+
+    async def decode(self, step: Step) -> None: ...
+
+
+def test_a_verb_out_of_order_is_refused_on_a_rank_too() -> None:
+    policy = Skips()
+    cut, share, _ = cut_over_ranks(SMALL, load_machine("t4x2"), None, None)
+    plan = plan_run(share, weight_layout(cut, "float32"), split_batch([3], 2, 1), policy)
+    with pytest.raises(OutOfOrder, match=r"post_attention\(L0, mb0\) needs mb0 at step 0 L0 attended"):
+        simulate(plan, policy)
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def predicted(machine: str | Machine, **changes: Any) -> JobReport:
+    sizes: dict[str, Any] = {
+        "gen": 4,
+        "batch_size": 32,
+        "micro_batch_size": 8,
+        "policy": "cgopipe",
+        **changes,
+    }
+    return moesched.simulate_model("mixtral-8x22b", machine=machine, workload="mtbench", **sizes)
+
+
+def test_all_accelerators_of_a_machine_are_used_unless_fewer_are_asked_for() -> None:
+    two, four = predicted("t4x2"), predicted("t4x4")
+    half = predicted("t4x4", tensor_parallel=2)
+    assert (two.tensor_parallel, four.tensor_parallel, half.tensor_parallel) == (2, 4, 2)
+    assert half.throughput_tokens_per_second == two.throughput_tokens_per_second
+    assert 1.9 < four.throughput_tokens_per_second / two.throughput_tokens_per_second < 3.5
+    assert "interconnect" in two.lanes
+
+
+def test_shared_memories_are_reported_for_all_ranks_and_the_gpu_for_one() -> None:
+    machine, report = load_machine("t4x4"), predicted("t4x4")
+    weights = weight_layout(SHAPES["mixtral-8x22b"]).pages
+    assert sum(page.nbytes for page in weights) < report.peak_bytes["host"] < machine.memories["host"].nbytes
+    assert report.peak_bytes["gpu"] <= machine.memories["gpu"].nbytes
+    assert report.budget_bytes == {"gpu": 16 * 10**9, "host": 416 * 10**9, "pinned": 64 * 10**9}
+
+
+def test_a_budget_of_a_shared_memory_is_for_all_ranks() -> None:
+    report = predicted("t4x4", budgets={"host": "400GB", "gpu": "12GB"})
+    assert (report.budget_bytes["host"], report.budget_bytes["gpu"]) == (400 * 10**9, 12 * 10**9)
+
+
+def test_a_plan_for_several_accelerators_says_so() -> None:
+    proposal = moesched.plan_model(
+        "mixtral-0.8b", machine="t4x2", policy="cgopipe", gen=4, budgets={"gpu": "700MB"}
+    )
+    assert proposal.tensor_parallel == 2
+    assert proposal.predicted.utilization["interconnect"] > 0
+    assert proposal.predicted.peak_bytes["gpu"] <= 700_000_000
+
+
+BAD = [
+    ("t4x4", 3, "mixtral-8x22b cannot be cut over 3 accelerators, since it has 8 key-value heads: "
+                "use --tensor-parallel 1 or 2"),
+    ("t4x4", 5, "--tensor-parallel is 5, and machine t4x4 has 4 accelerators: give 1 to 4"),
+    ("t4x4", 0, "--tensor-parallel is 0, and machine t4x4 has 4 accelerators: give 1 to 4"),
+    ("t4", 2, "--tensor-parallel is 2, and machine t4 has one accelerator: leave it out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "ranks", "said"), BAD, ids=str)
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_number_of_ranks_that_cannot_be_is_refused_in_one_line(
+    capfd: pytest.CaptureFixture[str], command: str, machine: str, ranks: int, said: str
+) -> None:
+    of = ["--model", "mixtral-8x22b", "--machine", machine, "--policy", "cgopipe", "--workload", "mtbench"]
+    code = main([command, *of, "--tensor-parallel", str(ranks)])
+    out, err = capfd.readouterr()
+    assert (code, out, err) == (2, "", f"moesched: {said}\n")
+
+
+def test_measured_costs_of_one_accelerator_are_not_used_for_several() -> None:
+    measured = msgspec.structs.replace(
+        load_machine("t4x2"), cost_table=[CostPoint(operation="dispatch", size=0, seconds=1e-6)]
+    )
+    with pytest.raises(BadInput, match=r"machine t4x2 has measured costs.*--tensor-parallel 1"):
+        predicted(measured)
+
+
+def test_the_command_line_reports_the_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--machine", "a100-80gx2", "--policy", "cgopipe", "--workload", "mtbench", "--gen", "2"]
+    code = main(["simulate", "--model", "mixtral-8x7b", *options, "--batch-size", "8", "--json"])
+    assert (code, json.loads(capfd.readouterr().out)["tensor_parallel"]) == (0, 2)
