@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from _results import named_for_machine, write_result
-from prediction import OtherLoad
 
 from moesched import plugins
 from moesched.errors import BadInput
@@ -35,6 +34,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
+from moesched.other_load import OtherLoad
 from moesched.outcome import Report
 from moesched.plan import Plan, split_batch
 from moesched.runs import plan_run, run, simulate
