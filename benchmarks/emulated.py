@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from _results import RESULTS, named_for_machine, write_result
-from prediction import OtherLoad
 
 from moesched import plugins
 from moesched.batching import Sizes, batch_of
@@ -44,6 +43,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
+from moesched.other_load import OtherLoad
 from moesched.outcome import Report
 from moesched.plan import Plan
 from moesched.planner import plan_best
