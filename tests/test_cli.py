@@ -643,7 +643,7 @@ def test_list_shows_plugins_of_others_and_why_one_cannot_load(
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "simulate", "random-model", "list", "compare", "calibrate", "roofline"]
+    "command", ["run", "simulate", "random-model", "list", "compare", "calibrate", "roofline", "reproduce"]
 )
 def test_each_command_explains_itself_with_an_example(moesched: Any, command: str) -> None:
     said = moesched(command, "--help")

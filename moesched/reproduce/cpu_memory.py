@@ -15,7 +15,7 @@ from .systems import SYSTEMS, Predicted, predict, setting_of
 
 SETTING, WORKLOAD, NEW_TOKENS, MICRO_BATCH = "S1", "mtbench", 128, 36
 MANY, MORE = 120, 150
-MOST = 400
+MOST = 200
 SHARES = (0.8, 0.9, 0.95)
 CLAIMED = 0.9
 
@@ -32,29 +32,10 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
     rows: list[dict[str, Value]] = []
     needed: dict[str, int] = {}
     for system in ("MoE-Lightning(p)", "FlexGen"):
-
-        @cache
-        def reached(micro_batches: int, system: str = system) -> Predicted:
-            on_progress(f"Fig. 1: {system}, {micro_batches} micro-batches")
-            setting = setting_of(
-                SYSTEMS[system],
-                paper.settings[SETTING],
-                WORKLOAD,
-                NEW_TOKENS,
-                rates,
-                requests=micro_batches * MICRO_BATCH,
-            )
-            setting.budgets[setting.machine.host.memory] = UNLIMITED
-            return predict(setting, micro_batches, MICRO_BATCH)
-
+        reached = _by_batch(paper, rates, system, on_progress)
         bound = _bound(reached(MANY), reached(MORE))
         for share in SHARES:
-            enough = bisect_left(
-                range(1, MOST),
-                True,
-                key=lambda count, least=share * bound: reached(count).tokens_per_second >= least,
-            )
-            found = reached(enough + 1)
+            found = _smallest(reached, share * bound)
             if share == CLAIMED:
                 needed[system] = found.host_bytes
             rows.append(
@@ -74,6 +55,30 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
         rows=rows,
         claims=[ratio_claim(paper.claims["cpu_memory"], [needed["FlexGen"] / needed["MoE-Lightning(p)"]])],
     )
+
+
+def _by_batch(
+    paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
+) -> Callable[[int], Predicted]:
+    """What a system comes to with a number of micro-batches."""
+
+    @cache
+    def reached(micro_batches: int) -> Predicted:
+        on_progress(f"Fig. 1: {system}, {micro_batches} micro-batches")
+        requests = micro_batches * MICRO_BATCH
+        where = paper.settings[SETTING]
+        setting = setting_of(SYSTEMS[system], where, WORKLOAD, NEW_TOKENS, rates, requests=requests)
+        setting.budgets[setting.machine.host.memory] = UNLIMITED
+        return predict(setting, micro_batches, MICRO_BATCH)
+
+    return reached
+
+
+def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
+    """The smallest batch that reaches so much."""
+    counts = range(1, MOST)
+    place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)
+    return reached(counts[place])
 
 
 def _bound(many: Predicted, more: Predicted) -> float:

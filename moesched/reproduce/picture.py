@@ -106,21 +106,17 @@ def _generations(section: Section) -> Figure:
 
 def _attention(section: Section) -> Figure:
     figure, (axes,) = _figure(1, section.title, each=7)
-    for what, style in (("cpu_attention_ms", "-"), ("moving_kv_ms", "--")):
-        name = what.removesuffix("_ms").replace("_", " ")
-        _lines(
-            axes,
-            section.rows,
-            lambda row, name=name: f"{name}, context {row['context']}",
-            "micro_batch_size",
-            what,
-            style,
-        )
+    for what, style in (("cpu_attention", "-"), ("moving_kv", "--")):
+        _lines(axes, section.rows, _with_context(what), "micro_batch_size", f"{what}_ms", style)
     _lines(axes, section.rows, lambda row: "experts", "micro_batch_size", "experts_ms", ":")
     axes.set_yscale("log")
     axes.set_xlabel("µ")
     axes.set_ylabel("ms for one layer")
     return figure
+
+
+def _with_context(what: str) -> Callable[[Row], str]:
+    return lambda row: f"{what.replace('_', ' ')}, context {row['context']}"
 
 
 def _memory(section: Section) -> Figure:

@@ -20,6 +20,7 @@ COMPARED = (
     ("MoE-Lightning", ("S8", "S9")),
 )
 """Systems, and their settings with two T4 and with four."""
+POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_synchronous", "MoE-Lightning": "cgopipe"}
 
 HOW = (
     "MTBench on two T4 and on four: Mixtral 8x22B padded (S6, S7), DBRX unpadded (S8, S9). Everything as `moesched "
@@ -43,7 +44,7 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
                     machine=machine_at(load_machine(where.machine), rates),
                     workload=workload,
                     gen=new_tokens,
-                    policy=SYSTEMS[system].policy,
+                    policy=POLICIES[system],
                 )
                 predicted = proposal.predicted
                 rows.append(
