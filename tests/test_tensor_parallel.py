@@ -59,7 +59,7 @@ def plan_on(
 ) -> Plan:
     whole = load_machine(machine) if isinstance(machine, str) else machine
     cut, share, _ = cut_over_ranks(config, whole, None, ranks)
-    budgets = {} if type(policy).__name__ == "Resident" else {"gpu": 40_000 + 480_000 // ranks}
+    budgets = {} if type(policy).__name__ == "Resident" else {"gpu": 80_000 + 480_000 // ranks}
     batch = split_batch([7, 9, 4, 12, 5], new_tokens, 2)
     return plan_run(share, weight_layout(cut, "float32"), batch, policy, budgets)
 
