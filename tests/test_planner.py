@@ -182,7 +182,7 @@ def test_where_everything_fits_weights_stay() -> None:
 
 def test_it_says_what_more_of_each_resource_would_buy(proposal: Proposal) -> None:
     gains = {gain.resource: gain.share for gain in proposal.gains}
-    assert max(gains, key=gains.__getitem__) in ("gpu capacity", "host->gpu bandwidth")
+    assert gains["host->gpu bandwidth"] > 0 and gains["gpu capacity"] > 0
     assert gains["cpu FLOP/s"] == 0, "the host is idle most of the time"
 
 

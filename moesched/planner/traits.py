@@ -24,6 +24,8 @@ from moesched.seams import CostModel, Policy
 from moesched.tasks import Work
 
 UNLIMITED = 1 << 60
+MANY = 5
+"""So many micro-batches share the rooms of those that are within a layer: from then on each costs the same bytes."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
             without the weights. The stages of a pipeline work at once, on a layer each.
         prefill: seconds of the accelerator for one layer of the prefill, likewise.
-        fixed, each: bytes by memory of the first micro-batch, and of every other one.
+        fixed, each: bytes by memory of the first micro-batch, with what several share, and of every other one.
     """
 
     size: int
@@ -142,7 +144,7 @@ def learn(setting: Setting) -> Traits:
 
 
 class Probe:
-    """Plans of one and of two micro-batches of `size` average requests, with no limit to memory."""
+    """Plans of a few micro-batches of `size` average requests, with no limit to memory."""
 
     def __init__(self, setting: Setting, size: int) -> None:
         self.size = size
@@ -152,8 +154,12 @@ class Probe:
         self._one, _ = setting.plan(setting.batch(1, size), unlimited)
         self._fixed = self._each = _used(self._one)
         if self.most > 1:
-            two = _used(setting.plan(setting.batch(2, size), unlimited)[0])
-            self._each = {memory: two[memory] - self._fixed[memory] for memory in two}
+            count = min(self.most, MANY)
+            fewer, more = (
+                _used(setting.plan(setting.batch(n, size), unlimited)[0]) for n in (count - 1, count)
+            )
+            self._each = {memory: more[memory] - fewer[memory] for memory in more}
+            self._fixed = {memory: more[memory] - (count - 1) * self._each[memory] for memory in more}
 
     def shape(self, cost: CostModel) -> Shape:
         """What micro-batches of this size cost."""
