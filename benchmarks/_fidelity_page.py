@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _results import RESULTS
-from _summary import command, machine
+from _summary import command, fidelity, machine, peak_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "fidelity.md"
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -40,16 +40,6 @@ def filled(place: re.Match[str]) -> str:
             parts.append(f"{machine(result)}: `{command(file, result)}`\n\n" + "\n".join(lines) + "\n")
     missing = f"No result yet: `python benchmarks/{result_name}.py` makes one.\n"
     return f"{begin}\n{chr(10).join(parts) or missing}\n{end}"
-
-
-def bars(result: dict[str, Any]) -> Iterator[str]:
-    """What the bars say of replays and ranking."""
-    yield "measure | value | bar | reached"
-    yield "--- | ---: | --- | ---"
-    for name, bar in result["summary"].items():
-        of = f", of {bar['of']}" if "of" in bar else ""
-        reached = {True: "yes", False: "no"}.get(bar.get("reached", ""), "")
-        yield f"{name.replace('_', ' ')} | {bar['value']:.2f}{of} | {bar.get('bar', '')} | {reached}"
 
 
 def replays(result: dict[str, Any]) -> Iterator[str]:
@@ -109,24 +99,13 @@ def predictions(result: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def memory(result: dict[str, Any]) -> Iterator[str]:
-    """Peak memory beside the system's high-water mark."""
-    yield "run | predicted, MB | measured, MB | above by, MB | holds"
-    yield "--- | ---: | ---: | ---: | ---"
-    for each in result["runs"]:
-        yield (
-            f"{each['run']} | {each['predicted'] / 1e6:,.0f} | {each['measured'] / 1e6:,.0f} "
-            f"| {each['over_mb']:+.1f} | {'yes' if each['holds'] else 'no'}"
-        )
-
-
 TABLES: dict[str, tuple[str, Rows]] = {
-    "bars": ("fidelity", bars),
+    "bars": ("fidelity", fidelity),
     "settings": ("fidelity", settings),
     "replays": ("fidelity", replays),
     "ranks": ("fidelity", ranks),
     "predictions": ("prediction", predictions),
-    "memory": ("peak_memory", memory),
+    "memory": ("peak_memory", peak_memory),
 }
 
 

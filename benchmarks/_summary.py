@@ -36,7 +36,9 @@ def main() -> None:
 
 def machine(result: dict[str, Any]) -> str:
     """The machine in one line."""
-    about = result["machine"]
+    about = result.get("machine")
+    if about is None:
+        return "predicted, on no machine"
     return (
         about.get("description") or f"{about['processor']}, {about['cores']} cores, Python {about['python']}"
     )
@@ -82,20 +84,60 @@ def prediction(result: dict[str, Any]) -> Iterator[str]:
 
 def emulated(result: dict[str, Any]) -> Iterator[str]:
     """Policies on the emulated accelerator."""
-    yield (
-        "policy | decode step measured, ms | predicted | error | total measured, s | error "
-        "| worst lane's busy time, error | worst lane's real work"
-    )
-    yield "--- | --- | --- | --- | --- | --- | --- | ---"
+    yield "sizes by / policy | batch / micro-batch | tokens/s | total, predicted's error | step, error | link busy"
+    yield "--- | --- | --- | --- | --- | ---"
     for each in result["policies"]:
-        measured, predicted, errors = each["measured"], each["predicted"], each["error_percent"]
-        lanes = max((error for name, error in errors.items() if name.startswith("lane")), key=abs)
-        share = max(lane["real_share"] for run in each["emulation"] for lane in run["lanes"].values())
+        plan, errors = each["plan"], each["error_percent"]
         yield (
-            f"{each['policy']} | {measured['decode step'] * 1e3:.1f} | {predicted['decode step'] * 1e3:.1f} "
-            f"| {errors['decode step']:+.2f} % | {measured['total']:.3f} | {errors['total']:+.2f} % "
-            f"| {lanes:+.2f} % | {100 * share:.0f} %"
+            f"{each['case']} | {plan['batch_size']} / {plan['micro_batch_size']} "
+            f"| {each['throughput_tokens_per_second']:.2f} | {errors['total']:+.1f} % | {errors['decode step']:+.1f} % "
+            f"| {100 * each['link']['busy_share']:.1f} %"
         )
+    for name, label in EMULATED_FINDINGS.items():
+        if name in result:
+            value = result[name]
+            yield f"**{label}** | {value if isinstance(value, str | bool) else f'{value:.3f}'} | | | |"
+
+
+EMULATED_FINDINGS = {
+    "in_the_papers_order": "in the paper's order",
+    "times_flexgen_with_equal_sizes": "times flexgen with equal sizes",
+    "times_flexgen_with_its_published_micro_batches": "times flexgen with the sizes that the paper prints for it",
+    "times_flexgen_with_the_planners_plan": "times flexgen with the planner's sizes",
+    "bytes_moved_over_needed": "bytes moved over needed",
+    "requests_with_equal_tokens": "requests with equal tokens in all cases",
+}
+
+
+def fidelity(result: dict[str, Any]) -> Iterator[str]:
+    """Replays and rankings."""
+    yield "measure | value | bar | reached"
+    yield "--- | --- | --- | ---"
+    for name, bar in result["summary"].items():
+        of = f", of {bar['of']}" if "of" in bar else ""
+        reached = {True: "yes", False: "no"}.get(bar.get("reached", ""), "")
+        yield f"{name.replace('_', ' ')} | {bar['value']:.2f}{of} | {bar.get('bar', '')} | {reached}"
+
+
+def peak_memory(result: dict[str, Any]) -> Iterator[str]:
+    """Peak memory beside the system's high-water mark."""
+    yield "run | predicted, MB | measured, MB | above by, MB | holds"
+    yield "--- | ---: | ---: | ---: | ---"
+    for each in result["runs"]:
+        yield (
+            f"{each['run']} | {each['predicted'] / 1e6:,.0f} | {each['measured'] / 1e6:,.0f} "
+            f"| {each['over_mb']:+.1f} | {'yes' if each['holds'] else 'no'}"
+        )
+
+
+def reproduce(result: dict[str, Any]) -> Iterator[str]:
+    """The paper's tables beside ours."""
+    accuracy = result["accuracy"]
+    right = accuracy["pairs"] - len(accuracy["wrong"])
+    yield "measure | value | bar"
+    yield "--- | --- | ---"
+    yield f"median error of {accuracy['cells']} predicted cells | {accuracy['median_error']:.1%} | 20 %"
+    yield f"pairs of cells in the paper's order, of {accuracy['pairs']} | {right} | all"
 
 
 def damaged_policies(result: dict[str, Any]) -> Iterator[str]:
@@ -169,8 +211,11 @@ DESCRIBERS = {
     "prediction": prediction,
     "damaged_policies": damaged_policies,
     "emulated": emulated,
+    "fidelity": fidelity,
+    "peak_memory": peak_memory,
     "plan_search": plan_search,
     "random_runs": random_runs,
+    "reproduce": reproduce,
 }
 
 

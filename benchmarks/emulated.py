@@ -269,7 +269,7 @@ def _tokens(results: Sequence[Measured]) -> str:
 
 
 def findings(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the table of the issue asks for, as far as the cases were run."""
+    """The ratios and shares that count, as far as the cases were run."""
     rates = {case: each["throughput_tokens_per_second"] for case, each in cases.items()}
     found: dict[str, Any] = {}
     own = [f"own/{name}" for name in ("cgopipe", *BASELINES)]

@@ -13,7 +13,7 @@ from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.tensors import Shape, dense_shapes, expert_shapes, global_shapes
 
 EXTENT_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
-SLOT_ALIGNMENT = 4096  # bytes: what direct reads from a disk need
+DISK_BLOCK = 4096  # bytes: what direct reads from a disk need
 LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
 DENSE = -1
 
@@ -40,19 +40,22 @@ class Page(msgspec.Struct, frozen=True):
     extents: tuple[Extent, ...]
     nbytes: int
 
+    @property
+    def room(self) -> int:
+        """The most bytes that it takes in a slot: files are read in whole blocks, and a tensor may begin anywhere."""
+        return _round_up(self.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(self.extents)
+
 
 class WeightLayout(msgspec.Struct, frozen=True):
     """All pages of a model, by id: layer after layer, in each the dense part first, then expert after expert.
 
-    slot_bytes: what a slot must have to hold any of the pages. globals_bytes: embedding, final norm and
-    LM head, which are no pages, since every step needs them.
+    globals_bytes: embedding, final norm and LM head, which are no pages, since every step needs them.
     """
 
     config: ModelConfig
     dtype: str
     page_bytes: int
     pages: tuple[Page, ...]
-    slot_bytes: int
     globals_bytes: int
     pages_per_dense: int
     pages_per_expert: int
@@ -106,7 +109,6 @@ def weight_layout(
         dtype=dtype,
         page_bytes=page_bytes,
         pages=tuple(pages),
-        slot_bytes=_round_up(max(page.nbytes for page in pages), SLOT_ALIGNMENT),
         globals_bytes=sum(math.prod(shape) for shape in global_shapes(config).values()) * item_bytes,
         pages_per_dense=sum(page.layer == 0 and page.expert == DENSE for page in pages),
         pages_per_expert=sum(page.layer == 0 and page.expert == 0 for page in pages),

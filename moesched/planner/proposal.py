@@ -137,6 +137,7 @@ def plan_model(
         policies=POLICIES if policy is None else (policy,),
         settings=settings,
         budgets=shares,
+        slot_bytes=lambda page: page.room,  # whatever the files are like, the plan will fit
         on_progress=on_progress,
     )
     return Proposal(

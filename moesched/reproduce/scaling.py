@@ -20,7 +20,7 @@ COMPARED = (
     ("MoE-Lightning", ("S8", "S9")),
 )
 """Systems, and their settings with two T4 and with four."""
-POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_synchronous", "MoE-Lightning": "cgopipe"}
+POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
 
 HOW = (
     "MTBench on two T4 and on four: Mixtral 8x22B padded (S6, S7), DBRX unpadded (S8, S9). Everything as `moesched "
