@@ -90,6 +90,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         throughput_tokens_per_second=_rate(sum(counts), running),
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
+        process_bytes=max((each.process_bytes for each in reports if each.process_bytes), default=None),
         lanes={
             name: _merge_lane([report.lanes[name] for report in reports], running) for name in first.lanes
         },

@@ -89,6 +89,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         emulation: how the machine was emulated; None where it was there, or was only predicted.
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
+        process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes
+            and what the allocator keeps of those that were given back; None where not all memories are the host's.
     """
 
     measured: bool
@@ -111,6 +113,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
     emulation: Emulation | None = None
     tensor_parallel: int = 1
+    process_bytes: int | None = None
 
 
 def make_report(
@@ -143,6 +146,7 @@ def make_report(
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
         peak_bytes={memory.name: plan.in_all(memory, memory.peak) for memory in plan.memories.values()},
         tensor_parallel=plan.ranks,
+        process_bytes=plan.process_bytes if plan.machine.unified or emulation else None,
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
             for name, nanoseconds in outcome.busy.items()

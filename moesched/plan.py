@@ -24,6 +24,11 @@ from moesched.tasks import Discipline
 Role = Literal["accelerator", "host", "pinned"]
 
 KV_BLOCK_TOKENS = 16
+
+ALLOCATOR_BYTES = 32_000_000
+ALLOCATOR_WORKSPACES = 1.5
+"""What the C library keeps of memory that kernels gave back, in bytes and in workspaces: each thread has a store of its
+own. It was measured with glibc; having large pieces given back at once made kernels two to three times slower."""
 STAGED = 4
 """How many pages are on their way at most while those that stay are loaded; fewer where memory is short."""
 
@@ -159,6 +164,12 @@ class Plan:
         """What this rank's bytes of a memory come to: with those of all ranks where they share the memory."""
         return nbytes if memory in self.accelerators else nbytes * self.ranks
 
+    @property
+    def process_bytes(self) -> int:
+        """What a process takes at its peak, beyond what it took before, if all memories are the host's."""
+        kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * self._workspace)
+        return self.ranks * (sum(memory.peak for memory in self.memories.values()) + kept_back)
+
     def free(self, role: Role, stage: int = 0) -> int:
         """Bytes of a memory that are still to be given away."""
         return self.memory(role, stage).free_bytes
@@ -271,8 +282,8 @@ class Plan:
             stay = sum(staying_bytes(self.operations, tokens) for tokens in self._prompt_tokens)
             fast.reserve("hidden states of all micro-batches", stay)
             sequences = max(map(len, self.batch.micro_batches))
-            space = workspace_bytes(self.operations, max(self._prompt_tokens), sequences)
-            fast.reserve("workspace of the largest micro-batch's kernels", space)
+            self._workspace = workspace_bytes(self.operations, max(self._prompt_tokens), sequences)
+            fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
     @property

@@ -135,7 +135,7 @@ class RealtimeDriver:
 
     @property
     def now(self) -> int:
-        """Nanoseconds since the driver was made."""
+        """Nanoseconds since the run began."""
         return self.clock() - self.origin
 
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
@@ -146,6 +146,7 @@ class RealtimeDriver:
         Raises:
             the first error of a coroutine, after all have ended.
         """
+        self.origin = self.clock()
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
         self._runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
