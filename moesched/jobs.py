@@ -22,7 +22,7 @@ from moesched.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, fi
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page, weight_layout
+from moesched.models.layout import Page, room_for, weight_layout
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
 from moesched.planner import MOST_REQUESTS, Setting
@@ -160,7 +160,7 @@ def simulate_model(
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel)
-    sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, None, successive=bool(all_told))
+    sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
     for number, batch in enumerate(batches):
@@ -196,7 +196,7 @@ class _Job:
         new_tokens: int,
         batch_size: int | None,
         micro_batch_size: int | None,
-        slot_bytes: Callable[[Page], int] | None,
+        slot_bytes: Callable[[Page], int],
         *,
         successive: bool = True,
     ) -> Sizes:
@@ -214,7 +214,7 @@ class _Job:
             setting, batch_size=batch_size, micro_batch_size=micro_batch_size, successive=successive
         )
 
-    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int] | None) -> tuple[Plan, Policy]:
+    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int]) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""
         policy: Policy = self.make()
         return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
@@ -265,7 +265,7 @@ class _Job:
     def _simulate(
         self, batch: Batch, seed: int, listener: Listener, trace: Path | None, *, replay: bool
     ) -> JobReport:
-        plan, policy = self.plan(batch, None)
+        plan, policy = self.plan(batch, room_for)
         if replay and plan.contended:
             raise NotFixed  # how long a task takes depends on what runs beside it
         listener.planned(plan)

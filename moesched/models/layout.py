@@ -40,10 +40,13 @@ class Page(msgspec.Struct, frozen=True):
     extents: tuple[Extent, ...]
     nbytes: int
 
-    @property
-    def room(self) -> int:
-        """The most bytes that it takes in a slot: files are read in whole blocks, and a tensor may begin anywhere."""
-        return _round_up(self.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(self.extents)
+
+def room_for(page: Page) -> int:
+    """The most bytes that a page takes in a slot: files are read in whole blocks, and a tensor may begin anywhere.
+
+    A plan that fits with it fits whatever the files are like.
+    """
+    return _round_up(page.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(page.extents)
 
 
 class WeightLayout(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from moesched.accelerators import cut_over_ranks
 from moesched.errors import BadInput
 from moesched.lookup import find_machine, find_policy, find_shape
 from moesched.machines import Machine
-from moesched.models.layout import weight_layout
+from moesched.models.layout import room_for, weight_layout
 from moesched.workloads import Workload, load_workload
 
 from .candidate import Seen
@@ -137,7 +137,7 @@ def plan_model(
         policies=POLICIES if policy is None else (policy,),
         settings=settings,
         budgets=shares,
-        slot_bytes=lambda page: page.room,  # whatever the files are like, the plan will fit
+        slot_bytes=room_for,
         on_progress=on_progress,
     )
     return Proposal(
