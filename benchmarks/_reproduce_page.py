@@ -55,7 +55,7 @@ def parts(section: Row) -> Iterator[str]:
     if section["claims"]:
         yield ""
         yield markdown(
-            ["where", "claim", "paper", "ours", "agrees"],
+            ["where", "claim", "paper", "ours", "agrees (ratios: within 20 %)"],
             [
                 [
                     each["where"],

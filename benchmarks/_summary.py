@@ -46,7 +46,7 @@ def machine(result: dict[str, Any]) -> str:
 
 def command(file: Path, result: dict[str, Any]) -> str:
     """The command that wrote the file."""
-    return result.get("command", f"python benchmarks/{file.stem}.py")
+    return result.get("command", f"python benchmarks/{file.stem.partition('-')[0]}.py")
 
 
 def engine(result: dict[str, Any]) -> Iterator[str]:

@@ -103,7 +103,7 @@ def calibrate(file: Path) -> moesched.Machine:
     """What this machine can do."""
     console.rule("this machine")
     if not file.exists():
-        with progress("calibrating, about a minute") as update:
+        with progress("calibrating, two or three minutes") as update:
             moesched.calibrate_machine(file, update)
     console.print(f"measured rates are in {file}; remove it to measure again")
     return moesched.load_machine(str(file))
