@@ -300,7 +300,9 @@ class Step:
             self.index,
         )
         reads = (batch.attention, batch.hidden, *view.reads)
-        return self._submit(task, self._leaving(batch, reads), (batch.hidden,))
+        if batch.place is not None:
+            reads = self._leaving(batch, reads)
+        return self._submit(task, reads, (batch.hidden,))
 
     def route(self, layer: int, micro_batch: int) -> Task:
         """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
