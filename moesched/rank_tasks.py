@@ -15,32 +15,43 @@ LM head, so that their sum is exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
-from moesched.models.operations import Amount
-from moesched.tasks import Block, Collective, Kernel, Task, Work
-
-if TYPE_CHECKING:
-    from moesched.schedule import Schedule
+from moesched.models.operations import Amount, Operations
+from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
 
 Part = tuple[Task, Sequence[Block], Sequence[Block]]
 """A task, and what it reads and writes."""
+WorkOf = Callable[[str, str, int, Callable[[int], Amount]], Work]
+"""The work of a kind on a resource for so many rows, the same object for the same rows."""
 
 HIDDEN, LOGITS = "hidden", "logits"
 """What is reduced, as the tasks' operands say."""
 
 
 class RankTasks:
-    """Submits the tasks of one rank to its engine."""
+    """Submits the tasks of one rank to its engine.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._engine = schedule.engine
+    Args:
+        interconnect: the lane of its all-reduces.
+        micro_batches: how many there are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        interconnect: Lane,
+        operations: Operations,
+        work_of: WorkOf,
+        micro_batches: int,
+    ) -> None:
+        self._engine = engine
         self._engine.submit_frames += 1  # `submit` below lies between the verb and the engine
-        self._schedule = schedule
-        self._operations = schedule.operations
-        self._lane = schedule.lanes[INTERCONNECT]
-        self._logits = [Block(f"logits mb{batch.index}") for batch in schedule.micro_batches]
+        self._lane = interconnect
+        self._operations = operations
+        self._work_of = work_of
+        self._logits = [Block(f"logits mb{index}") for index in range(micro_batches)]
         self._split = {
             "post_attention": self._post_attention,
             "route": self._route,
@@ -107,7 +118,7 @@ class RankTasks:
     def _all_reduce(self, task: Task, what: str) -> Collective:
         rows = task.work.tokens
         nbytes = rows * (self._operations.hidden_bytes if what == HIDDEN else self._operations.logits_bytes)
-        work = self._schedule.work(
+        work = self._work_of(
             f"all_reduce of {what}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
         )
         return Collective(
@@ -123,4 +134,4 @@ class RankTasks:
         )
 
     def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
-        return self._schedule.work(kind, task.work.resource, task.work.tokens, amount)
+        return self._work_of(kind, task.work.resource, task.work.tokens, amount)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from moesched.engine import Engine
+from moesched.machines import INTERCONNECT
 from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
 from moesched.plan import Plan
@@ -120,7 +121,7 @@ class Schedule:
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
-        self.submit = engine.submit if plan.ranks == 1 else RankTasks(self).submit
+        self.submit = engine.submit if plan.ranks == 1 else self._rank_tasks().submit
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
@@ -166,6 +167,10 @@ class Schedule:
             hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
         batch.enter(self.stages[stage.number + 1])
         return hops
+
+    def _rank_tasks(self) -> RankTasks:
+        lane = self.lanes[INTERCONNECT]
+        return RankTasks(self.engine, lane, self.operations, self.work, len(self.micro_batches))
 
     def skip(self, steps: int) -> None:
         """Go on as if that many more steps had been scheduled, each like the one before."""
