@@ -1,7 +1,8 @@
 """CUDA streams as lanes: one stream a lane, events for edges between them.
 
 Memory needs no `record_stream`: torch gives a tensor's bytes to a later one of the stream that allocated it, and a
-tensor is let go of by the task that overwrites its block. That task waits for all that used it, on the same stream.
+tensor is let go of by a task of that stream: the one that overwrites its block and waits for all that used it, or the
+last one that uses it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What all tests share: no network, reproducible property tests, and GPU tests only where there is a GPU."""
+"""What all tests share: no network, reproducible property tests, GPU tests only where there is a GPU, commands."""
 
 from __future__ import annotations
 
 import os
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -30,3 +31,23 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process."""
+    from moesched.cli.main import main
+
+    def run(*arguments: object) -> Said:
+        code = main([str(each) for each in arguments])
+        return Said(code, *capfd.readouterr())
+
+    return run

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from _reproduce_page import PAGE, RESULT, filled
 from msgspec.structs import replace
 
-from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.reproduce import SECTIONS, reproduce
@@ -24,25 +23,6 @@ from moesched.reproduce.tables import Cell, accuracy
 
 PAPER = moe_lightning()
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-class Said(NamedTuple):
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process."""
-
-    def run(*arguments: object) -> Said:
-        code = main([str(each) for each in arguments])
-        return Said(code, *capfd.readouterr())
-
-    return run
 
 
 def all_cells() -> list[tuple[Column, Row]]:

@@ -7,12 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import moesched
-from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import machine_names
 from moesched.models.shapes import SHAPES
@@ -21,25 +20,6 @@ from small_models import small_model
 PNG = b"\x89PNG\r\n\x1a\n"
 PAGE = Path(__file__).parent.parent / "docs" / "hrm.md"
 L4 = ("roofline", "--model", "mixtral-8x7b", "--machine", "l4")
-
-
-class Said(NamedTuple):
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process."""
-
-    def run(*arguments: object) -> Said:
-        code = main([str(each) for each in arguments])
-        return Said(code, *capfd.readouterr())
-
-    return run
 
 
 def test_the_table_says_what_binds_and_where_to_compute(command: Any) -> None:
