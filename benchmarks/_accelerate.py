@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.models.published import published_config
 
 BATCHES = (8, 16, 32, 64, 128, 256)
 DECODE_STEPS = 3
@@ -43,16 +44,7 @@ def _dispatched(config: ModelConfig, cap: int) -> Any:
     from accelerate import dispatch_model, infer_auto_device_map
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    described = MixtralConfig(
-        vocab_size=config.vocabulary,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        num_local_experts=config.experts,
-        num_experts_per_tok=config.top_k,
-    )
+    described = MixtralConfig(**published_config(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa")
     rotary = type(model.model.rotary_emb)(config=described)

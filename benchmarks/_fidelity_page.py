@@ -2,35 +2,31 @@
 
     python benchmarks/_fidelity_page.py
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; the text around it is left as it is.
+The page's words are its own.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from _pages import DOCS, fill
 from _results import RESULTS
 from _summary import command, fidelity, machine, peak_memory
 
-PAGE = Path(__file__).parent.parent / "docs" / "fidelity.md"
-PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGE = DOCS / "fidelity.md"
 
 Rows = Callable[[dict[str, Any]], Iterator[str]]
 
 
 def main() -> None:
-    """Fill in every table from whichever result files there are."""
-    PAGE.write_text(PLACE.sub(filled, PAGE.read_text()))
-    print(PAGE)
+    """Write every table anew from whichever result files there are."""
+    fill(PAGE, table)
 
 
-def filled(place: re.Match[str]) -> str:
-    """A place with its tables, one for each machine."""
-    begin, name, end = place.groups()
+def table(name: str) -> str:
+    """The tables of a place, one for each machine."""
     result_name, rows = TABLES[name]
     parts = []
     for file in sorted(RESULTS.glob(f"{result_name}-*.json")):
@@ -38,8 +34,7 @@ def filled(place: re.Match[str]) -> str:
         lines = [f"| {row} |" for row in rows(result)]
         if len(lines) > 2:
             parts.append(f"{machine(result)}: `{command(file, result)}`\n\n" + "\n".join(lines) + "\n")
-    missing = f"No result yet: `python benchmarks/{result_name}.py` makes one.\n"
-    return f"{begin}\n{chr(10).join(parts) or missing}\n{end}"
+    return "\n".join(parts) or f"No result yet: `python benchmarks/{result_name}.py` makes one."
 
 
 def replays(result: dict[str, Any]) -> Iterator[str]:

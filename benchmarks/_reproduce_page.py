@@ -3,42 +3,33 @@
     moesched reproduce moe-lightning --report benchmarks/results/reproduce-moe-lightning.json
     python benchmarks/_reproduce_page.py
 
-The page's words are its own; what stands between `<!-- NAME -->` and `<!-- end -->` is written here.
+The page's words are its own.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from _pages import DOCS, fill, markdown
 from _results import RESULTS
 
 RESULT = RESULTS / "reproduce-moe-lightning.json"
-PAGE = Path(__file__).parent.parent / "docs" / "reproduce-moe-lightning.md"
-BLOCK = re.compile(r"(?<=<!-- )(?!end )([\w-]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+PAGE = DOCS / "reproduce-moe-lightning.md"
 
 Row = dict[str, Any]
 
 
 def main() -> None:
     """Write the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULT.read_text())))
-    print(PAGE)
+    fill(PAGE, tables(json.loads(RESULT.read_text())).get)
 
 
-def filled(page: str, result: Row) -> str:
-    """The page with the tables of a result; sections that the result lacks stay as they are."""
-    tables = {"calibration": calibration(result), "accuracy": accuracy(result)}
-    for section in result["sections"]:
-        tables[section["name"]] = "\n".join(parts(section))
-
-    def table(match: re.Match[str]) -> str:
-        return f"{match[1]}{match[2]}\n{tables[match[1]]}\n\n" if match[1] in tables else match[0]
-
-    return BLOCK.sub(table, page)
+def tables(result: Row) -> dict[str, str]:
+    """The tables of a result, by name; a result may lack sections."""
+    found = {"calibration": calibration(result), "accuracy": accuracy(result)}
+    return found | {section["name"]: "\n".join(parts(section)) for section in result["sections"]}
 
 
 def parts(section: Row) -> Iterator[str]:
@@ -148,15 +139,6 @@ def policies(rows: Sequence[Row]) -> str:
     return markdown(
         ["times the base CPU", *(f"{link} GB/s" for link in links)],
         [[ratio, *line] for ratio, line in lines.items()],
-    )
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        f"| {' | '.join(f'{each:g}' if isinstance(each, float) else str(each) for each in line)} |"
-        for line in lines
     )
 
 

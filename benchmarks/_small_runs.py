@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from moesched.devices.torch_device import TorchDevice
-from moesched.machines import Machine, parse_machine
+from moesched.machines import Link, Machine, Tier, parse_machine
 from moesched.machines.local import unified_machine
 from moesched.plan import Batch, Plan, split_batch
 from moesched.runs import plan_run, run
@@ -19,49 +20,54 @@ FLOPS = {"float32": 1e11, "bfloat16": 1e11}
 ONE_MEMORY = unified_machine(
     "one memory", memory=10**9, disk=10**10, flops=FLOPS, memory_bandwidth=2e10, disk_bandwidth=1e9
 )
-# The accelerator is the CPU with a memory of its own, so every copy between the two memories really happens.
-TWO_MEMORIES = parse_machine(
-    b"""
+_TWO = """
 name = "two memories"
 memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
 memories.host = { capacity = "1GB", bandwidth = 1e10 }
 memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
 processors.gpu = { memory = "gpu", flops = { float32 = 1e12, bfloat16 = 1e12 } }
 processors.cpu = { memory = "host", flops = { float32 = 1e11, bfloat16 = 1e11 } }
-links = [
-    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 1e9 },
-    { source = "gpu", destination = "host", bandwidth = 1e9 },
-    { source = "host", destination = "pinned", bandwidth = 2e9 },
-]
 roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
-""",
-    "the machine with two memories",
-)
+[[links]]
+source = "pinned"
+destination = "gpu"
+bandwidth = 1e9
+path = "host->gpu"
+[[links]]
+source = "host"
+destination = "gpu"
+bandwidth = 1e9
+[[links]]
+source = "gpu"
+destination = "host"
+bandwidth = 1e9
+[[links]]
+source = "host"
+destination = "pinned"
+bandwidth = 2e9
+"""
+# The accelerator is the CPU with a memory of its own, so every copy between the two memories really happens.
+TWO_MEMORIES = parse_machine(_TWO.encode(), "the machine with two memories")
 
-# Weights come from the files; the host has room for the KV cache and for some of them.
-THREE_TIERS = parse_machine(
-    b"""
-name = "three tiers"
-memories.gpu = { capacity = "1GB", bandwidth = 1e11 }
-memories.host = { capacity = "50KB", bandwidth = 1e10 }
-memories.pinned = { capacity = "1GB", bandwidth = 1e10 }
-memories.disk = { capacity = "1GB", bandwidth = 1e9 }
-processors.gpu = { memory = "gpu", flops = { float32 = 1e12, bfloat16 = 1e12 } }
-processors.cpu = { memory = "host", flops = { float32 = 1e11, bfloat16 = 1e11 } }
-links = [
-    { source = "pinned", destination = "gpu", bandwidth = 1e9, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 1e9 },
-    { source = "gpu", destination = "host", bandwidth = 1e9 },
-    { source = "host", destination = "pinned", bandwidth = 2e9 },
-    { source = "disk", destination = "pinned", bandwidth = 1e9, path = "disk" },
-    { source = "disk", destination = "host", bandwidth = 1e9, path = "disk" },
-    { source = "disk", destination = "gpu", bandwidth = 1e9, path = "disk" },
-]
-roles = { accelerator = "gpu", host = "cpu", weights = "disk", pinned = "pinned" }
-""",
-    "the machine with three tiers",
-)
+
+def _with_disk(machine: Machine) -> Machine:
+    """Weights come from the files; the host has room for the KV cache and for some of them."""
+    disk = Tier(capacity=10**9, bandwidth=1e9)
+    host = msgspec.structs.replace(machine.memories["host"], capacity=50_000)
+    links = [
+        Link(source="disk", destination=memory, bandwidth=1e9, path="disk")
+        for memory in ("pinned", "host", "gpu")
+    ]
+    return msgspec.structs.replace(
+        machine,
+        name="three tiers",
+        memories={**machine.memories, "host": host, "disk": disk},
+        links=[*machine.links, *links],
+        roles=msgspec.structs.replace(machine.roles, weights="disk"),
+    )
+
+
+THREE_TIERS = _with_disk(TWO_MEMORIES)
 
 
 class Generated(NamedTuple):

@@ -59,7 +59,8 @@ class Roofline:
         if work.resource == INTERCONNECT and group.interconnect is not None:
             seconds = work.nbytes / group.interconnect.bandwidth
             rounds = 2 * (group.count - 1)  # of a ring: the sum comes round once, and goes round once more
-            return _demand(seconds + rounds * group.interconnect.latency, ((INTERCONNECT, seconds),))
+            busy = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
+            return _demand(seconds + rounds * group.interconnect.latency, busy)
         raise BadInput(
             f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
             "describe that resource in its profile"
@@ -186,7 +187,7 @@ def _rising(values: Iterable[float]) -> list[float]:
     return [fmean(pool) for pool in pools for _ in pool]
 
 
-def _demand(seconds: float, busy: tuple[tuple[str, float], ...]) -> Demand:
+def _demand(seconds: float, busy: Iterable[tuple[str, float]]) -> Demand:
     shares: dict[str, float] = {}
     for resource, alone in busy:
         if alone > 0:

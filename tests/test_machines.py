@@ -137,6 +137,11 @@ BROKEN = [
         "[roles]", "[accelerator_group]\ncount = 2\ninterconnect = { bandwidth = -1 }\n[roles]",
         r"accelerator_group\.interconnect\.bandwidth: .*> 0",
     ),
+    (
+        "[roles]",
+        '[accelerator_group]\ninterconnect = { bandwidth = 1, paths = ["gpu->host", "wire"] }\n[roles]',
+        r"accelerator_group\.interconnect\.paths\[1\]: 'wire' is not described: it is none of host->gpu, ",
+    ),
     ('name = "t4"', "name = t4", "not a machine"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from moesched import runs
 from moesched.cost import Roofline
 from moesched.errors import BadInput, PolicyError
-from moesched.machines import AcceleratorGroup, Machine, load_machine
+from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
 from moesched.machines.group import written_out
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -24,9 +24,15 @@ from moesched.symbolic import SymbolicDevice
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
 
-ONE, TWO, FOUR = load_machine("t4"), load_machine("t4x2"), load_machine("t4x4")
+WIRES = Interconnect(bandwidth=12e9, latency=20e-6)
+ONE = load_machine("t4")
+TWO, FOUR = (
+    replace(load_machine(f"t4x{n}"), accelerator_group=AcceleratorGroup(count=n, interconnect=WIRES))
+    for n in (2, 4)
+)
 SMALL = weight_layout(SHAPES["mixtral-0.8b"])
-APART = replace(TWO, name="two without an interconnect", accelerator_group=AcceleratorGroup(count=2))
+APART = load_machine("t4x2")
+"""Joined by the links to the host."""
 
 
 def case(machine: Machine, *, layers: int = 7, micro_batches: int = 5, weights: float = 0.5) -> Case:
@@ -71,8 +77,7 @@ def test_the_links_of_the_first_accelerator_are_written_out_for_the_others() -> 
         "its path, and the memories at its ends"
     )
     assert dict(second.shares).keys() == {"host->gpu 1", "pinned", "gpu 1"}
-    assert TWO.accelerator_group.interconnect is not None
-    assert across.seconds == pytest.approx(1e9 / TWO.accelerator_group.interconnect.bandwidth, rel=1e-3)
+    assert across.seconds == pytest.approx(1e9 / WIRES.bandwidth, rel=1e-3)
     assert written_out(ONE, 1).memories == ONE.memories
 
 

@@ -148,6 +148,16 @@ def test_accelerators_without_an_interconnect_reduce_through_the_host() -> None:
     assert all_reduce(share, 12_000_000) == pytest.approx(RING * 1e-3 + 6 * 20e-6)
 
 
+def test_an_all_reduce_slows_the_links_that_carry_it() -> None:
+    sharing = {
+        name: dict(
+            Roofline(load_machine(name), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1e9)).shares
+        ).keys()
+        for name in ("t4x2", "a100-80gx2")
+    }
+    assert sharing == {"t4x2": {INTERCONNECT, "host->gpu", "gpu->host"}, "a100-80gx2": {INTERCONNECT}}
+
+
 def test_an_all_reduce_on_a_machine_with_one_accelerator_has_no_cost() -> None:
     with pytest.raises(BadInput, match="machine t4 has no cost for all_reduce on 'interconnect'"):
         Roofline(load_machine("t4"), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1.0))

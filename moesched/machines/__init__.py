@@ -88,10 +88,12 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
+        paths: of the links that carry it, where it has no wires of its own: what crosses it slows their transfers.
     """
 
     bandwidth: Positive
     latency: NotNegative = 0.0
+    paths: list[str] = []
 
 
 class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -290,6 +292,11 @@ def _link_problems(machine: Machine) -> Iterator[str]:
         if ends in seen:
             yield f"links[{number}]: a second link from {link.source!r} to {link.destination!r}: leave one out"
         seen.add(ends)
+    joined = machine.accelerator_group.interconnect
+    for number, path in enumerate(joined.paths if joined else []):
+        yield from _unknown(
+            f"accelerator_group.interconnect.paths[{number}]", path, [link.lane for link in machine.links]
+        )
 
 
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:

@@ -21,7 +21,7 @@ def numbered(name: str, number: int) -> str:
 def written_out(machine: Machine, count: int) -> Machine:
     """The machine with `count` accelerators of its group described one by one; the first keeps its names.
 
-    The interconnect becomes links from each one to the next.
+    An interconnect with wires of its own becomes links from each one to the next.
     """
     role, memory = machine.roles.accelerator, machine.accelerator.memory
     numbers = range(count)
@@ -57,7 +57,7 @@ def _links_of(machine: Machine, number: int) -> Iterator[Link]:
 
 def _between(machine: Machine, count: int) -> Iterator[Link]:
     joined, memory = machine.accelerator_group.interconnect, machine.accelerator.memory
-    if joined is not None:
+    if joined is not None and not joined.paths:
         for number in range(1, count):
             yield Link(
                 source=numbered(memory, number - 1),

@@ -62,4 +62,4 @@ def _through_the_host(share: Machine) -> Interconnect:
     here, there = share.accelerator.memory, share.host.memory
     up, down = share.link(here, there), share.link(there, here)
     bandwidth = min(up.bandwidth, down.bandwidth, share.memories[there].bandwidth / 2)
-    return Interconnect(bandwidth=bandwidth, latency=up.latency + down.latency)
+    return Interconnect(bandwidth=bandwidth, latency=up.latency + down.latency, paths=[up.lane, down.lane])
