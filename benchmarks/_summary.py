@@ -204,7 +204,17 @@ def plan_search(result: dict[str, Any]) -> Iterator[str]:
     yield f"**seconds of the whole command** | {result['command_seconds']} | | | |"
 
 
+def command_times(result: dict[str, Any]) -> Iterator[str]:
+    """How long commands take."""
+    yield "command | seconds | at most"
+    yield "--- | ---: | ---:"
+    for each in result["commands"]:
+        bar = "" if each["bar"] is None else f"{each['bar']:g}"
+        yield f"`{each['command']}` | {each['seconds']:.2f} | {bar}"
+
+
 DESCRIBERS = {
+    "command_times": command_times,
     "exactness": exactness,
     "engine": engine,
     "offload_disk": offload_disk,
