@@ -36,7 +36,9 @@ VERBS = (
     "offload_kv",
     "post_attention",
     "route",
+    "offload_routed",
     "run_expert",
+    "load_routed",
     "combine",
     "sample",
     "fetch",
@@ -135,6 +137,7 @@ class Damaged:
             arguments = (j,)
         elif verb == "run_expert":
             arguments = (i, choose.choice(step.pages(i)).expert, j)
+            named = {"at": choose.choice(("accelerator", "host"))}
         with suppress(PolicyError):
             getattr(step, verb)(*arguments, **named)
 

@@ -14,7 +14,16 @@ from moesched.symbolic import SymbolicDevice
 from moesched.tasks import CANCELLED, DONE, FAILED, Task
 from moesched.testing import Case, Clock, policy_cases, run_on_symbols
 
-POLICIES = ("adversarial", "adversarial", "adversarial", "cgopipe", "flexgen", "layer_streaming", "resident")
+POLICIES = (
+    "adversarial",
+    "adversarial",
+    "adversarial",
+    "cgopipe",
+    "flexgen",
+    "layer_streaming",
+    "resident",
+    "twiddler",
+)
 
 
 def run_policy(choose: Random, shape: Shape) -> Verdict:

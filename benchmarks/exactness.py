@@ -47,7 +47,15 @@ Tensor = torch.Tensor
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 NEW_TOKENS = 16
 MICRO_BATCH = 3
-POLICIES = ("layer_streaming", "cgopipe", "expert_streaming", "fastdecode", "flexgen", "flexgen_cpu")
+POLICIES = (
+    "layer_streaming",
+    "cgopipe",
+    "expert_streaming",
+    "fastdecode",
+    "flexgen",
+    "flexgen_cpu",
+    "twiddler",
+)
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)
 DEEP_MIXTRALS = 2
 DEEP_DBRXS = 1

@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from .kv_cache import KVStep
 from .torch_kernels import Grouping, Tensor
+
+
+class HostRows:
+    """What experts on the host read and leave.
+
+    x_TD: hidden states. tokens_n: each row's token.
+    """
+
+    def __init__(self, x_TD: Tensor, tokens_n: Tensor) -> None:
+        self._x_TD = x_TD
+        self._tokens_n = tokens_n
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, *, pinned: bool) -> tuple[Tensor, Tensor]:
+        """The experts' rows x_nD, and y_nD for what they make of them; the first call makes both."""
+        if self._rows is None:
+            x_nD = self._x_TD.index_select(0, self._tokens_n)
+            self._rows = x_nD, torch.empty(x_nD.shape, dtype=x_nD.dtype, pin_memory=pinned)
+        return self._rows
 
 
 class MicroBatchState:
@@ -35,4 +56,9 @@ class MicroBatchState:
         self.weights_Tk: Tensor
         self.grouping: Grouping
         self.starts: list[int]
+        self.on_host: HostRows | None = None
         self.logits_SV: Tensor
+
+    def rows_of(self, expert: int) -> range:
+        """The rows of x_nD and y_nD that are an expert's."""
+        return range(self.starts[expert], self.starts[expert] + self.grouping.counts[expert])

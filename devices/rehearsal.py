@@ -54,7 +54,7 @@ def rehearse(
     if config.ranks > 1:
         device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
-    policy = _OneLayer("host" if plan.kv_role == "host" else "accelerator")
+    policy = _OneLayer("host" if plan.kv_role == "host" else "accelerator", plan.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
     watch = _Watch(device, cost)
@@ -87,14 +87,19 @@ class _Alone:
 class _OneLayer:
     """Policy of the rehearsal: each verb once for each micro-batch, with the KV cache where the run has it."""
 
-    def __init__(self, kv_role: Role) -> None:
+    def __init__(self, kv_role: Role, experts_on_host: bool) -> None:
         self._kv_role = kv_role
+        self._experts_on_host = experts_on_host
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv(self._kv_role)
         pages = plan.layout.layer(0)
         self._buffer = plan.pool("accelerator", "weights", len(pages), pages)
         self._pinned = plan.pool("pinned", "staging", len(pages), pages) if plan.has_pinned else None
+        if self._experts_on_host:
+            plan.run_experts_on_host()
+            if not plan.weights_on_host:
+                plan.keep([page for page in pages if page.expert >= 0], "host")
 
     async def prefill(self, step: Step) -> None:
         await self._schedule(step)
@@ -122,8 +127,14 @@ class _OneLayer:
         if j % 2:
             step.post_attention(0, j)
             return
-        for expert in await step.route(0, j):
-            step.run_expert(0, expert, j)
+        routed = await step.route(0, j)
+        on_host = list(routed)[::2] if self._experts_on_host else []
+        if on_host:
+            step.offload_routed(0, j)
+        for expert in routed:
+            step.run_expert(0, expert, j, at="host" if expert in on_host else "accelerator")
+        if on_host:
+            step.load_routed(0, j)
         step.combine(0, j)
 
     def _attend(self, step: Step, j: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from moesched.activations import EXPERT_TILE
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -24,11 +23,13 @@ from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
+from .host_experts import HostExperts
 from .host_side import HostSide, bring_home
 from .kept_pages import KeptPages, Weights
 from .kv_cache import BlockedKV
 from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
+from .moe_layer import MoELayer
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .rank_side import RankSide
@@ -47,12 +48,6 @@ READS_IN_FLIGHT = 2
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
 """Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
-
-MOST_UNGROUPED = 128
-"""Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
-gets every token there, and the host need not wait to learn which ones were routed to it."""
-
-Group = Callable[[Tensor, int], kernels.Grouping]
 
 
 class TorchDevice:
@@ -115,8 +110,6 @@ class TorchDevice:
             "cpu_attention": self._attention,
             "post_attention": self._post_attention,
             "route": self._route,
-            "run_expert": self._run_expert,
-            "combine": self._combine,
             "sample": self._sample,
         }
         self._verbs = self._verbs_of_one_memory
@@ -203,8 +196,12 @@ class TorchDevice:
         for request, prompt in enumerate(prompts):
             self._cache.open(request, len(prompt) + plan.batch.new_tokens)
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
+        self._moe = self._moe_layer()
+        self._verbs = {**self._verbs, **self._moe.verbs}
+        self._host = ""
         if not plan.machine.unified:
-            self._verbs = {**self._verbs, **self._host_side(plan).verbs}
+            self._host = plan.memory("host").name
+            self._verbs = {**self._verbs, **self._host_side(plan).verbs, **self._host_experts().verbs}
         if self._transport is not None:
             self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport)}
         # Streams do not wait for the default one, on which all this was filled.
@@ -324,6 +321,22 @@ class TorchDevice:
             self._attend,
         )
 
+    def _moe_layer(self) -> MoELayer:
+        return MoELayer(
+            self.config,
+            self._on_cpu,
+            self._states,
+            self._weights,
+            self._residual,
+            self._use_cores_for,
+            self._team if self._sharing else None,
+        )
+
+    def _host_experts(self) -> HostExperts:
+        return HostExperts(
+            self.config, self._accelerator, self._states, self._weights, self._use_cores_for, self._moe
+        )
+
     def _verbs_of_a_rank(self, transport: Transport) -> Mapping[str, Callable[[Any], Any]]:
         side = RankSide(
             self._rank, transport, self.config.vocabulary, self._states, self._last_logits, self._draw
@@ -331,8 +344,8 @@ class TorchDevice:
         return {
             **side.verbs,
             "output_projection": self._project_output,
-            "post_attention": self._experts,
-            "route": self._choose_experts,
+            "post_attention": self._moe.run_all,
+            "route": self._moe.choose_experts,
         }
 
     def _kv_slot(self, plan: Plan) -> Tensor:
@@ -361,12 +374,17 @@ class TorchDevice:
         if view.bound is None:
             merged: Weights = {}
             for page, slot in zip(view.pages, view.slots, strict=True):
-                tensors = self._kept[page] if slot.fixed else self._streamed(page, slot)
+                tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
                 for name, blocks in tensors.items():
                     merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
             view.bound = merged
         bound: Weights = view.bound
         return bound
+
+    def _staying(self, page: Page, slot: Slot) -> Weights:
+        if slot.memory == self._host:
+            return self._reader.views(self._home[page.id], page)
+        return self._kept[page]
 
     def _streamed(self, page: Page, slot: Slot) -> Weights:
         if self._mapped is not None:
@@ -422,27 +440,11 @@ class TorchDevice:
 
     def _post_attention(self, task: Task) -> dict[int, int]:
         self._project_output(task)
-        return self._experts(task)
-
-    def _experts(self, task: Task) -> dict[int, int]:
-        """What follows the output projection: router, all experts, combine."""
-        state = self._states[task.micro_batch]
-        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
-        counts = self._choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
-        weights = self._weights(task.operands)
-        if self._sharing:
-            largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
-            self._team.run([partial(self._apply_expert, state, expert, weights) for expert in largest_first])
-        else:
-            for expert in counts:
-                self._use_cores_for_expert(counts[expert])
-                self._apply_expert(state, expert, weights)
-        self._combine(task)
-        return counts
+        return self._moe.run_all(task)
 
     def _route(self, task: Task) -> dict[int, int]:
         self._project_output(task)
-        return self._choose_experts(task)
+        return self._moe.choose_experts(task)
 
     def _project_output(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
@@ -454,46 +456,6 @@ class TorchDevice:
     def _residual(self, state: MicroBatchState) -> Tensor:
         """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
         return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
-
-    def _choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
-        """Norm and router; the rows of each expert that has any."""
-        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
-        x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
-        if config.experts == 1:
-            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
-            state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
-        else:
-            experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
-        state.grouping = group(experts_Tk, config.experts)
-        state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
-        state.y_nD = torch.empty_like(state.x_nD)
-        counts = state.grouping.counts
-        state.starts = [sum(counts[:expert]) for expert in range(config.experts)]
-        return {expert: count for expert, count in enumerate(counts) if count}
-
-    def _run_expert(self, task: Task) -> None:
-        state = self._states[task.micro_batch]
-        self._use_cores_for_expert(state.grouping.counts[task.expert])
-        self._apply_expert(state, task.expert, self._weights(task.operands))
-
-    def _use_cores_for_expert(self, tokens: int) -> None:
-        self._use_cores_for(tokens, self.config.hidden * self.config.intermediate)
-
-    def _apply_expert(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
-        first = state.starts[expert]
-        end = first + state.grouping.counts[expert]
-        gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
-        for start in range(first, end, EXPERT_TILE):
-            rows = slice(start, min(start + EXPERT_TILE, end))
-            state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
-
-    def _combine(self, task: Task) -> None:
-        use_cores(1)
-        state = self._states[task.micro_batch]
-        state.hidden_TD = kernels.combine(
-            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
-        )
-        del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
 
     def _sample(self, task: Task) -> list[int]:
         state = self._states[task.micro_batch]

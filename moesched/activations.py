@@ -40,7 +40,18 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     output = (query + hidden) * mixed
     combine = hidden * (config.top_k * element + _FLOAT + element)
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
-    rows = min(tokens * config.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
-    experts = rows * (2 * hidden * mixed + config.intermediate * (_FLOAT + 2 * element))
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
-    return max(by_token, experts, logits)
+    return max(by_token, expert_workspace_bytes(operations, tokens), logits)
+
+
+def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
+    """What the experts' kernels take beside their rows and outputs, however many tokens there are."""
+    config, element = operations.config, operations.element
+    rows = min(tokens * config.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
+    return rows * (2 * config.hidden * (_FLOAT + element) + config.intermediate * (_FLOAT + 2 * element))
+
+
+def host_rows_bytes(operations: Operations, tokens: int) -> int:
+    """What a micro-batch has on the host for experts that run there: hidden states, the experts' rows and outputs."""
+    top_k = operations.config.top_k
+    return tokens * ((1 + 2 * top_k) * operations.hidden_bytes + 8 * top_k)

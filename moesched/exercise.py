@@ -72,6 +72,7 @@ class Exercise:
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
+        plan.run_experts_on_host()
         plan.keep(plan.layout.layer(KEPT_LAYER))
         pages = plan.layout.layer(FETCHED_LAYER)
         self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
@@ -116,9 +117,16 @@ class Exercise:
         if not by_task and self.manner is not Manner.SHARING:
             await self._alone(step.post_attention(i, j))
             return
-        for number, expert in enumerate(await step.route(i, j)):
-            at_host = self.manner is Manner.SHARING and number % 2 == 1
-            await self._alone(step.run_expert(i, expert, j, at="host" if at_host else "accelerator"))
+        routed = await step.route(i, j)
+        on_host = list(routed)[1::2] if self.manner is Manner.SHARING else []
+        if on_host:
+            step.offload_routed(i, j)
+        for expert in routed:
+            await self._alone(
+                step.run_expert(i, expert, j, at="host" if expert in on_host else "accelerator")
+            )
+        if on_host:
+            step.load_routed(i, j)
         await self._alone(step.combine(i, j))
 
     async def _alone(self, task: Task) -> None:

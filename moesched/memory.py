@@ -216,13 +216,25 @@ class Fixed(Pool):
 
     def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
         super().__init__(name, memory, 0, 0, "none")
-        for index, (page, size) in enumerate(zip(pages, sizes, strict=True)):
+        for page, size in zip(pages, sizes, strict=True):
             memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
-            slot = Slot(self, index, size, fixed=True)
-            slot.page = page
-            slot.tag = page.id
-            memory.table[page.id] = self._held[page.id] = slot
-            self.slots.append(slot)
+            self._hold(page, size)
+
+    def _hold(self, page: Page, size: int) -> None:
+        slot = Slot(self, len(self.slots), size, fixed=True)
+        slot.page = page
+        slot.tag = page.id
+        self.memory.table[page.id] = self._held[page.id] = slot
+        self.slots.append(slot)
+
+
+class Home(Fixed):
+    """Pages in the memory that weights come from, whose bytes are reserved there: nothing loads or moves them."""
+
+    def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:
+        super().__init__("home", memory, (), ())
+        for page in pages:
+            self._hold(page, page.nbytes)
 
 
 class View(Generic[K]):

@@ -12,11 +12,17 @@ from typing import Literal
 
 import msgspec
 
-from moesched.activations import layer_bytes, staying_bytes, workspace_bytes
+from moesched.activations import (
+    expert_workspace_bytes,
+    host_rows_bytes,
+    layer_bytes,
+    staying_bytes,
+    workspace_bytes,
+)
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
-from moesched.memory import Fixed, Memory, Pool, Replacement
+from moesched.memory import Fixed, Home, Memory, Pool, Replacement
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import DTYPE_BYTES, Operations
 from moesched.tasks import Discipline
@@ -111,6 +117,8 @@ class Plan:
         self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
         self.in_flight: int | None = None
+        self.experts_on_host = False
+        self.home: Home | None = None
         self.staged = STAGED
         self._needed = self._reserve_what_all_need()
 
@@ -135,6 +143,11 @@ class Plan:
     def has_pinned(self) -> bool:
         """Whether pages pass through pinned memory on their way to the accelerator."""
         return self.machine.roles.pinned is not None
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether the weights come from the memory that the host computes from."""
+        return self.machine.roles.weights == self.machine.host.memory
 
     @property
     def contended(self) -> bool:
@@ -233,6 +246,24 @@ class Plan:
         for fast in self.accelerators:
             fast.reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
 
+    def run_experts_on_host(self) -> None:
+        """Have the host run experts as well, from weights in its own memory. Say it after `place_kv`.
+
+        Those weights are all that stay in no accelerator, where weights come from the host's memory, and otherwise
+        what `keep` keeps there. Room is made for the rows that go to the host and the outputs that come back.
+        """
+        self.experts_on_host = True
+        if self.machine.unified:
+            return
+        tokens = sorted(self._prompt_tokens, reverse=True)
+        within = sum(host_rows_bytes(self.operations, each) for each in tokens[: self.in_flight])
+        decode = sum(host_rows_bytes(self.operations, len(each)) for each in self.batch.micro_batches)
+        host = self.memory("host")
+        host.reserve("rows of experts on the host", max(within, decode))
+        host.reserve("workspace of experts on the host", expert_workspace_bytes(self.operations, tokens[0]))
+        for fast in self.accelerators:
+            fast.reserve("hidden states on their way to the host", tokens[0] * self.operations.hidden_bytes)
+
     def pool(
         self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring"
     ) -> Pool:
@@ -268,6 +299,9 @@ class Plan:
             raise PolicyError(
                 "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
             )
+        if self.experts_on_host and self.weights_on_host and not self.machine.unified and self.home is None:
+            kept = {page.id for pool in self.kept for page in pool.pages()}
+            self.home = Home(self.memory("host"), (page for page in self.layout.pages if page.id not in kept))
         self._check_loading()
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -275,7 +309,7 @@ class Plan:
     def _reserve_what_all_need(self) -> dict[str, int]:
         """Reserve what no policy can do without; returns the bytes by memory."""
         layout = self.layout
-        if self.machine.roles.weights == self.machine.host.memory:
+        if self.weights_on_host:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)

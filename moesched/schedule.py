@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
@@ -25,10 +25,19 @@ GROWING = ("attention", "cpu_attention", "load_kv")
 Kind = Literal["prefill", "decode"]
 
 
+class HostOutput(NamedTuple):
+    """What an expert left on the host: the rows of so many tokens."""
+
+    expert: int
+    tokens: int
+    block: Block
+
+
 class MicroBatch:
     """One micro-batch's data: its blocks, the tag that says how far it is, and the stage that it is at.
 
-    `works` are what its verbs ask of the stage, those of all stages are in `works_at`.
+    `works` are what its verbs ask of the stage, those of all stages are in `works_at`. `on_host` is None where its
+    routed rows are not on the host, else what experts have left there.
     """
 
     __slots__ = (
@@ -40,6 +49,8 @@ class MicroBatch:
         "kv",
         "last",
         "normed",
+        "normed_host",
+        "on_host",
         "pending",
         "place",
         "positions",
@@ -67,6 +78,7 @@ class MicroBatch:
         self.attention = Block(f"attention mb{index}")
         self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
         self.normed = Block(f"normed mb{index}")
+        self.normed_host = self.normed if unified else Block(f"normed on the host mb{index}")
         self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
         self.place: Block | None = None
         self.tag = -1
@@ -76,6 +88,7 @@ class MicroBatch:
         self.routed: Task | None = None
         self.pending: set[int] | None = None
         self.expert_outputs: list[Block] = []
+        self.on_host: list[HostOutput] | None = None
         self.stage: Stage
         self.works: dict[str, Work] = {}
         self.works_at: list[dict[str, Work]] = []
@@ -241,6 +254,7 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
             fast, slow = stage.memory, plan.memory("host").name
             works["offload_qkv"] = schedule.move(fast, slow, tokens * operations.qkv_bytes)[1]
             works["offload_kv"] = schedule.move(fast, slow, tokens * operations.kv_bytes)[1]
+            works["offload_routed"] = schedule.move(fast, slow, tokens * operations.hidden_bytes)[1]
             works["load_hidden"] = schedule.move(slow, fast, tokens * operations.attention_bytes)[1]
         batch.works_at.append(works)
 

@@ -11,8 +11,11 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
     ATTENDED --post_attention--> INPUT of the next layer
     ATTENDED --route--> ROUTED --run_expert for each expert, then combine--> INPUT of the next layer
 
-On a machine whose accelerator and host share a memory, `offload_qkv`, `load_hidden` and `offload_kv` have
-nothing to move: they check and set tags, and return the task that made the data.
+Experts may run on the host, between `offload_routed`, which takes all routed rows there, and `load_routed`, which
+brings back what those experts made of them.
+
+On a machine whose accelerator and host share a memory, `offload_qkv`, `load_hidden`, `offload_kv`, `offload_routed`
+and `load_routed` have nothing to move: they check and set tags, and return the task that made the data.
 
 In a pipeline a micro-batch is at one stage at a time, and so are its verbs: `pre_attention` of a stage's first layer
 takes its hidden state there. Token ids come from the host in any case.
@@ -26,7 +29,7 @@ from typing import Literal, TypeVar
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.memory import Pool, Slot, View, Views, describe
 from moesched.models.layout import Page
-from moesched.schedule import STRIDE, Kind, MicroBatch, Schedule
+from moesched.schedule import STRIDE, HostOutput, Kind, MicroBatch, Schedule
 from moesched.tasks import (
     DEMAND,
     DONE,
@@ -320,8 +323,59 @@ class Step:
         reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
 
+    def offload_routed(self, layer: int, micro_batch: int) -> Task:
+        """Move a routed micro-batch's hidden states to the host, for all experts that are to run there.
+
+        Which experts those are need not be known: it may be called as soon as `route` was.
+        """
+        batch = self._batches[micro_batch]
+        tag = self._base + layer * STRIDE + ROUTED
+        if batch.tag != tag:
+            raise self._out_of_order("offload_routed", layer, batch, tag)
+        if not self._schedule.plan.experts_on_host:
+            raise PolicyError(
+                "offload_routed: the plan has no room for experts on the host: call plan.run_experts_on_host"
+            )
+        if batch.on_host is not None:
+            raise OutOfOrder(f"offload_routed: the rows of L{layer} mb{micro_batch} are on the host already")
+        batch.on_host = []
+        if self._schedule.unified:
+            return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
+        lane, work = batch.stage.to_host, batch.works["offload_routed"]
+        batch.last = task = PageTransfer(
+            lane, work, "offload_routed", layer, micro_batch, -1, None, self.index
+        )
+        return self._submit(task, (batch.normed,), (batch.normed_host,))
+
+    def load_routed(self, layer: int, micro_batch: int) -> Task:
+        """Move what experts have made on the host to the accelerator, all of it at once, for `combine`."""
+        schedule = self._schedule
+        batch = self._batches[micro_batch]
+        tag = self._base + layer * STRIDE + ROUTED
+        if batch.tag != tag:
+            raise self._out_of_order("load_routed", layer, batch, tag)
+        if not batch.on_host:
+            raise OutOfOrder(f"load_routed: no expert of L{layer} mb{micro_batch} has run on the host")
+        outputs, batch.on_host = batch.on_host, None
+        if schedule.unified:
+            return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
+        rows = sum(output.tokens for output in outputs)
+        source, destination = schedule.plan.memory("host").name, batch.stage.memory
+        lane, work = schedule.move(source, destination, rows * schedule.operations.hidden_bytes)
+        experts = tuple(output.expert for output in outputs)
+        loaded = Block(f"outputs from the host mb{micro_batch}")
+        batch.expert_outputs.append(loaded)
+        batch.last = task = PageTransfer(
+            lane, work, "load_routed", layer, micro_batch, -1, experts, self.index
+        )
+        return self._submit(task, tuple(output.block for output in outputs), (loaded,))
+
     def run_expert(self, layer: int, expert: int, micro_batch: int, *, at: At = "accelerator") -> Task:
-        """One expert on those tokens of the micro-batch that were routed to it."""
+        """One expert on those tokens of the micro-batch that were routed to it.
+
+        On the host it reads weights where they lie in the host's memory (`Plan.run_experts_on_host`). Processors round
+        alike where they run the same kernels: on the torch device with one memory or two, not beside CUDA.
+        """
         schedule = self._schedule
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE + ROUTED
@@ -336,22 +390,30 @@ class Step:
             raise OutOfOrder(
                 f"run_expert: L{layer} mb{micro_batch} has no tokens for E{expert}, or it has run already"
             )
+        if at == "host" and batch.on_host is None:
+            raise OutOfOrder(
+                f"run_expert: L{layer} mb{micro_batch} is not on the host: call offload_routed before"
+            )
         stage = batch.stage
         views = stage.expert[at]
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
         view.touch()
         batch.pending.discard(expert)
         output = Block(f"output E{expert} mb{micro_batch}")
-        batch.expert_outputs.append(output)
         tokens = routed.value[expert]
+        if at == "host" and batch.on_host is not None:
+            batch.on_host.append(HostOutput(expert, tokens, output))
+        if at == "accelerator" or schedule.unified:
+            batch.expert_outputs.append(output)
         operations = schedule.operations
         kind, amount = f"expert at {at}", operations.fetched_expert
-        if view.slots[0].fixed:
+        if view.slots[0].fixed and (at == "accelerator" or schedule.unified):
             kind, amount = f"kept expert at {at}", operations.kept_expert
         work = schedule.work(kind, stage.processors[at], tokens, amount)
         lane, kernel = (stage.lane, Kernel) if at == "accelerator" else (self._host, HostKernel)
         task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
-        return self._submit(task, (batch.normed, *view.reads), (output,))
+        rows = batch.normed if at == "accelerator" else batch.normed_host
+        return self._submit(task, (rows, *view.reads), (output,))
 
     def combine(self, layer: int, micro_batch: int) -> Task:
         """The weighted sum of the experts' outputs, in ascending order of expert, and the residual."""
@@ -362,6 +424,11 @@ class Step:
         if batch.pending:
             missing = ", ".join(f"E{expert}" for expert in sorted(batch.pending))
             raise OutOfOrder(f"combine: L{layer} mb{micro_batch} was routed to {missing}, which did not run")
+        if batch.on_host:
+            left = ", ".join(f"E{output.expert}" for output in batch.on_host)
+            raise OutOfOrder(
+                f"combine: L{layer} mb{micro_batch} lacks what {left} left on the host: call load_routed before"
+            )
         batch.tag = tag - ROUTED + STRIDE
         batch.pending = batch.routed = None
         outputs, batch.expert_outputs = batch.expert_outputs, []
@@ -370,6 +437,9 @@ class Step:
             lane, batch.works["combine"], "combine", layer, micro_batch, -1, None, self.index
         )
         reads = (batch.normed, batch.hidden, *outputs)
+        if batch.on_host is not None:  # the rows went to the host, and no expert ran there
+            batch.on_host = None
+            reads = (batch.normed_host, *reads)
         return self._submit(task, self._leaving(batch, reads), (batch.hidden,))
 
     def sample(self, micro_batch: int) -> Task:

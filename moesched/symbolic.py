@@ -20,7 +20,7 @@ from moesched.memory import Slot, View
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
 from moesched.plan import Batch, Plan
-from moesched.tasks import PageTransfer, Task
+from moesched.tasks import HostKernel, PageTransfer, Task
 
 Key = Hashable
 """What names a piece of data: a slot, or words and numbers such as ("hidden", 2)."""
@@ -65,6 +65,8 @@ class SymbolicDevice:
         self._memory_of = {
             numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
         }
+        for slot in plan.home.slots if plan.home else ():
+            self._data[slot] = slot.tag or 0
         for index, requests in enumerate(plan.batch.micro_batches):
             self._data["tokens", index] = first_tokens(requests)
 
@@ -155,12 +157,21 @@ class SymbolicDevice:
         data.write(("normed", task.micro_batch), hidden)
         return routed
 
+    def _offload_routed(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        data.write(("normed on the host", j), data.read(("normed", j)))
+
+    def _load_routed(self, task: Task, data: _Access) -> None:
+        j = task.micro_batch
+        for e in task.operands:
+            data.write(("output", e, j), data.read(("output on the host", e, j)))
+
     def _run_expert(self, task: Task, data: _Access) -> None:
-        hidden = data.read(("normed", task.micro_batch))
+        where = " on the host" if isinstance(task, HostKernel) and not self._unified else ""
+        hidden = data.read((f"normed{where}", task.micro_batch))
         weights = data.weights(task.operands)[task.expert]
-        data.write(
-            ("output", task.expert, task.micro_batch), expert(task.layer, task.expert, hidden, weights)
-        )
+        output = expert(task.layer, task.expert, hidden, weights)
+        data.write((f"output{where}", task.expert, task.micro_batch), output)
 
     def _combine(self, task: Task, data: _Access) -> None:
         j = task.micro_batch

@@ -33,6 +33,10 @@ class Adversarial:
         self.kv_slots = choose.randint(0, 3) if self.kv_on_host else 0
         plan.stage_kv(self.kv_slots)
         self.unified = plan.machine.unified
+        self.host_has_weights = plan.weights_on_host and not self.unified
+        self.experts_on_host = (self.unified or self.host_has_weights) and choose.random() < 0.5
+        if self.experts_on_host:
+            plan.run_experts_on_host()
         layer = plan.layout.layer(0)
         room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
         slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
@@ -84,12 +88,24 @@ class Adversarial:
                 continue
             self._hold(step, step.dense_pages(i))
             routed = yield step.route(i, j)
-            for expert in choose.sample(sorted(routed), len(routed)):
-                self._hold(step, step.expert_pages(i, expert))
-                on_host = self.unified and choose.random() < 0.5
-                yield step.run_expert(i, expert, j, at="host" if on_host else "accelerator")
+            yield from self._run_experts(step, i, j, choose.sample(sorted(routed), len(routed)))
             yield step.combine(i, j)
         yield step.sample(j)
+
+    def _run_experts(
+        self, step: Step, i: int, j: int, experts: Sequence[int]
+    ) -> Generator[Task, dict[int, int], None]:
+        """Experts in this order, some of them on the host."""
+        choose = self.random
+        there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
+        if there or (self.experts_on_host and choose.random() < 0.1):
+            yield step.offload_routed(i, j)
+        for expert in experts:
+            if expert not in there or not self.host_has_weights:
+                self._hold(step, step.expert_pages(i, expert))
+            yield step.run_expert(i, expert, j, at="host" if expert in there else "accelerator")
+            if expert == (there or [-1])[-1]:
+                yield step.load_routed(i, j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Attention where the KV cache lets it run."""

@@ -6,6 +6,9 @@ what the smaller buffer leaves free keeps weights, which are then not read again
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moesched.memory import Pool
 from moesched.models.layout import Page
 from moesched.plan import Plan
 from moesched.step import Step
@@ -26,14 +29,17 @@ class ExpertStreaming:
     def __init__(self, together: int = 2, ahead: int = 1) -> None:
         self.together = together
         self.ahead = ahead
+        self.held: Pool | None = None
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
-        largest = max(len(plan.layout.dense(0)), len(plan.layout.expert(0, 0)))
-        slots = (1 + self.ahead) * self.together * largest
+        slots = self._slots(plan)
         streamed = keep_beside_buffer(plan, lambda pages: min(slots, pages * len(plan.layers)))
-        pages = [page for layer in streamed for page in layer]
-        self.ring = plan.pool("accelerator", "ring", min(slots, len(pages)), pages)
+        self._stream(plan, [page for layer in streamed for page in layer])
+
+    def _stream(self, plan: Plan, pages: Sequence[Page]) -> None:
+        """Have these pages pass through the ring."""
+        self.ring = plan.pool("accelerator", "ring", min(self._slots(plan), len(pages)), pages)
         self.experts = range(plan.layout.config.experts)
         self.parts: dict[tuple[int, int], list[Page]] = {}
         for page in pages:
@@ -81,10 +87,18 @@ class ExpertStreaming:
         room = min(self.together * (1 + self.ahead), len(order))
         while order and self.moved + together <= self.used + room:
             end = self.moved + together
-            if step.last:
+            if not self._goes_on(step):
                 end = min(end, (step.index + 1) * len(order))
             pages = [page for number in range(self.moved, end) for page in order[number % len(order)]]
             if not pages:
                 break
-            step.fetch(pages, self.ring)
+            step.fetch(pages, self.ring, source=self.held)
             self.moved = end
+
+    def _slots(self, plan: Plan) -> int:
+        largest = max(len(plan.layout.dense(0)), len(plan.layout.expert(0, 0)))
+        return (1 + self.ahead) * self.together * largest
+
+    def _goes_on(self, step: Step) -> bool:
+        """Whether the next step's parts follow this one's."""
+        return not step.last

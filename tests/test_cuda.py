@@ -39,6 +39,9 @@ def expected(model: Path) -> list[list[int]] | None:
         ("flexgen", {}),
         ("flexgen_cpu", {}),
         ("expert_streaming", {}),
+        ("cpu_ffn", {}),
+        ("layer_split", {"gpu_layers": 1}),
+        ("twiddler", {"experts": 4}),
         ("adversarial", {"seed": 1}),
     ],
 )

@@ -36,6 +36,8 @@ REFUSED: list[tuple[str, Kind, str, str]] = [
     ("flexgen", "drop", "load_kv", "load_kv before, or use cpu_attention"),
     ("flexgen", "repeat", "load_kv", "load_kv: .* were loaded already"),
     ("flexgen", "drop", "offload_kv", "its keys and values not saved: offload_kv them"),
+    ("twiddler", "drop", "offload_routed", "is not on the host: call offload_routed before"),
+    ("twiddler", "drop", "load_routed", "left on the host: call load_routed before"),
     ("resident", "repeat", "pre_attention", "pre_attention.* but it is at step 0 L0 qkv"),
     ("resident", "drop", "sample", "ended before mb0 was sampled"),
     ("adversarial", "drop", "run_expert", "was routed to E[0-9]+, which did not run"),

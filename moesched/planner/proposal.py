@@ -161,7 +161,7 @@ def _sizes(best: Best) -> Sizes:
         batch_size=best.seen.batch_size,
         micro_batch_size=best.seen.micro_batch_size,
         attention_on_gpu=best.attention_on_gpu,
-        ffn_on_gpu=True,
+        ffn_on_gpu=best.ffn_on_gpu,
         weights_on_gpu=best.seen.weights_on_gpu,
         kv_on_gpu=float(best.kv_on_gpu),
     )

@@ -19,7 +19,7 @@ from .candidate import Candidate, Seen
 from .resources import Gain, gains
 from .traits import Setting
 
-POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming")
+POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
 """What is chosen from where no policy is named."""
 
 SLACK = 1.1
@@ -48,6 +48,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     seen: Seen
     attention_on_gpu: bool
+    ffn_on_gpu: bool
     kv_on_gpu: bool
     bound: float
     lanes: dict[str, float]
@@ -108,6 +109,7 @@ def plan_best(
         policy=best.name,
         seen=sizes,
         attention_on_gpu=best.traits.attention_on_gpu,
+        ffn_on_gpu=best.traits.ffn_on_gpu,
         kv_on_gpu=best.traits.kv_on_gpu,
         bound=best.choice.throughput,
         lanes=best.choice.lanes,

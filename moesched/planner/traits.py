@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -71,16 +72,18 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy uses memories, whatever the batch.
 
     Attributes:
-        attention_on_gpu: A_g of MoE-Lightning, for decode.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode.
         kv_on_gpu: whether the KV cache lies in the accelerator's memory.
         keeps: the most of the weights' bytes that it keeps there, from 0 to 1.
         streams: whether it can do with less than that.
         buffer: bytes of an accelerator's buffer for each byte of a layer that streams.
-        fetch: seconds that the slowest link on the way takes for all weights of a layer.
+        fetch: seconds that the slowest link on the way takes for all weights of a layer; none where the FFN is not on
+            the GPU, since then they take that way in prefill only, and a bound can do without it.
         stages: how many accelerators it makes a pipeline of.
     """
 
     attention_on_gpu: bool
+    ffn_on_gpu: bool
     kv_on_gpu: bool
     keeps: float
     streams: bool
@@ -130,15 +133,17 @@ def learn(setting: Setting) -> Traits:
         tight, _ = setting.plan(batch, half)
     except BadInput:
         tight = None
-    streamed = 0 if tight is None else (_weight_bytes(tight) - kept_bytes(tight)) / len(tight.layers)
-    pools = 0 if tight is None else _pool_bytes(tight)
+    least = roomy if tight is None else tight
+    streamed = (_weight_bytes(least) - kept_bytes(least)) / len(least.layers)
+    pools = _pool_bytes(least)
     return Traits(
         attention_on_gpu=roomy.kv_role == "accelerator" or roomy.kv_slots > 0,
+        ffn_on_gpu=not roomy.experts_on_host,
         kv_on_gpu=roomy.kv_role == "accelerator",
         keeps=kept / weights,
         streams=kept == 0 or tight is not None,
         buffer=pools / streamed if streamed else 0.0,
-        fetch=max(_hop_seconds(roomy if tight is None else tight, setting.cost)),
+        fetch=0.0 if roomy.experts_on_host else max(_hop_seconds(least, setting.cost)),
         stages=stages,
     )
 
@@ -164,6 +169,9 @@ class Probe:
     def shape(self, cost: CostModel) -> Shape:
         """What micro-batches of this size cost."""
         link, host, accelerator, prefill = _layer_seconds(self._one, cost)
+        if self._one.experts_on_host:
+            ffn = _ffn_on_host(self._one, cost)
+            link, host, accelerator = link + ffn.link, host + ffn.host, accelerator - ffn.spared
         stages = len(self._one.stages)
         return Shape(
             size=self.size,
@@ -243,3 +251,33 @@ def _layer_seconds(plan: Plan, cost: CostModel) -> tuple[float, float, float, fl
         return seconds(link), 0.0, accelerator + seconds([works["attention"]]), prefill
     link = [] if schedule.unified else [works["load_hidden"]]
     return seconds(link), seconds([works["cpu_attention"]]), accelerator, prefill
+
+
+class _FFNOnHost(NamedTuple):
+    """Seconds of a micro-batch in one layer of a decode step: of link and host, and what the accelerator is spared."""
+
+    link: float
+    host: float
+    spared: float
+
+
+def _ffn_on_host(plan: Plan, cost: CostModel) -> _FFNOnHost:
+    """What it takes to have the experts of a layer on the host: their outputs come back expert by expert."""
+    lanes = make_lanes(plan)
+    schedule = Schedule(plan, Engine(lanes.values()), lanes)
+    schedule.size(1)
+    works, operations = schedule.micro_batches[0].works, schedule.operations
+    tokens = works["route"].tokens
+
+    def seconds(*works: Work) -> float:
+        return sum(cost.work(work).seconds for work in works)
+
+    experts = schedule.work("experts", plan.machine.roles.host, tokens, operations.experts)
+    spared = seconds(works["post_attention"]) - seconds(works["route"], works["combine"])
+    if schedule.unified:
+        return _FFNOnHost(0.0, seconds(experts), spared)
+    rows = tokens * operations.config.top_k
+    _, back = schedule.move(
+        plan.memory("host").name, plan.memory("accelerator").name, rows * operations.hidden_bytes
+    )
+    return _FFNOnHost(seconds(back), seconds(experts), spared)

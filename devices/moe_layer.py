@@ -1,0 +1,123 @@
+"""The second half of a layer: router, experts, and the weighted sum of what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesched.activations import EXPERT_TILE
+from moesched.models.config import ModelConfig
+from moesched.tasks import Task
+
+from . import torch_kernels as kernels
+from .kept_pages import Weights
+from .micro_batch import MicroBatchState
+from .team import Team, use_cores
+from .torch_kernels import Tensor
+
+MOST_UNGROUPED = 128
+"""Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
+gets every token there, and the host need not wait to learn which ones were routed to it."""
+
+Group = Callable[[Tensor, int], kernels.Grouping]
+WeightsOf = Callable[[Any], Weights]
+UseCores = Callable[[int, int], None]
+
+
+class MoELayer:
+    """Runs router, experts and combine on the accelerator.
+
+    Args:
+        on_cpu: whether the accelerator is the CPU.
+        weights: the tensors that a view shows.
+        residual: what is added to the sum of a micro-batch's experts.
+        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        team: whose cores share out the experts of a layer, if they do.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        on_cpu: bool,
+        states: Sequence[MicroBatchState],
+        weights: WeightsOf,
+        residual: Callable[[MicroBatchState], Tensor],
+        use_cores_for: UseCores,
+        team: Team | None,
+    ) -> None:
+        self._config = config
+        self._on_cpu = on_cpu
+        self._states = states
+        self._weights = weights
+        self._residual = residual
+        self._use_cores_for = use_cores_for
+        self._team = team
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "run_expert": self.run_expert,
+            "combine": self.combine,
+        }
+
+    def run_all(self, task: Task) -> dict[int, int]:
+        """What follows the output projection: router, all experts, combine."""
+        state = self._states[task.micro_batch]
+        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
+        counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
+        weights = self._weights(task.operands)
+        if self._team is not None:
+            largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
+            self._team.run([partial(self._apply, state, expert, weights) for expert in largest_first])
+        else:
+            for expert in counts:
+                self._use_cores_for_expert(counts[expert])
+                self._apply(state, expert, weights)
+        self.combine(task)
+        return counts
+
+    def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
+        """Norm and router; the rows of each expert that has any."""
+        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self._config
+        x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+        if config.experts == 1:
+            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
+            state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
+        else:
+            experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
+        state.grouping = group(experts_Tk, config.experts)
+        state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
+        state.y_nD = torch.empty_like(state.x_nD)
+        counts = state.grouping.counts
+        state.starts = [sum(counts[:expert]) for expert in range(config.experts)]
+        return {expert: count for expert, count in enumerate(counts) if count}
+
+    def run_expert(self, task: Task) -> None:
+        """One expert on its rows."""
+        state = self._states[task.micro_batch]
+        self._use_cores_for_expert(state.grouping.counts[task.expert])
+        self._apply(state, task.expert, self._weights(task.operands))
+
+    def combine(self, task: Task) -> None:
+        """The weighted sum of the experts' outputs, and the residual."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        state.hidden_TD = kernels.combine(
+            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
+        )
+        del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
+        state.on_host = None
+
+    def _use_cores_for_expert(self, tokens: int) -> None:
+        self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
+
+    def _apply(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
+        apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights)
+
+
+def apply_expert(x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights) -> None:
+    """Put into these rows of y what an expert makes of those of x."""
+    gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
+    for start in rows[::EXPERT_TILE]:
+        tile = slice(start, min(start + EXPERT_TILE, rows.stop))
+        y_nD[tile] = kernels.expert_ffn(x_nD[tile], gate, up, down)

@@ -1,0 +1,58 @@
+"""The MoE FFN on the CPU and attention on the GPU: F_g = 0 and A_g = 1 in MoE-Lightning's search (section 4.2).
+
+No expert's weights move while tokens are decoded: hidden states go to the CPU and come back. Prompts have rows enough
+for the weights to be worth their way, so in prefill experts stream to the GPU.
+"""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+from moesched.tasks import Task
+
+from .expert_placement import keep_dense, leave_on_host
+from .expert_streaming import ExpertStreaming
+
+
+class CpuFFN(ExpertStreaming):
+    """The CPU runs a micro-batch's experts while the GPU attends for the others.
+
+    Settings:
+        together: how many experts are moved in one transfer in prefill.
+        ahead: how many transfers may be under way while the experts of another are in use.
+    """
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.run_experts_on_host()
+        keep_dense(plan)
+        self.held = leave_on_host(plan)
+        streamed = [] if plan.machine.unified else [page for page in plan.layout.pages if page.expert >= 0]
+        self._stream(plan, streamed)
+
+    async def decode(self, step: Step) -> None:
+        order = [(i, j) for i in step.layers for j in step.micro_batches]
+        ahead = len(step.micro_batches)
+        for j in step.micro_batches:
+            step.embed(j)
+        routing = [self._launch(step, i, j) for i, j in order[:ahead]]
+        for k, (i, j) in enumerate(order):
+            for expert in await routing[k]:
+                step.run_expert(i, expert, j, at="host")
+            step.load_routed(i, j)
+            step.combine(i, j)
+            if k + ahead < len(order):
+                routing.append(self._launch(step, *order[k + ahead]))
+        for j in step.micro_batches:
+            step.sample(j)
+
+    def _launch(self, step: Step, i: int, j: int) -> Task:
+        """What the accelerator does for a micro-batch before its experts are known."""
+        step.pre_attention(i, j)
+        step.attention(i, j)
+        routing = step.route(i, j)
+        step.offload_routed(i, j)
+        return routing
+
+    def _goes_on(self, step: Step) -> bool:
+        return False

@@ -1,0 +1,123 @@
+"""Which experts stay in fast memory: an order of all experts, of which as many are kept as fit (Twiddler, section 3.4).
+
+What every token needs stays in any case. A popularity says how many tokens chose each expert, as [layers][experts].
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from moesched.errors import BadInput
+from moesched.memory import Fixed
+from moesched.models.layout import Page
+from moesched.plan import Plan
+
+Expert = tuple[int, int]
+"""A layer, and an expert of it."""
+Popularity = Sequence[Sequence[float]]
+Strategy = Literal["popular", "worst", "random", "front", "balanced"]
+HEADER = ["layer", "expert", "count"]
+
+
+def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
+    """All experts, those first that are to stay.
+
+    Experts that are equally popular stay evenly over the layers.
+
+    Args:
+        strategy: "popular", the most popular first; "worst", the least popular first; "random", by `seed`; "front",
+            layer after layer; "balanced", as many of every layer, in each the most popular first.
+
+    Raises:
+        BadInput: there is no such strategy.
+    """
+    ranked = [_ranked(row) for row in popularity]
+    balanced = [(i, row[rank]) for rank in range(len(ranked[0])) for i, row in enumerate(ranked)]
+    if strategy == "balanced":
+        return balanced
+    if strategy == "popular":
+        return sorted(balanced, key=lambda each: -popularity[each[0]][each[1]])
+    if strategy == "worst":
+        return sorted(balanced, key=lambda each: popularity[each[0]][each[1]])
+    if strategy == "front":
+        return sorted(balanced, key=lambda each: each[0])
+    if strategy == "random":
+        return random.Random(seed).sample(balanced, len(balanced))
+    raise BadInput(f"placement is {strategy!r}: give one of {', '.join(get_args(Strategy))}")
+
+
+def popularity_of(plan: Plan, path: str = "") -> Popularity:
+    """What a CSV file says (layer, expert, count); without one, all experts are as popular.
+
+    Raises:
+        BadInput: the file cannot be read, is not such a table, or is another model's.
+    """
+    config = plan.layout.config
+    if not path:
+        return [[1.0] * config.experts for _ in range(config.layers)]
+    try:
+        rows = list(csv.reader(Path(path).read_text().splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"popularity {path}: cannot be read: {error}") from None
+    if not rows or rows[0] != HEADER:
+        raise BadInput(f"popularity {path}: its first line must be {','.join(HEADER)}")
+    counts: dict[Expert, float] = {}
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            layer, expert, count = row
+            counts[int(layer), int(expert)] = float(count)
+        except ValueError:
+            raise BadInput(
+                f"popularity {path}: line {number} is not layer,expert,count: {','.join(row)}"
+            ) from None
+    wanted = [(i, e) for i in range(config.layers) for e in range(config.experts)]
+    if sorted(counts) != wanted:
+        raise BadInput(
+            f"popularity {path}: it is not of {config.layers} layers with {config.experts} experts each, "
+            f"as {config.name} has"
+        )
+    return [[counts[i, e] for e in range(config.experts)] for i in range(config.layers)]
+
+
+def keep_dense(plan: Plan) -> None:
+    """Keep what every token needs."""
+    plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
+
+
+def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
+    """Keep experts in this order, as many as fit and at most so many; returns those that stay."""
+    left = plan.free("accelerator")
+    kept: list[Expert] = []
+    pages: list[Page] = []
+    for expert in order:
+        mine = plan.layout.expert(*expert)
+        left -= sum(map(plan.slot_bytes, mine))
+        if left < 0 or (most is not None and len(kept) >= most):
+            break
+        kept.append(expert)
+        pages += mine
+    plan.keep(pages)
+    return frozenset(kept)
+
+
+def leave_on_host(plan: Plan, kept: frozenset[Expert] = frozenset()) -> Fixed | None:
+    """Have all other experts in the host's memory.
+
+    Returns:
+        what keeps them there; None where weights come from that memory anyhow.
+    """
+    if plan.weights_on_host and not plan.machine.unified:
+        return None
+    pages = plan.layout.pages
+    return plan.keep(
+        [page for page in pages if page.expert >= 0 and (page.layer, page.expert) not in kept], "host"
+    )
+
+
+def _ranked(row: Sequence[float]) -> list[int]:
+    """A layer's experts, the most popular first."""
+    return sorted(range(len(row)), key=lambda expert: -row[expert])

@@ -1,0 +1,64 @@
+"""llama.cpp's -ngl: the experts of the first layers on the GPU, those of the others on the CPU, whatever their input.
+
+llama.cpp also computes the other layers' attention and projections on the CPU. Here these stay on the GPU, which is in
+its favour: they are a tenth of the weights that a token of Mixtral reads.
+"""
+
+from __future__ import annotations
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .expert_placement import keep_dense, keep_experts, leave_on_host
+
+
+class LayerSplit:
+    """A fixed split between layers; no weight ever moves.
+
+    Settings:
+        gpu_layers: how many layers have their experts on the accelerator at most; by default as many as fit.
+    """
+
+    def __init__(self, gpu_layers: int = -1) -> None:
+        self.gpu_layers = gpu_layers
+
+    def plan(self, plan: Plan) -> None:
+        plan.limit_in_flight(2)
+        plan.place_kv("accelerator")
+        plan.run_experts_on_host()
+        keep_dense(plan)
+        experts = range(plan.layout.config.experts)
+        layer = sum(
+            plan.slot_bytes(page) for page in plan.layout.pages if page.layer == 0 and page.expert >= 0
+        )
+        fit = min(plan.free("accelerator") // layer, len(plan.layers))
+        self.whole = range(fit if self.gpu_layers < 0 else min(fit, self.gpu_layers))
+        leave_on_host(plan, keep_experts(plan, [(i, e) for i in self.whole for e in experts]))
+
+    async def prefill(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                if i in self.whole:
+                    step.post_attention(i, j)
+                else:
+                    await self._on_host(step, i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    async def _on_host(self, step: Step, i: int, j: int) -> None:
+        routing = step.route(i, j)
+        step.offload_routed(i, j)
+        for expert in await routing:
+            step.run_expert(i, expert, j, at="host")
+        step.load_routed(i, j)
+        step.combine(i, j)

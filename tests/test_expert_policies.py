@@ -1,0 +1,356 @@
+"""Policies that decide where experts run: placement, Twiddler's Algorithm 1, llama.cpp's split, the FFN on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
+
+from moesched.devices.emulated_device import EmulatedDevice
+from moesched.devices.torch_device import TorchDevice
+from moesched.errors import BadInput
+from moesched.expert_latencies import ExpertLatencies
+from moesched.machines import Machine, load_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, split_batch
+from moesched.planner import plan_model
+from moesched.plugins import make_policy
+from moesched.policies.expert_placement import order_of, popularity_of
+from moesched.runs import plan_run, run
+from moesched.tasks import HostKernel, Task
+from moesched.testing import Case, run_on_symbols
+from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed
+
+T4 = load_machine("t4")
+POPULARITY = [[3, 1, 2], [9, 4, 7]]
+POLICIES = ["cpu_ffn", "layer_split", "twiddler"]
+
+# -- placement -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [
+        ("popular", [(1, 0), (1, 2), (1, 1), (0, 0), (0, 2), (0, 1)]),
+        ("worst", [(0, 1), (0, 2), (0, 0), (1, 1), (1, 2), (1, 0)]),
+        ("balanced", [(0, 0), (1, 0), (0, 2), (1, 2), (0, 1), (1, 1)]),
+        ("front", [(0, 0), (0, 2), (0, 1), (1, 0), (1, 2), (1, 1)]),
+    ],
+)
+def test_a_placement_says_which_experts_stay_first(strategy: str, order: list[tuple[int, int]]) -> None:
+    assert order_of(strategy, POPULARITY) == order
+
+
+def test_experts_that_are_equally_popular_stay_evenly_over_the_layers() -> None:
+    assert order_of("popular", [[1.0] * 2] * 3) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+
+
+def test_a_random_placement_is_the_same_for_the_same_seed() -> None:
+    orders = [order_of("random", [[1.0] * 8] * 4, seed) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def plan_of(layers: int = 2, experts: int = 3) -> Plan:
+    layout = Case(name="small", machine=T4, layers=layers, experts=experts).layout()
+    return Plan(T4, layout, split_batch([2], 2, 1))
+
+
+def test_a_popularity_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "popularity.csv"
+    rows = [f"{i},{e},{count}" for i, counts in enumerate(POPULARITY) for e, count in enumerate(counts)]
+    path.write_text("\n".join(["layer,expert,count", *rows]))
+    assert popularity_of(plan_of(), str(path)) == POPULARITY
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("layer,expert\n0,1", "its first line must be layer,expert,count"),
+        ("layer,expert,count\n0,0,5\n0,one,4", "line 3 is not layer,expert,count: 0,one,4"),
+        ("layer,expert,count\n0,0,5", "it is not of 2 layers with 3 experts each, as small has"),
+    ],
+)
+def test_a_popularity_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "popularity.csv"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=says):
+        popularity_of(plan_of(), str(path))
+
+
+def test_a_file_that_is_not_there_and_a_placement_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nowhere.csv: cannot be read"):
+        popularity_of(plan_of(), str(tmp_path / "nowhere.csv"))
+    with pytest.raises(BadInput, match=r"placement is 'best': give one of popular, worst, random"):
+        order_of("best", POPULARITY)
+
+
+# -- Algorithm 1 ---------------------------------------------------------------------------------------------------
+
+
+def with_rates(link: float, cpu: float) -> Machine:
+    """A T4 whose link carries so many bytes per second, and whose CPU computes so many FLOP/s."""
+    links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
+    processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
+    return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})
+
+
+MACHINES = {
+    "a fast CPU": with_rates(link=1e9, cpu=1e12),
+    "a slow CPU": with_rates(link=100e9, cpu=1e9),
+    "a CPU that is faster for few tokens": with_rates(link=1e9, cpu=3e9),
+}
+
+
+def ran(machine: Machine, **settings: Any) -> tuple[Any, list[Task]]:
+    """Twiddler on symbols, with half of the experts on the GPU; what the policy planned, and its experts."""
+    policy = make_policy("twiddler", {"experts": 6, **settings})
+    plan = Case(name="algorithm", machine=machine, weights=1.5, prompts=(9, 7), micro_batch_size=1).plan(
+        policy
+    )
+    ended = run_on_symbols(policy, plan)
+    assert ended.tokens == ended.expected
+    return policy, [task for task in ended.tasks if task.verb in ("run_expert", "fetch")]
+
+
+def algorithm_1(at_gpu: frozenset[tuple[int, int]], machine: Machine, task: Task) -> str:
+    """Where the paper has an expert run."""
+    s = task.work.tokens
+    if (task.layer, task.expert) in at_gpu:
+        return "gpu"
+    flops, weights = 6 * s * 32 * 64, 3 * 32 * 64 * 2
+    moved = weights + s * (2 * 32 + 3 * 64) * 2
+    gpu = machine.processors["gpu"]
+    cpu_lat = max(flops / machine.peak("cpu", "bfloat16"), moved / machine.memories["host"].bandwidth)
+    gpu_lat = gpu.launch_seconds + max(
+        flops / machine.peak("gpu", "bfloat16"), moved / machine.memories["gpu"].bandwidth
+    )
+    trans_lat = weights / machine.link("host", "gpu").bandwidth
+    return "gpu, moved" if cpu_lat > gpu_lat + trans_lat else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a fast CPU", {"gpu", "cpu"}),
+        ("a slow CPU", {"gpu", "gpu, moved"}),
+        ("a CPU that is faster for few tokens", {"gpu", "cpu", "gpu, moved"}),
+    ],
+)
+def test_every_expert_runs_where_algorithm_1_says(name: str, expected: set[str]) -> None:
+    machine = MACHINES[name]
+    policy, tasks = ran(machine)
+    assert len(policy.at_gpu) == 6
+    places = []
+    moved: tuple[int, int] | None = None
+    for task in tasks:
+        if task.verb == "fetch":
+            moved = task.layer, task.expert
+            continue
+        place = "cpu" if isinstance(task, HostKernel) else "gpu"
+        if moved is not None:
+            assert moved == (task.layer, task.expert), "an expert is moved right before it runs"
+            place, moved = "gpu, moved", None
+        assert place == algorithm_1(policy.at_gpu, machine, task)
+        places.append(place)
+    assert set(places) == expected
+
+
+def test_latencies_are_those_of_the_machines_cost_model() -> None:
+    layout = weight_layout(SHAPES["mixtral-8x7b"])
+    plan = Plan(T4, layout, split_batch([2], 2, 1))
+    latencies, operations = ExpertLatencies(plan), plan.operations
+    for s in (1, 64, 4096):
+        flops, nbytes, _ = operations.fetched_expert(s)
+        assert latencies.at_host(s) == pytest.approx(5e-6 + max(flops / 1.7e12, nbytes / 100e9))
+        assert latencies.at_accelerator(s) == pytest.approx(5e-6 + max(flops / 65e12, nbytes / 320e9))
+    assert latencies.transfer == pytest.approx(10e-6 + operations.expert_bytes / 12e9, rel=1e-3)
+
+
+def test_what_stays_is_the_most_popular(tmp_path: Path) -> None:
+    path = tmp_path / "popularity.csv"
+    rows = [f"{i},{e},{100 * (e == 3) + i}" for i in range(3) for e in range(4)]
+    path.write_text("\n".join(["layer,expert,count", *rows]))
+    policy, _ = ran(T4, popularity=str(path), experts=4)
+    assert policy.at_gpu == {(0, 3), (1, 3), (2, 3), (2, 0)}
+    worst, _ = ran(T4, popularity=str(path), experts=4, placement="worst")
+    assert worst.at_gpu == {(0, 0), (0, 1), (0, 2), (1, 0)}
+
+
+def test_with_room_for_all_experts_none_is_left_to_the_host() -> None:
+    policy = make_policy("twiddler")
+    plan = Case(name="roomy", machine=T4).plan(policy)
+    assert len(policy.at_gpu) == 12
+    assert not plan.experts_on_host
+    assert {task.lane.name for task in run_on_symbols(policy, plan).tasks if task.step > 0} == {"accelerator"}
+
+
+# -- fixed splits --------------------------------------------------------------------------------------------------
+
+
+def decode_tasks(name: str, machine: Machine = T4, **case: Any) -> list[Task]:
+    settings = case.pop("settings", {})
+    policy = make_policy(name, settings)
+    plan = Case(name="split", machine=machine, **{"weights": 0.9, **case}).plan(policy)
+    ended = run_on_symbols(policy, plan)
+    assert ended.tokens == ended.expected
+    return [task for task in ended.tasks if task.step > 0]
+
+
+@pytest.mark.parametrize(("asked", "whole"), [(1, {0}), (0, set()), (-1, {0, 1})])
+def test_layer_split_runs_the_first_layers_on_the_accelerator_and_moves_no_weights(
+    asked: int, whole: set[int]
+) -> None:
+    tasks = decode_tasks("layer_split", settings={"gpu_layers": asked})
+    assert {task.layer for task in tasks if task.verb == "post_attention"} == whole
+    experts = [task for task in tasks if task.verb == "run_expert"]
+    assert all(isinstance(task, HostKernel) for task in experts)
+    assert {task.layer for task in experts} == set(range(3)) - whole
+    assert not any(task.verb == "fetch" for task in tasks)
+
+
+def test_cpu_ffn_moves_weights_for_prompts_only() -> None:
+    policy = make_policy("cpu_ffn")
+    ended = run_on_symbols(policy, Case(name="ffn", machine=T4, weights=0.9).plan(policy))
+    experts = [task for task in ended.tasks if task.verb == "run_expert"]
+    assert {isinstance(task, HostKernel) for task in experts if task.step == 0} == {False}
+    assert {isinstance(task, HostKernel) for task in experts if task.step > 0} == {True}
+    fetched = [(task.layer, task.expert) for task in ended.tasks if task.verb == "fetch"]
+    assert len(set(fetched)) == len(fetched)
+    assert {task.step for task in ended.tasks if task.verb == "fetch"} == {0}
+
+
+def spans(tasks: list[Task], *verbs: str) -> Iterator[tuple[int, int]]:
+    return ((task.start, task.end) for task in tasks if task.verb in verbs)
+
+
+def test_the_accelerator_attends_for_one_micro_batch_while_the_cpu_runs_the_experts_of_another() -> None:
+    tasks = decode_tasks("cpu_ffn")
+    on_host = list(spans(tasks, "run_expert"))
+    together = sum(
+        max(0, min(end, last) - max(start, first))
+        for first, last in spans(tasks, "pre_attention", "attention", "route")
+        for start, end in on_host
+    )
+    assert together > 0
+
+
+# -- the planner ---------------------------------------------------------------------------------------------------
+
+
+def test_where_the_host_has_little_room_for_a_cache_the_planner_has_the_ffn_on_the_cpu() -> None:
+    proposal = plan_model(
+        "mixtral-0.8b", machine="t4", gen=16, budgets={"gpu": "600MB", "host": "1620MB", "pinned": "600MB"}
+    )
+    assert proposal.plan.policy == "cpu_ffn"
+    assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (True, False)
+    assert proposal.predicted.bound_by == "host"
+
+
+# -- on tensors ----------------------------------------------------------------------------------------------------
+
+SLOW_CPU = msgspec.structs.replace(
+    TWO_MEMORIES,
+    processors=TWO_MEMORIES.processors
+    | {
+        "cpu": msgspec.structs.replace(
+            TWO_MEMORIES.processors["cpu"], flops={"float32": 1e9, "bfloat16": 1e9}
+        )
+    },
+)
+ROOMY_TIERS = msgspec.structs.replace(
+    THREE_TIERS,
+    memories=THREE_TIERS.memories
+    | {"host": msgspec.structs.replace(THREE_TIERS.memories["host"], capacity="10MB")},
+)
+
+
+@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("models") / request.param.name
+    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "machine", "weights"),
+    [
+        pytest.param(TorchDevice, ONE_MEMORY, 1.4, id="one memory"),
+        pytest.param(TorchDevice, TWO_MEMORIES, 0.8, id="two memories"),
+        pytest.param(TorchDevice, SLOW_CPU, 0.8, id="two memories, a slow CPU"),
+        pytest.param(Streamed, SLOW_CPU, 0.8, id="two memories, streams"),
+        pytest.param(TorchDevice, ROOMY_TIERS, 0.8, id="three tiers"),
+    ],
+)
+def test_logits_are_those_of_resident_to_the_bit(
+    checkpoint: Checkpoint, kind: type[TorchDevice], machine: Machine, weights: float, policy: str, dtype: str
+) -> None:
+    layout = weight_layout(checkpoint.config, dtype, PAGE_BYTES[checkpoint.config.name])
+    sizes: dict[str, Any] = {"new_tokens": 4, "micro_batch_size": 2}
+    expected = generate(
+        TorchDevice(checkpoint, layout, keep_logits=True),
+        make_policy("resident"),
+        ONE_MEMORY,
+        PROMPTS,
+        **sizes,
+    )
+    device = kind(checkpoint, layout, keep_logits=True)
+    got = generate(device, make_policy(policy), machine, PROMPTS, weights=weights, **sizes)
+    if isinstance(device, Streamed):
+        device.fake.close()
+    assert got.tokens == expected.tokens
+    assert same_bits(got.logits_RSV, expected.logits_RSV)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_emulated_device_gives_the_same_logits(checkpoint: Checkpoint, policy: str) -> None:
+    layout = weight_layout(checkpoint.config, "float32", PAGE_BYTES[checkpoint.config.name])
+    sizes: dict[str, Any] = {"new_tokens": 3, "micro_batch_size": 2}
+    expected = generate(
+        TorchDevice(checkpoint, layout, keep_logits=True),
+        make_policy("resident"),
+        ONE_MEMORY,
+        PROMPTS,
+        **sizes,
+    )
+    device: Any = EmulatedDevice(checkpoint, layout, dilation=2.0, keep_logits=True)
+    got = generate(device, make_policy(policy), SLOW_CPU, PROMPTS, weights=0.8, **sizes)
+    assert same_bits(got.logits_RSV, expected.logits_RSV)
+
+
+def test_twiddler_really_runs_experts_in_all_three_ways(checkpoint: Checkpoint) -> None:
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"))
+    policy = make_policy("twiddler", {"experts": 4})
+    plan = plan_run(
+        SLOW_CPU,
+        device.layout,
+        split_batch([len(each) for each in PROMPTS], 4, 2),
+        policy,
+        {},
+        device.slot_bytes,
+    )
+    watch = Watch()
+    run(plan, policy, device, PROMPTS, observers=[watch])
+    experts = [task for task in watch.tasks if task.verb == "run_expert"]
+    assert {isinstance(task, HostKernel) for task in experts} == {True, False}
+    assert any(task.verb == "fetch" for task in watch.tasks)
+    assert any((task.layer, task.expert) in policy.at_gpu for task in experts)
+
+
+class Watch:
+    """Remembers the tasks of the steps."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        if task.step >= 0:
+            self.tasks.append(task)
