@@ -17,7 +17,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, Plan
 from moesched.sampling import Sampling, sample
-from moesched.seams import Transport
+from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
@@ -34,6 +34,7 @@ from .page_reader import DTYPES, PageReader
 from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
+from .watchers import Watchers
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
@@ -105,6 +106,7 @@ class TorchDevice:
         self._states: list[MicroBatchState] = []
         self._rank = 0
         self._transport: Transport | None = None
+        self._watchers = Watchers()
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
@@ -167,6 +169,14 @@ class TorchDevice:
         """Work as one of several ranks from now on: on its share of the model, with all-reduces over a transport."""
         self._rank = rank
         self._transport = transport
+
+    def observe_routing(self, observer: RoutingObserver) -> None:
+        """Tell somebody which experts the routers choose, from now on."""
+        self._watchers.routing = observer
+
+    def observe_activations(self, observer: ActivationObserver) -> None:
+        """Tell somebody what the experts' SiLU lets through, from now on; it is computed a second time for that."""
+        self._watchers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
@@ -427,9 +437,10 @@ class TorchDevice:
     def _experts(self, task: Task) -> dict[int, int]:
         """What follows the output projection: router, all experts, combine."""
         state = self._states[task.micro_batch]
-        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
+        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED and not self._watchers.activations
         counts = self._choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
+        self._watchers.applied(task.layer, state, counts, weights)
         if self._sharing:
             largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
             self._team.run([partial(self._apply_expert, state, expert, weights) for expert in largest_first])
@@ -464,6 +475,7 @@ class TorchDevice:
             state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
         else:
             experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
+        self._watchers.routed(task.layer, state, self._first_request, experts_Tk)
         state.grouping = group(experts_Tk, config.experts)
         state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
         state.y_nD = torch.empty_like(state.x_nD)
@@ -473,8 +485,10 @@ class TorchDevice:
 
     def _run_expert(self, task: Task) -> None:
         state = self._states[task.micro_batch]
+        weights = self._weights(task.operands)
+        self._watchers.applied(task.layer, state, [task.expert], weights)
         self._use_cores_for_expert(state.grouping.counts[task.expert])
-        self._apply_expert(state, task.expert, self._weights(task.operands))
+        self._apply_expert(state, task.expert, weights)
 
     def _use_cores_for_expert(self, tokens: int) -> None:
         self._use_cores_for(tokens, self.config.hidden * self.config.intermediate)
