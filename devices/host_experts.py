@@ -13,6 +13,7 @@ from moesched.tasks import HostKernel, Task
 from .copies import moved
 from .micro_batch import HostRows, MicroBatchState
 from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
+from .watchers import Watchers
 
 HOST = torch.device("cpu")
 
@@ -28,6 +29,7 @@ class HostExperts:
         weights: the tensors that a view shows.
         use_cores_for: sets the number of cores for a product of so many rows with so many weights.
         there: runs the experts of the accelerator.
+        watchers: are told of an expert before it runs.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class HostExperts:
         weights: WeightsOf,
         use_cores_for: UseCores,
         there: MoELayer,
+        watchers: Watchers,
     ) -> None:
         self._expert_weights = config.hidden * config.intermediate
         self._pinned = accelerator.type != "cpu"
@@ -45,6 +48,7 @@ class HostExperts:
         self._weights = weights
         self._use_cores_for = use_cores_for
         self._there = there
+        self._watchers = watchers
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "offload_routed": self._offload,
             "run_expert": self._run_expert,
@@ -61,12 +65,13 @@ class HostExperts:
         if not isinstance(task, HostKernel):
             self._there.run_expert(task)
             return
-        state = self._states[task.micro_batch]
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
         assert state.on_host is not None, "the step saw to it that the rows are there"
+        self._watchers.applied(task.layer, state, [task.expert], weights)
         x_nD, y_nD = state.on_host.rows(pinned=self._pinned)
         rows = state.rows_of(task.expert)
         self._use_cores_for(len(rows), self._expert_weights)
-        apply_expert(x_nD, y_nD, rows, task.expert, self._weights(task.operands))
+        apply_expert(x_nD, y_nD, rows, task.expert, weights)
 
     def _load(self, task: Task) -> None:
         """Copy the rows of the experts that ran here; those of neighbours in one piece."""

@@ -17,6 +17,7 @@ from .kept_pages import Weights
 from .micro_batch import MicroBatchState
 from .team import Team, use_cores
 from .torch_kernels import Tensor
+from .watchers import Watchers
 
 MOST_UNGROUPED = 128
 """Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
@@ -36,6 +37,8 @@ class MoELayer:
         residual: what is added to the sum of a micro-batch's experts.
         use_cores_for: sets the number of cores for a product of so many rows with so many weights.
         team: whose cores share out the experts of a layer, if they do.
+        watchers: are told which experts were chosen, and before they run.
+        first_request: how many requests came in the batches before.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class MoELayer:
         residual: Callable[[MicroBatchState], Tensor],
         use_cores_for: UseCores,
         team: Team | None,
+        watchers: Watchers,
+        first_request: int,
     ) -> None:
         self._config = config
         self._on_cpu = on_cpu
@@ -55,6 +60,8 @@ class MoELayer:
         self._residual = residual
         self._use_cores_for = use_cores_for
         self._team = team
+        self._watchers = watchers
+        self._first_request = first_request
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "run_expert": self.run_expert,
             "combine": self.combine,
@@ -63,9 +70,10 @@ class MoELayer:
     def run_all(self, task: Task) -> dict[int, int]:
         """What follows the output projection: router, all experts, combine."""
         state = self._states[task.micro_batch]
-        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
+        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED and not self._watchers.activations
         counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
+        self._watchers.applied(task.layer, state, counts, weights)
         if self._team is not None:
             largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
             self._team.run([partial(self._apply, state, expert, weights) for expert in largest_first])
@@ -85,6 +93,7 @@ class MoELayer:
             state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
         else:
             experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
+        self._watchers.routed(task.layer, state, self._first_request, experts_Tk)
         state.grouping = group(experts_Tk, config.experts)
         state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
         state.y_nD = torch.empty_like(state.x_nD)
@@ -94,9 +103,10 @@ class MoELayer:
 
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""
-        state = self._states[task.micro_batch]
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        self._watchers.applied(task.layer, state, [task.expert], weights)
         self._use_cores_for_expert(state.grouping.counts[task.expert])
-        self._apply(state, task.expert, self._weights(task.operands))
+        self._apply(state, task.expert, weights)
 
     def combine(self, task: Task) -> None:
         """The weighted sum of the experts' outputs, and the residual."""

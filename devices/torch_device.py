@@ -16,7 +16,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, Plan
 from moesched.sampling import Sampling, sample
-from moesched.seams import Transport
+from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
@@ -35,6 +35,7 @@ from .page_reader import DTYPES, PageReader
 from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
+from .watchers import Watchers
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
@@ -100,6 +101,7 @@ class TorchDevice:
         self._states: list[MicroBatchState] = []
         self._rank = 0
         self._transport: Transport | None = None
+        self._watchers = Watchers()
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "fetch": self._fetch,
@@ -160,6 +162,14 @@ class TorchDevice:
         """Work as one of several ranks from now on: on its share of the model, with all-reduces over a transport."""
         self._rank = rank
         self._transport = transport
+
+    def observe_routing(self, observer: RoutingObserver) -> None:
+        """Tell somebody which experts the routers choose, from now on."""
+        self._watchers.routing = observer
+
+    def observe_activations(self, observer: ActivationObserver) -> None:
+        """Tell somebody what the experts' SiLU lets through, from now on; it is computed a second time for that."""
+        self._watchers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
@@ -330,11 +340,19 @@ class TorchDevice:
             self._residual,
             self._use_cores_for,
             self._team if self._sharing else None,
+            self._watchers,
+            self._first_request,
         )
 
     def _host_experts(self) -> HostExperts:
         return HostExperts(
-            self.config, self._accelerator, self._states, self._weights, self._use_cores_for, self._moe
+            self.config,
+            self._accelerator,
+            self._states,
+            self._weights,
+            self._use_cores_for,
+            self._moe,
+            self._watchers,
         )
 
     def _verbs_of_a_rank(self, transport: Transport) -> Mapping[str, Callable[[Any], Any]]:

@@ -250,7 +250,12 @@ def every_expert(experts_Tk: Tensor, experts: int) -> Grouping:
 
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
     """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
-    return linear(F.silu(linear(x_nD, gate), inplace=True).mul_(linear(x_nD, up)), down)
+    return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
+
+
+def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
+    """What an expert's SiLU lets through: silu(gate x)."""
+    return F.silu(linear(x_nD, gate), inplace=True)
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from moesched.reproduce import reproduce as reproduce_paper
     from moesched.roofline import roofline_of
     from moesched.roofline_picture import draw_roofline
+    from moesched.routing.profile import read_profile as read_routing_profile
+    from moesched.routing.profiling import profile_routing
     from moesched.sampling import Sampling
+    from moesched.sparsity import sparsity_of
     from moesched.step import Step
     from moesched.trace import check_trace, read_trace
     from moesched.workloads import Workload, given_lengths, load_workload
@@ -45,6 +48,8 @@ _HOMES = {
     "plan_model": "moesched.planner",
     "roofline_of": "moesched.roofline",
     "draw_roofline": "moesched.roofline_picture",
+    "profile_routing": "moesched.routing.profiling",
+    "sparsity_of": "moesched.sparsity",
     # what they take and give
     "JobReport": "moesched.job_report",
     "Listener": "moesched.listeners",
@@ -56,6 +61,7 @@ _HOMES = {
     "load_machine": "moesched.machines",
     "load_workload": "moesched.workloads",
     "local_machine": "moesched.machines.local",
+    "read_routing_profile": "moesched.routing.profile:read_profile",
     "read_trace": "moesched.trace",
     "reproduce_paper": "moesched.reproduce:reproduce",
     "write_report": "moesched.job_report",
@@ -91,12 +97,15 @@ __all__ = [
     "load_machine",
     "load_workload",
     "local_machine",
+    "read_routing_profile",
     "read_trace",
     "plan_model",
+    "profile_routing",
     "reproduce_paper",
     "roofline_of",
     "run_model",
     "simulate_model",
+    "sparsity_of",
     "write_random_model",
     "write_report",
 ]

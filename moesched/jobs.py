@@ -29,8 +29,10 @@ from moesched.planner import MOST_REQUESTS, Setting
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.ranks import Devices, Rank, open_devices
 from moesched.routing import SeededRouting
+from moesched.routing.choices import BatchRouting, ExpertChoices
+from moesched.routing.sources import find_choices
 from moesched.sampling import Sampling
-from moesched.seams import Policy
+from moesched.seams import Policy, Routing
 from moesched.settings import check_settings
 from moesched.sizing import choose_sizes
 from moesched.teller import Teller
@@ -93,6 +95,7 @@ def run_model(
     lengths = list(map(len, encoded))
     reports = Reports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
+        (listener or Listener()).opened(opened.first)
         sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
         batches = list(batches_of(lengths, max_new_tokens, sizes))
         if len(batches) > 1:
@@ -126,6 +129,8 @@ def simulate_model(
     padded: bool = False,
     dtype: str | None = None,
     seed: int = 0,
+    routing: str | None = None,
+    routing_settings: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
@@ -144,11 +149,15 @@ def simulate_model(
             request once where the workload says which they are.
         padded: every prompt counts as the longest of the workload (MoE-Lightning(p), FlexGen and DeepSpeed there).
         seed: of the order of prompts and of the routing.
+        routing: where each token's experts come from: a profile (.csv), a trace (.npz) or a generator's name (see
+            `moesched.routing.sources`); by default any expert is as likely as any other.
+        routing_settings: the generator's own, such as its locality.
 
     The other arguments and the errors are those of `run_model`.
     """
     require_writable(trace, "trace")
     config = find_shape(model)
+    choices = find_choices(routing, config, routing_settings, seed)
     if not isinstance(workload, Workload):
         workload = find_workload(workload, model, config)
     new_tokens = workload.new_tokens[0] if gen is None else gen
@@ -164,7 +173,7 @@ def simulate_model(
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
     for number, batch in enumerate(batches):
-        reports.add(job.simulate, batch, seed, listener or Listener(), numbered(trace, number))
+        reports.add(job.simulate, batch, seed, choices, listener or Listener(), numbered(trace, number))
     return reports.merge(requests=count, batches=len(batches), padded=padded)
 
 
@@ -256,14 +265,25 @@ class _Job:
             write_job_trace(trace, recorder, finished, teller.listener)
         return finished
 
-    def simulate(self, batch: Batch, seed: int, listener: Listener, trace: Path | None) -> JobReport:
+    def simulate(
+        self,
+        batch: Batch,
+        seed: int,
+        choices: ExpertChoices | None,
+        listener: Listener,
+        trace: Path | None,
+    ) -> JobReport:
+        config = self.layout.config
+        routing: Routing = SeededRouting(config.experts, config.top_k, seed)
+        if choices is not None:
+            routing = BatchRouting(choices, batch)
         try:
-            return self._simulate(batch, seed, listener, trace, replay=True)
+            return self._simulate(batch, routing, listener, trace, replay=True)
         except NotFixed:
-            return self._simulate(batch, seed, listener, trace, replay=False)
+            return self._simulate(batch, routing, listener, trace, replay=False)
 
     def _simulate(
-        self, batch: Batch, seed: int, listener: Listener, trace: Path | None, *, replay: bool
+        self, batch: Batch, routing: Routing, listener: Listener, trace: Path | None, *, replay: bool
     ) -> JobReport:
         plan, policy = self.plan(batch, room_for)
         if replay and plan.contended:
@@ -271,11 +291,10 @@ class _Job:
         listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
-        config = self.layout.config
         report = runs.simulate(
             plan,
             policy,
-            routing=SeededRouting(config.experts, config.top_k, seed),
+            routing=routing,
             replay=replay,
             observers=[listener, kinds],
             recorder=recorder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesched.plan import Plan
 from moesched.tasks import Task
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 class Listener:
     """What a run tells of itself. Every method does nothing here; a listener overrides those that it cares for."""
+
+    def opened(self, device: Any) -> None:
+        """The run's device is there (of several ranks the first one), and no batch has begun: it can be watched."""
 
     def planned(self, plan: Plan) -> None:
         """A batch is about to run by this plan."""

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from moesched.drivers.lanes import LaneKind, Streams
     from moesched.plan import Plan
     from moesched.sampling import Sampling
@@ -78,7 +81,8 @@ class Device(Protocol):
     `emulation()`, how that went; `join(rank, transport, first)`, called once, before the first batch, where it is one
     of several ranks that a model is cut over, `first` being that of rank 0, which begins each batch last; on its class
     `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
-    that it is not.
+    that it is not. It may let itself be watched, from the first batch on: `observe_routing(observer)` and
+    `observe_activations(observer)`.
     """
 
     @property
@@ -111,6 +115,40 @@ class Observer(Protocol):
 
     def ended(self, task: Task) -> None:
         """A task's start, end, value and edges are known. Called from any thread, but never at once."""
+
+
+class TokenSpan(NamedTuple):
+    """Tokens of one request that lie together.
+
+    Attributes:
+        request: its index among all requests of the run.
+        first: the first one's position in the request.
+        tokens: how many they are.
+    """
+
+    request: int
+    first: int
+    tokens: int
+
+
+class RoutingObserver(Protocol):
+    """Is told what a model's routers chose on a device."""
+
+    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
+        """A layer's experts of some tokens, ascending; the rows are those of the spans, one after the other.
+
+        Every token is told of once for each layer. Called from any thread, but never at once.
+        """
+
+
+class ActivationObserver(Protocol):
+    """Is told what the experts' activation function let through on a device."""
+
+    def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
+        """The values after SiLU of an expert, for some tokens that were routed to it: a row for each.
+
+        Called from any thread, and several at once.
+        """
 
 
 class Transport(Protocol):

@@ -5,22 +5,20 @@ What every token needs stays in any case. A popularity says how many tokens chos
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal, get_args
 
 from moesched.errors import BadInput
 from moesched.memory import Fixed
 from moesched.models.layout import Page
 from moesched.plan import Plan
+from moesched.routing.profile import read_profile
 
 Expert = tuple[int, int]
 """A layer, and an expert of it."""
 Popularity = Sequence[Sequence[float]]
 Strategy = Literal["popular", "worst", "random", "front", "balanced"]
-HEADER = ["layer", "expert", "count"]
 
 
 def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
@@ -51,36 +49,15 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
 
 
 def popularity_of(plan: Plan, path: str = "") -> Popularity:
-    """What a CSV file says (layer, expert, count); without one, all experts are as popular.
+    """What a routing profile says; without one, all experts are as popular.
 
     Raises:
-        BadInput: the file cannot be read, is not such a table, or is another model's.
+        BadInput: the file cannot be read, is no profile, or is another model's.
     """
     config = plan.layout.config
     if not path:
         return [[1.0] * config.experts for _ in range(config.layers)]
-    try:
-        rows = list(csv.reader(Path(path).read_text().splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"popularity {path}: cannot be read: {error}") from None
-    if not rows or rows[0] != HEADER:
-        raise BadInput(f"popularity {path}: its first line must be {','.join(HEADER)}")
-    counts: dict[Expert, float] = {}
-    for number, row in enumerate(rows[1:], start=2):
-        try:
-            layer, expert, count = row
-            counts[int(layer), int(expert)] = float(count)
-        except ValueError:
-            raise BadInput(
-                f"popularity {path}: line {number} is not layer,expert,count: {','.join(row)}"
-            ) from None
-    wanted = [(i, e) for i in range(config.layers) for e in range(config.experts)]
-    if sorted(counts) != wanted:
-        raise BadInput(
-            f"popularity {path}: it is not of {config.layers} layers with {config.experts} experts each, "
-            f"as {config.name} has"
-        )
-    return [[counts[i, e] for e in range(config.experts)] for i in range(config.layers)]
+    return read_profile(path, config).counts
 
 
 def keep_dense(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from moesched.plan import Plan, split_batch
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
 from moesched.policies.expert_placement import order_of, popularity_of
+from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs import plan_run, run
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
@@ -63,31 +64,29 @@ def plan_of(layers: int = 2, experts: int = 3) -> Plan:
     return Plan(T4, layout, split_batch([2], 2, 1))
 
 
-def test_a_popularity_comes_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "popularity.csv"
-    rows = [f"{i},{e},{count}" for i, counts in enumerate(POPULARITY) for e, count in enumerate(counts)]
-    path.write_text("\n".join(["layer,expert,count", *rows]))
-    assert popularity_of(plan_of(), str(path)) == POPULARITY
+def written(counts: Sequence[Sequence[int]], folder: Path, top_k: int = 2) -> str:
+    """A routing profile with these counts, as a file."""
+    profile = RoutingProfile(
+        model="small",
+        layers=len(counts),
+        experts=len(counts[0]),
+        top_k=top_k,
+        tokens=sum(map(sum, counts)),
+        counts=tuple(map(tuple, counts)),
+    )
+    write_profile(profile, folder / "popularity.csv")
+    return str(folder / "popularity.csv")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("layer,expert\n0,1", "its first line must be layer,expert,count"),
-        ("layer,expert,count\n0,0,5\n0,one,4", "line 3 is not layer,expert,count: 0,one,4"),
-        ("layer,expert,count\n0,0,5", "it is not of 2 layers with 3 experts each, as small has"),
-    ],
-)
-def test_a_popularity_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "popularity.csv"
-    path.write_text(text)
-    with pytest.raises(BadInput, match=says):
-        popularity_of(plan_of(), str(path))
+def test_a_popularity_comes_from_a_routing_profile(tmp_path: Path) -> None:
+    plan = plan_of()
+    file = written(POPULARITY, tmp_path, plan.layout.config.top_k)
+    assert [list(counts) for counts in popularity_of(plan, file)] == POPULARITY
 
 
-def test_a_file_that_is_not_there_and_a_placement_that_is_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"nowhere.csv: cannot be read"):
-        popularity_of(plan_of(), str(tmp_path / "nowhere.csv"))
+def test_a_profile_of_another_shape_and_a_placement_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="but small has 2 layers of 4 experts"):
+        popularity_of(plan_of(experts=4), written(POPULARITY, tmp_path))
     with pytest.raises(BadInput, match=r"placement is 'best': give one of popular, worst, random"):
         order_of("best", POPULARITY)
 
@@ -175,12 +174,11 @@ def test_latencies_are_those_of_the_machines_cost_model() -> None:
 
 
 def test_what_stays_is_the_most_popular(tmp_path: Path) -> None:
-    path = tmp_path / "popularity.csv"
-    rows = [f"{i},{e},{100 * (e == 3) + i}" for i in range(3) for e in range(4)]
-    path.write_text("\n".join(["layer,expert,count", *rows]))
-    policy, _ = ran(T4, popularity=str(path), experts=4)
+    counts = [[100 * (e == 3) + i for e in range(4)] for i in range(3)]
+    path = written(counts, tmp_path, Case(name="small", machine=T4).layout().config.top_k)
+    policy, _ = ran(T4, popularity=path, experts=4)
     assert policy.at_gpu == {(0, 3), (1, 3), (2, 3), (2, 0)}
-    worst, _ = ran(T4, popularity=str(path), experts=4, placement="worst")
+    worst, _ = ran(T4, popularity=path, experts=4, placement="worst")
     assert worst.at_gpu == {(0, 0), (0, 1), (0, 2), (1, 0)}
 
 

@@ -15,6 +15,7 @@ from moesched.cli import (
     listing,
     models,
     planning,
+    profiling,
     reproducing,
     run,
     simulate,
@@ -48,7 +49,18 @@ def make_app() -> App:
         version=lambda: version("moesched"),
         result_action="return_value",
     )
-    for command in (run, simulate, planning, models, listing, comparing, calibrating, drawing, reproducing):
+    for command in (
+        run,
+        simulate,
+        planning,
+        models,
+        listing,
+        comparing,
+        calibrating,
+        drawing,
+        reproducing,
+        profiling,
+    ):
         command.add_to(app)
     return app
 

@@ -80,6 +80,25 @@ MicroBatchSize = Annotated[
     int | None,
     Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
 ]
+Routing = Annotated[
+    str | None,
+    Parameter(
+        metavar="NAME|FILE",
+        help="Where each token's experts come from: what `moesched profile-routing` wrote, counts (.csv) or a trace "
+        "(.npz), or uniform, popularity (as uneven as Mixtral 8x7B) or zipf. By default uniform.",
+    ),
+]
+RoutingSettings = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--routing-set",
+        metavar="KEY=VALUE",
+        negative="",
+        show_default=False,
+        help="A setting of the routing's own: locality=0.5, how likely a token is to repeat the experts of the one "
+        "before, or exponent=1.2 of zipf; again for more.",
+    ),
+]
 TensorParallel = Annotated[
     int | None,
     Parameter(

@@ -28,7 +28,9 @@ EPILOGUE = """Examples:
       --workload summarization --padded --requests 500
   moesched simulate --model models/mixtral-0.8b --machine auto \\
       --policy layer_streaming --workload uniform --batch-size 16 \\
-      --budget host=640MB --trace out/predicted.json"""
+      --budget host=640MB --trace out/predicted.json
+  moesched simulate --model mixtral-8x7b --machine t4 --policy expert_streaming \\
+      --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5"""
 
 
 def add_to(app: App) -> None:
@@ -65,6 +67,8 @@ def simulate(
     ] = False,
     dtype: options.DType = None,
     seed: Annotated[int, Parameter(help="Of the order of the prompts and of the routing.")] = 0,
+    routing: options.Routing = None,
+    routing_settings: options.RoutingSettings = (),
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     budget: options.Budgets = (),
@@ -98,6 +102,8 @@ def simulate(
                 padded=padded,
                 dtype=dtype,
                 seed=seed,
+                routing=routing,
+                routing_settings=parse_settings(routing_settings, "--routing-set"),
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 budgets=options.parse_budgets(budget),

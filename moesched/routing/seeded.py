@@ -1,4 +1,4 @@
-"""Routing without a router: which experts tokens take in a simulation."""
+"""Uniform routing without a router, drawn decision by decision: what a simulation takes where nobody says otherwise."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""The experts of single tokens, and how a simulation takes its routing from them.
+
+Whatever the source, a token's experts depend on its request and its position in it, and on nothing else: batches,
+micro-batches and schedules cannot change them, so that policies are compared on the same choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.plan import Batch
+
+Integers = npt.NDArray[np.integer[Any]]
+
+
+class ExpertChoices(Protocol):
+    """Says which experts any token takes. Pure in its arguments."""
+
+    @property
+    def experts(self) -> int:
+        """Experts in a layer."""
+
+    def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
+        """The experts (T, k), ascending, of the tokens at these positions of these requests of the run."""
+
+
+class BatchRouting:
+    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch."""
+
+    def __init__(self, choices: ExpertChoices, batch: Batch) -> None:
+        self._choices = choices
+        self._requests = [np.array(requests) + batch.first_request for requests in batch.micro_batches]
+        self._prompts = [
+            np.array([batch.prompts[request] for request in requests]) for requests in batch.micro_batches
+        ]
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """How many of the tokens go to each expert that gets any, in ascending order of expert.
+
+        Raises:
+            ValueError: the micro-batch has another number of tokens in that step.
+        """
+        requests_T, positions_T = self._requests[micro_batch], self._prompts[micro_batch] + step - 1
+        if step == 0:
+            lengths = self._prompts[micro_batch]
+            requests_T = np.repeat(requests_T, lengths)
+            positions_T = np.concatenate([np.arange(length) for length in lengths])
+        if len(requests_T) != tokens:
+            raise ValueError(f"step {step} of mb{micro_batch} has {len(requests_T)} tokens, not {tokens}")
+        chosen_Tk = self._choices.of_tokens(layer, requests_T, positions_T)
+        counts = np.bincount(chosen_Tk.ravel(), minlength=self._choices.experts).tolist()
+        return {expert: count for expert, count in enumerate(counts) if count}

@@ -1,0 +1,100 @@
+"""Expert choices by popularity, with or without temporal locality: seeded, and drawn token by token."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
+from moesched.routing.choices import Integers
+from moesched.routing.popularity import Floats, Popularity, shares_of
+
+Bits = npt.NDArray[np.uint64]
+
+ORDERS = 64
+"""In how many orders a layer's experts are laid out: which ones go together differs between them."""
+
+_WORD = 2**64
+_STRIDE = 0x9E3779B97F4A7C15
+_ORDER, _POINT, _REPEAT = range(3)
+
+
+class _Table(NamedTuple):
+    """A layer's experts in some orders, one after the other, and where the share of each of them ends."""
+
+    experts: Integers
+    ends: Floats
+
+
+class GeneratedChoices:
+    """Each token takes `top_k` different experts; in the long run every expert gets exactly its share of the tokens.
+
+    With locality a token repeats, with that probability, the experts that the token before it in its request has in
+    the same layer; that leaves the shares as they are.
+
+    Raises:
+        BadInput: the locality is no probability below 1.
+    """
+
+    def __init__(self, popularity: Popularity, config: ModelConfig, seed: int = 0) -> None:
+        self.locality = popularity.locality
+        if not 0 <= self.locality < 1:
+            raise BadInput(f"routing: locality is {self.locality:g}: give 0 or more, and less than 1")
+        self.experts = config.experts
+        self._top_k = config.top_k
+        self._seed = seed
+        self._shares_LE = shares_of(popularity.weights(config.layers, config.experts, seed), config.top_k)
+        self._table = cache(self._make_table)
+
+    def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
+        """The experts (T, k), ascending, of the tokens at these positions of these requests."""
+        drawn_T = self._drawn_at(layer, requests_T, positions_T)
+        order_T = np.floor(ORDERS * self._numbers(layer, _ORDER, requests_T, drawn_T))
+        point_T = 1.0 - self._numbers(layer, _POINT, requests_T, drawn_T)
+        # Points at distances of 1 on a line on which every expert has its share, at most 1, meet different experts,
+        # each as often as it should be met (systematic sampling).
+        start_T = order_T * (self._top_k + 1) + point_T
+        table = self._table(layer)
+        places_Tk = np.searchsorted(table.ends, start_T[:, None] + np.arange(self._top_k))
+        return np.sort(table.experts[places_Tk], axis=1)
+
+    def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
+        """The position of the token whose experts each token has: its own, or that of one before it."""
+        drawn_T = np.array(positions_T)
+        unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)
+        while len(unsettled):
+            at = drawn_T[unsettled]
+            repeats = self._numbers(layer, _REPEAT, requests_T[unsettled], at) < self.locality
+            unsettled = unsettled[repeats & (at > 0)]
+            drawn_T[unsettled] -= 1
+        return drawn_T
+
+    def _make_table(self, layer: int) -> _Table:
+        random = np.random.default_rng((self._seed % _WORD, layer))
+        experts = random.permuted(np.tile(np.arange(self.experts), (ORDERS, 1)), axis=1)
+        ends = np.cumsum(self._shares_LE[layer][experts], axis=1)
+        ends[:, -1] = self._top_k
+        ends += np.arange(ORDERS)[:, None] * (self._top_k + 1)
+        return _Table(experts.ravel(), ends.ravel())
+
+    def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
+        """A random number in [0, 1) for each token, made from where it stands alone."""
+        start = np.array([(self._seed * 4 + purpose) % _WORD], dtype=np.uint64)
+        bits = _mix(start)
+        for part in (np.array([layer]), requests_T, positions_T):
+            bits = _mix(bits ^ (part.astype(np.uint64) * np.uint64(_STRIDE)))
+        numbers: Floats = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return numbers
+
+
+def _mix(bits: Any) -> Bits:
+    """Every bit of the result depends on every bit of the argument (SplitMix64, Steele et al. 2014)."""
+    bits = bits + np.uint64(_STRIDE)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Bits = bits ^ (bits >> np.uint64(31))
+    return mixed

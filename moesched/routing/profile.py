@@ -1,0 +1,181 @@
+"""A routing profile: how many tokens chose each expert of each layer, and the CSV file that holds it.
+
+The file begins with comments that state the shape, then has a header and one row for each expert of each layer, both
+counted from 0:
+
+    # model: tiny-mixtral
+    # layers: 4
+    # experts: 8
+    # top_k: 2
+    # tokens: 10342
+    layer,expert,count
+    0,0,1877
+    0,1,2950
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
+from moesched.trace.whole_file import whole_file
+
+HEADER = "layer,expert,count"
+SIZES = ("layers", "experts", "top_k", "tokens")
+
+
+class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Expert choices, counted.
+
+    Attributes:
+        model: the name of the model that was counted.
+        layers, experts, top_k: its shape.
+        tokens: how many were counted; each of them makes `top_k` choices in every layer.
+        counts: tokens by layer and expert.
+    """
+
+    model: str
+    layers: int
+    experts: int
+    top_k: int
+    tokens: int
+    counts: tuple[tuple[int, ...], ...]
+
+    def by_popularity(self) -> list[tuple[int, int]]:
+        """All (layer, expert), the most often chosen first; of equal ones the lower layer and expert first."""
+        places = [(i, e) for i in range(self.layers) for e in range(self.experts)]
+        return sorted(places, key=lambda place: -self.counts[place[0]][place[1]])
+
+
+def require_shape(source: str, of: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
+    """Whether what was recorded of one model can be used for another.
+
+    Args:
+        source: the file, for the message.
+        of: the model that was recorded.
+        shape: its layers, experts and top_k.
+
+    Raises:
+        BadInput: the shapes differ.
+    """
+    needed = (config.layers, config.experts, config.top_k)
+    if shape != needed:
+        raise BadInput(
+            f"{source} is of {of}, {_told(shape)}, but {config.name} has {_told(needed)}: "
+            "give a profile of that model, which `moesched profile-routing` makes"
+        )
+
+
+def write_profile(profile: RoutingProfile, path: Path | str) -> None:
+    """Write a profile as CSV.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    lines = [f"# model: {profile.model}", *(f"# {name}: {getattr(profile, name)}" for name in SIZES), HEADER]
+    for layer, counts in enumerate(profile.counts):
+        lines += [f"{layer},{expert},{count}" for expert, count in enumerate(counts)]
+    with whole_file(Path(path), "routing profile") as file:
+        file.write("\n".join([*lines, ""]).encode())
+
+
+def read_profile(path: Path | str, config: ModelConfig | None = None) -> RoutingProfile:
+    """Read a profile.
+
+    Args:
+        config: the model that it is to be used for.
+
+    Raises:
+        BadInput: the file cannot be read, a line of it is broken (the message names which), rows are missing, or it
+            is of a model of another shape.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadInput(f"cannot read routing profile {path}: {error.strerror}: name a CSV file") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is no routing profile: it is not text: name a CSV file") from error
+    profile = _Reader(path).read(text.splitlines())
+    if config is not None:
+        shape = (profile.layers, profile.experts, profile.top_k)
+        require_shape(str(path), profile.model, shape, config)
+    return profile
+
+
+class _Reader:
+    """Reads the lines of one file, and says of a broken one where it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+        self._model = "another model"
+        self._sizes: dict[str, int] = {}
+
+    def read(self, lines: Iterable[str]) -> RoutingProfile:
+        counts: list[list[int | None]] | None = None
+        for self._number, line in enumerate(map(str.strip, lines), 1):
+            if line.startswith("#"):
+                self._comment(line[1:])
+            elif line and counts is None:
+                counts = self._begin(line)
+            elif line and counts is not None:
+                self._row(line, counts)
+        if counts is None:
+            raise BadInput(f"{self._path} holds no routing profile: it has no line {HEADER!r}")
+        return RoutingProfile(model=self._model, counts=self._whole(counts), **self._sizes)
+
+    def _comment(self, text: str) -> None:
+        key, _, value = map(str.strip, text.partition(":"))
+        if key == "model":
+            self._model = value
+        elif key in SIZES:
+            self._sizes[key] = self._whole_number(key, value, least=0 if key == "tokens" else 1)
+
+    def _begin(self, line: str) -> list[list[int | None]]:
+        if line.replace(" ", "") != HEADER:
+            raise self._broken(f"{line!r} is not the header: write {HEADER!r} before the first row")
+        missing = [name for name in SIZES if name not in self._sizes]
+        if missing:
+            raise self._broken(f"the header comes before '# {missing[0]}: ...': state the shape first")
+        return [[None] * self._sizes["experts"] for _ in range(self._sizes["layers"])]
+
+    def _row(self, line: str, counts: list[list[int | None]]) -> None:
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 3:
+            raise self._broken(f"{line!r} has {len(fields)} fields: write {HEADER}")
+        layer = self._whole_number("layer", fields[0], below=self._sizes["layers"])
+        expert = self._whole_number("expert", fields[1], below=self._sizes["experts"])
+        if counts[layer][expert] is not None:
+            raise self._broken(f"expert {expert} of layer {layer} comes a second time: leave one of them")
+        counts[layer][expert] = self._whole_number("count", fields[2])
+
+    def _whole(self, counts: list[list[int | None]]) -> tuple[tuple[int, ...], ...]:
+        for layer, row in enumerate(counts):
+            if None in row:
+                raise BadInput(
+                    f"{self._path} has no row for expert {row.index(None)} of layer {layer}: it was cut short, or its "
+                    "shape is another one; write one row for each expert, also where the count is 0"
+                )
+        return tuple(tuple(count for count in row if count is not None) for row in counts)
+
+    def _whole_number(self, name: str, text: str, *, least: int = 0, below: int | None = None) -> int:
+        if not (text.isascii() and text.isdecimal()):
+            raise self._broken(f"{name} is {text!r}: give a whole number from {least} on")
+        number = int(text)
+        if number < least or (below is not None and number >= below):
+            most = "" if below is None else f" to {below - 1}"
+            raise self._broken(f"{name} is {number}: give a whole number from {least}{most or ' on'}")
+        return number
+
+    def _broken(self, what: str) -> BadInput:
+        return BadInput(f"{self._path}:{self._number}: {what}")
+
+
+def _told(shape: tuple[int, int, int]) -> str:
+    layers, experts, top_k = shape
+    return f"{layers} layers of {experts} experts, top {top_k}"

@@ -1,0 +1,76 @@
+"""Watches the routers of a real run and keeps what they chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moesched.models.config import ModelConfig
+from moesched.routing.choices import Integers
+from moesched.routing.trace import RoutingTrace
+from moesched.seams import TokenSpan
+
+
+class RoutingRecorder:
+    """Keeps every token's experts, whatever the order in which layers and requests come.
+
+    Args:
+        progress: told, after each choice, how many choices there were, tokens times layers, and `most`.
+        most: how many there will be at most.
+    """
+
+    def __init__(
+        self, config: ModelConfig, progress: Callable[[int, int], object] | None = None, most: int = 0
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._most = most
+        self._id = np.uint8 if config.experts <= 256 else np.uint16
+        self._chosen: dict[int, Integers] = {}
+        self._ends: dict[int, list[int]] = {}
+        self._choices = 0
+
+    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
+        """Keep the choices of one layer's router."""
+        start = 0
+        for request, first, tokens in spans:
+            stop = start + tokens
+            self._room(request, first + tokens)[first : first + tokens, layer] = experts_Tk[start:stop]
+            self._ends[request][layer] = max(self._ends[request][layer], first + tokens)
+            start = stop
+        self._choices += len(experts_Tk)
+        if self._progress is not None:
+            self._progress(self._choices, self._most)
+
+    def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
+        """What was recorded, of requests that have so many tokens; what came after their end is left out.
+
+        Tokens that did not get through all layers, since the run was interrupted, are left out as well.
+        """
+        kept = {
+            request: min(lengths[request], *ends)
+            for request, ends in sorted(self._ends.items())
+            if min(ends) > 0
+        }
+        pieces = [self._chosen[request][:tokens] for request, tokens in kept.items()]
+        shape = (0, self._config.layers, self._config.top_k)
+        return RoutingTrace(
+            self._config.name,
+            self._config.experts,
+            np.concatenate(pieces) if pieces else np.empty(shape, self._id),
+            np.array(list(kept.values()), dtype=np.int64),
+            np.array([min(prompt_tokens[request], tokens) for request, tokens in kept.items()], np.int64),
+        )
+
+    def _room(self, request: int, tokens: int) -> Integers:
+        """Where a request's choices go (tokens or more, layers, top_k)."""
+        have = self._chosen.get(request)
+        if have is None:
+            self._ends[request] = [0] * self._config.layers
+            have = np.empty((0, self._config.layers, self._config.top_k), self._id)
+        if len(have) < tokens:
+            grown = np.empty((max(tokens, 2 * len(have)), *have.shape[1:]), self._id)
+            grown[: len(have)] = have
+            self._chosen[request] = have = grown
+        return have

@@ -1,0 +1,136 @@
+"""A routing trace: which experts every token of a real run took in every layer, and the .npz file that holds it.
+
+The file is numpy's (`numpy.load` reads it), compressed, with these arrays:
+
+    chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; the tokens of each request in their
+                    order, those of the first request first
+    request_tokens  (requests,), int64: how many of the tokens are of each request
+    prompt_tokens   (requests,), int64: how many of these are its prompt, which is step 0; each later one is a step
+    experts         (), int64: experts in a layer
+    model           (), text: the model's name
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
+from moesched.routing.choices import Integers
+from moesched.routing.profile import RoutingProfile, require_shape
+from moesched.trace.whole_file import whole_file
+
+ARRAYS = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
+"""What a file holds, and how many dimensions it has."""
+
+
+class RoutingTrace(NamedTuple):
+    """Expert choices, token by token; what the fields are, the module says."""
+
+    model: str
+    experts: int
+    chosen: Integers
+    request_tokens: Integers
+    prompt_tokens: Integers
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, experts and top_k of the model."""
+        _, layers, top_k = self.chosen.shape
+        return layers, self.experts, top_k
+
+    def profile(self) -> RoutingProfile:
+        """The choices, counted."""
+        layers, experts, top_k = self.shape
+        counts = [np.bincount(self.chosen[:, i].ravel(), minlength=experts).tolist() for i in range(layers)]
+        return RoutingProfile(
+            model=self.model,
+            layers=layers,
+            experts=experts,
+            top_k=top_k,
+            tokens=len(self.chosen),
+            counts=tuple(map(tuple, counts)),
+        )
+
+
+class RecordedChoices:
+    """The choices of a trace, for any requests: those beyond the trace's, and tokens beyond its, begin it anew."""
+
+    def __init__(self, trace: RoutingTrace) -> None:
+        self.experts = trace.experts
+        self._chosen = trace.chosen
+        self._lengths = trace.request_tokens
+        self._starts = np.cumsum(trace.request_tokens) - trace.request_tokens
+
+    def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
+        """The experts (T, k), ascending, of the tokens at these positions of these requests."""
+        recorded_T = requests_T % len(self._lengths)
+        rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
+        experts_Tk: Integers = self._chosen[rows_T, layer]
+        return experts_Tk
+
+
+def write_routing_trace(trace: RoutingTrace, path: Path | str) -> None:
+    """Write a trace; its name must end in .npz, by which it is known.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    written = BytesIO()
+    np.savez_compressed(written, **trace._asdict())
+    with whole_file(Path(path), "routing trace") as file:
+        file.write(written.getvalue())
+
+
+def read_routing_trace(path: Path | str, config: ModelConfig | None = None) -> RoutingTrace:
+    """Read a trace.
+
+    Args:
+        config: the model that it is to be used for.
+
+    Raises:
+        BadInput: the file cannot be read, is no routing trace, or is of a model of another shape.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ARRAYS}
+    except OSError as error:
+        told = error.strerror or "it is damaged"
+        raise BadInput(f"cannot read routing trace {path}: {told}: name an .npz file") from error
+    except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise BadInput(f"{path} is no routing trace: make one with `moesched profile-routing`") from error
+    _check(path, arrays)
+    trace = RoutingTrace(
+        str(arrays["model"]),
+        int(arrays["experts"]),
+        arrays["chosen"],
+        arrays["request_tokens"],
+        arrays["prompt_tokens"],
+    )
+    if config is not None:
+        require_shape(str(path), trace.model, trace.shape, config)
+    return trace
+
+
+def _check(path: Path, arrays: dict[str, Any]) -> None:
+    """Whether the arrays are what they should be, so that no index goes astray later."""
+    for name, dimensions in ARRAYS.items():
+        kind = "U" if name == "model" else "iu"
+        if arrays[name].ndim != dimensions or arrays[name].dtype.kind not in kind:
+            raise _damaged(path, f"{name} has shape {arrays[name].shape} of {arrays[name].dtype}")
+    chosen, lengths, prompts = arrays["chosen"], arrays["request_tokens"], arrays["prompt_tokens"]
+    if not chosen.size or chosen.min() < 0 or chosen.max() >= arrays["experts"]:
+        raise _damaged(path, f"it has no tokens, or an expert above the {arrays['experts']} of a layer")
+    if lengths.shape != prompts.shape or (lengths < 1).any() or lengths.sum() != len(chosen):
+        raise _damaged(path, f"its requests do not add up to its {len(chosen)} tokens")
+
+
+def _damaged(path: Path, what: str) -> BadInput:
+    return BadInput(f"{path} is damaged: {what}: make it again with `moesched profile-routing`")

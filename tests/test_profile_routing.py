@@ -1,0 +1,281 @@
+"""`moesched profile-routing` and `moesched simulate --routing`: a run's choices, counted, drawn and replayed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moesched
+from moesched.devices import torch_kernels as kernels
+from moesched.listeners import Listener
+from moesched.routing.heat_map import draw_heat_map
+from moesched.routing.profile import RoutingProfile, read_profile
+from moesched.routing.profiling import profile_routing
+from moesched.routing.trace import RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.tasks import Task
+from reference import Reference
+from small_models import SMALL, small_model
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7, 7, 7, 20, 30, 40, 50, 60], [100]]
+NEW_TOKENS = 4
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def trace(model: Path) -> RoutingTrace:
+    """What the prompts and their generated tokens chose."""
+    return profile_routing(model, PROMPTS, max_new_tokens=NEW_TOKENS).trace
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+class WatchedReference(Reference):
+    """Remembers what its routers chose."""
+
+    def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
+        chosen_Tk, _ = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k)
+        self.chosen.append(chosen_Tk.numpy())
+        return super().experts(layer, x_TD, residual_TD)
+
+    def choices(self, tokens: list[int]) -> Any:
+        """The experts (T, layers, k) of a sequence's tokens."""
+        self.chosen: list[Any] = []
+        cache = self.cache()
+        cache.open(0)
+        self.logits(cache, [0], [tokens])
+        return np.stack(self.chosen, axis=1)
+
+
+# -- what is recorded
+
+
+def test_every_token_is_recorded_with_the_experts_that_a_plain_forward_pass_chooses(
+    model: Path, trace: RoutingTrace
+) -> None:
+    report = moesched.run_model(model, PROMPTS, max_new_tokens=NEW_TOKENS)
+    reference = WatchedReference(model)
+    expected = [
+        reference.choices([*prompt, *generated[:-1]])
+        for prompt, generated in zip(PROMPTS, report.tokens or [], strict=True)
+    ]
+    assert trace.request_tokens.tolist() == [len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS]
+    assert trace.prompt_tokens.tolist() == list(map(len, PROMPTS))
+    assert trace.shape == (SMALL.layers, SMALL.experts, SMALL.top_k)
+    assert (trace.chosen == np.concatenate(expected)).all()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"policy": "resident"},
+        {"policy": "cgopipe", "micro_batch_size": 1},
+        {"policy": "layer_streaming", "batch_size": 3, "micro_batch_size": 2},
+    ],
+)
+def test_neither_policy_nor_batches_change_what_is_recorded(
+    model: Path, trace: RoutingTrace, how: dict[str, Any]
+) -> None:
+    found = profile_routing(model, PROMPTS, max_new_tokens=NEW_TOKENS, **how).trace
+    assert (found.chosen == trace.chosen).all()
+    assert (found.request_tokens == trace.request_tokens).all()
+
+
+def test_what_a_request_does_after_its_end_is_not_recorded(
+    tmp_path: Path, model: Path, trace: RoutingTrace
+) -> None:
+    first = moesched.run_model(model, PROMPTS, max_new_tokens=NEW_TOKENS).tokens or []
+    stopping = small_model(tmp_path / "stopping", stop_tokens=(first[0][1],))
+    kept = moesched.run_model(stopping, PROMPTS, max_new_tokens=NEW_TOKENS).tokens or []
+    assert len(kept[0]) < NEW_TOKENS
+    found = profile_routing(stopping, PROMPTS, max_new_tokens=NEW_TOKENS).trace
+    lengths = [len(prompt) + len(each) - 1 for prompt, each in zip(PROMPTS, kept, strict=True)]
+    assert found.request_tokens.tolist() == lengths
+    assert (found.chosen[: lengths[0]] == trace.chosen[: lengths[0]]).all()
+
+
+# -- replay
+
+
+class Choices(Listener):
+    """Remembers what every `route` came to."""
+
+    def __init__(self) -> None:
+        self.all: dict[tuple[int, int, int], dict[int, int]] = {}
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "route":
+            self.all[task.step, task.layer, task.micro_batch] = task.value
+
+
+def test_a_simulation_takes_the_choices_of_the_run_that_was_recorded(
+    model: Path, trace: RoutingTrace, prompts: Path, tmp_path: Path
+) -> None:
+    sizes: Any = {"policy": "expert_streaming", "batch_size": 3, "micro_batch_size": 2}
+    real, replayed, uniform = Choices(), Choices(), Choices()
+    moesched.run_model(model, PROMPTS[:3], max_new_tokens=NEW_TOKENS, listener=real, **sizes)
+    write_routing_trace(trace, tmp_path / "routing.npz")
+    simulated: Any = {"machine": "t4", "workload": PROMPTS[:3], "gen": NEW_TOKENS, **sizes}
+    routing = str(tmp_path / "routing.npz")
+    moesched.simulate_model(model, routing=routing, listener=replayed, **simulated)
+    moesched.simulate_model(model, listener=uniform, **simulated)
+    assert len(real.all) == NEW_TOKENS * SMALL.layers * 2
+    assert replayed.all == real.all
+    assert uniform.all != real.all
+
+
+def test_what_is_simulated_depends_on_the_routing(command: Any) -> None:
+    simulated = (
+        "simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "expert_streaming",
+        "--workload", "mtbench", "--batch-size", 8, "--micro-batch-size", 8, "--gen", 4, "--json",
+    )  # fmt: skip
+    even = json.loads(command(*simulated).out)
+    uneven = json.loads(command(*simulated, "--routing", "zipf", "--routing-set", "exponent=4").out)
+    assert uneven["tasks"] < even["tasks"]
+
+
+# -- the command
+
+
+def test_the_command_prints_the_figures_and_writes_both_files(
+    command: Any, model: Path, trace: RoutingTrace, prompts: Path, tmp_path: Path
+) -> None:
+    files = ("--out", tmp_path / "routing.csv", "--out", tmp_path / "routing.npz")
+    wanted = ("profile-routing", model, "--prompts", prompts, "--max-new-tokens", NEW_TOKENS)
+    said = command(*wanted, *files, "--gpu-experts", 5)
+    assert said.code == 0
+    assert "small: 4 layers of 4 experts, top 2; 28 tokens" in said.out
+    assert re.search(r"\nmean +0\.\d\d\n", said.out)
+    assert re.search(r"\n5 of 16 +\d+\.\d% +\d+\.\d% +31\.2%\n", said.out)
+    assert (read_routing_trace(tmp_path / "routing.npz").chosen == trace.chosen).all()
+    assert read_profile(tmp_path / "routing.csv") == trace.profile()
+
+
+def test_the_json_holds_the_figures_and_the_counts(
+    command: Any, model: Path, trace: RoutingTrace, prompts: Path
+) -> None:
+    wanted = ("profile-routing", model, "--prompts", prompts, "--max-new-tokens", NEW_TOKENS, "--json")
+    found = json.loads(command(*wanted).out)
+    assert found["counts"] == [list(row) for row in trace.profile().counts]
+    assert found["tokens"] == 28
+    assert [rate["gpu_experts"] for rate in found["hit_rates"]] == [4, 8]
+    assert found["interrupted"] is False
+
+
+def test_files_give_the_figures_of_the_run_that_they_are_of(
+    command: Any, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    csv, npz = tmp_path / "routing.csv", tmp_path / "routing.npz"
+    ran = command("profile-routing", model, "--prompts", prompts, "--out", csv, "--out", npz)
+    read = command("profile-routing", model, "--routing", npz, "--out", tmp_path / "again.csv")
+    assert ran.out == read.out == command("profile-routing", model, "--routing", csv).out
+    assert (tmp_path / "again.csv").read_bytes() == csv.read_bytes()
+
+
+def test_a_generator_needs_no_model_but_its_shape(command: Any, tmp_path: Path) -> None:
+    said = command(
+        "profile-routing", "mixtral-8x7b", "--routing", "popularity", "--out", tmp_path / "made.csv"
+    )
+    assert re.search(r"\nmean +0\.71\ndeviation +0\.08\nminimum +0\.22\n", said.out)
+    assert re.search(r"\n56 of 256 +25\.2% +18\.7% +21\.9%\n125 of 256 +53\.0% +44\.6% +48\.8%\n", said.out)
+    assert read_profile(tmp_path / "made.csv").experts == 8
+
+
+def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
+    command: Any, model: Path, prompts: Path
+) -> None:
+    prompts.write_text(prompts.read_text() + "nothing\n")
+    said = command("profile-routing", model, "--prompts", prompts, "--max-new-tokens", NEW_TOKENS)
+    assert said.code == 2
+    assert "28 tokens" in said.out
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:5: [^\n]*left out[^\n]*\n", said.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "say what to profile: give either --prompts or --routing"),
+        (("--routing", "zipf", "--prompts", "x.jsonl"), "say what to profile"),
+        (("--routing", "zipf", "--out", "x.txt"), r"cannot write x\.txt: end its name in \.csv"),
+        (("--routing", "zipf", "--out", "x.npz"), r"cannot write x\.npz: single tokens are known of a run"),
+        (("--routing", "zipf", "--picture", "x.jpg"), r"cannot draw x\.jpg: end its name in \.png or \.svg"),
+        (
+            ("--routing", "zipf", "--out", "none/x.csv"),
+            r"cannot write routing none/x\.csv: .*make its folder",
+        ),
+        (("--routing", "zipf", "--gpu-experts", 300), "--gpu-experts is 300: the model has 256 experts"),
+        (("--routing", "none"), "no routing 'none': name a .csv or .npz file, or one of uniform"),
+        (("--prompts", "x.jsonl", "--routing-set", "locality=0.1"), "--routing-set is of a generator"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
+    said = command("profile-routing", "mixtral-8x7b", *arguments)
+    assert said.code == 2
+    assert said.out == ""
+    assert re.fullmatch(rf"moesched: {told}[^\n]*\n", said.err), said.err
+
+
+def test_a_dense_model_has_nothing_to_profile(command: Any, tmp_path: Path, prompts: Path) -> None:
+    dense = small_model(tmp_path / "dense", experts=1, top_k=1)
+    said = command("profile-routing", dense, "--prompts", prompts)
+    assert (said.code, said.out) == (2, "")
+    assert "has one expert in a layer and no router" in said.err
+
+
+def test_a_device_that_cannot_be_watched_is_told(command: Any, model: Path, prompts: Path) -> None:
+    said = command("profile-routing", model, "--prompts", prompts, "--device", "emulated", "--machine", "t4")
+    assert (said.code, said.out) == (2, "")
+    assert "device EmulatedDevice tells nothing of its routing: use --device torch" in said.err
+
+
+@pytest.mark.parametrize("option", ["simulate", "profile-routing"])
+def test_a_profile_of_another_model_is_refused_in_one_line(command: Any, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "dbrx.csv"
+    command("profile-routing", "dbrx", "--routing", "popularity", "--out", file)
+    simulated = ("--machine", "t4", "--policy", "cgopipe", "--workload", "mtbench", "--gen", 2)
+    model = (
+        ("simulate", "--model", "mixtral-8x7b", *simulated)
+        if option == "simulate"
+        else (option, "mixtral-8x7b")
+    )
+    said = command(*model, "--routing", file)
+    assert (said.code, said.out) == (2, "")
+    shapes = "dbrx, 40 layers of 16 experts, top 4, but mixtral-8x7b has 32 layers of 8 experts, top 2"
+    assert re.fullmatch(rf"moesched: .*dbrx\.csv is of {shapes}[^\n]*\n", said.err)
+
+
+# -- pictures
+
+
+def test_the_heat_map_is_drawn(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    said = command("profile-routing", "dbrx", "--routing", "zipf", "--picture", tmp_path / "map.png")
+    assert said.code == 0
+    assert (tmp_path / "map.png").read_bytes().startswith(PNG)
+
+
+def test_the_heat_map_names_what_it_shows_and_is_the_same_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    profile = RoutingProfile(
+        model="small", layers=2, experts=3, top_k=1, tokens=1200, counts=((600, 600, 0), (0, 0, 1200))
+    )
+    for name in ("a.svg", "b.svg"):
+        draw_heat_map(profile, tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text()
+    for text in ("small, 1,200 tokens", ">expert<", ">layer<", ">popularity<"):
+        assert text in drawn
+    assert drawn == (tmp_path / "b.svg").read_text()

@@ -1,0 +1,255 @@
+"""Routing profiles and traces: what they say, their files, and every way in which a file can be broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesched.errors import BadInput
+from moesched.models.shapes import SHAPES
+from moesched.routing.profile import RoutingProfile, read_profile, write_profile
+from moesched.routing.recorder import RoutingRecorder
+from moesched.routing.sources import find_choices, find_profile
+from moesched.routing.statistics import statistics_of
+from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.seams import TokenSpan
+from small_models import SMALL
+
+PROFILE = RoutingProfile(
+    model="small",
+    layers=4,
+    experts=4,
+    top_k=2,
+    tokens=10,
+    counts=((5, 5, 5, 5), (10, 0, 4, 6), (1, 2, 8, 9), (4, 6, 3, 7)),
+)
+HEAD = "# model: small\n# layers: 1\n# experts: 2\n# top_k: 1\n# tokens: 3\nlayer,expert,count\n"
+DBRX = SHAPES["dbrx"]
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "routing.csv"
+    file.write_text(text)
+    return file
+
+
+# -- profiles
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "routing.csv")
+    assert read_profile(tmp_path / "routing.csv", SMALL) == PROFILE
+
+
+def test_the_file_is_the_documented_csv(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "routing.csv")
+    lines = (tmp_path / "routing.csv").read_text().splitlines()
+    assert (
+        lines[:6]
+        == HEAD.replace("layers: 1", "layers: 4")
+        .replace("experts: 2", "experts: 4")
+        .replace("top_k: 1", "top_k: 2")
+        .replace("tokens: 3", "tokens: 10")
+        .splitlines()
+    )
+    assert lines[6:10] == ["0,0,5", "0,1,5", "0,2,5", "0,3,5"]
+    assert len(lines) == 6 + 16
+
+
+def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_path: Path) -> None:
+    file = written(tmp_path, HEAD + "\n0, 1, 1\n# counted by hand\n0,0,2\n")
+    assert read_profile(file).counts == ((2, 1),)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (HEAD + "0,0,1\n0,1\n", r":8: '0,1' has 2 fields: write layer,expert,count"),
+        (HEAD + "0,0,1\n0,1,-3\n", r":8: count is '-3': give a whole number from 0 on"),
+        (HEAD + "0,0,1.5\n0,1,3\n", r":7: count is '1\.5'"),
+        (HEAD + "0,0,many\n0,1,3\n", r":7: count is 'many'"),
+        (HEAD + "0,0,1\n1,1,3\n", r":8: layer is 1: give a whole number from 0 to 0"),
+        (HEAD + "0,0,1\n0,2,3\n", r":8: expert is 2: give a whole number from 0 to 1"),
+        (HEAD + "0,0,1\n0,0,3\n", r":8: expert 0 of layer 0 comes a second time"),
+        (HEAD + "0,0,1\n", r"has no row for expert 1 of layer 0: it was cut short"),
+        ("layer,expert,count\n0,0,1\n", r":1: the header comes before '# layers: \.\.\.'"),
+        ("# layers: none\n", r":1: layers is 'none': give a whole number from 1 on"),
+        ("# layers: 0\n", r":1: layers is 0: give a whole number from 1 on"),
+        ("# model: small\n0,0,1\n", r":2: '0,0,1' is not the header"),
+        ("", r"holds no routing profile: it has no line 'layer,expert,count'"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(BadInput, match=r"routing\.csv ?" + told):
+        read_profile(written(tmp_path, text))
+
+
+def test_what_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "routing.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match="it is not text: name a CSV file"):
+        read_profile(tmp_path / "routing.csv")
+
+
+def test_a_profile_of_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "routing.csv")
+    told = "is of small, 4 layers of 4 experts, top 2, but dbrx has 40 layers of 16 experts, top 4"
+    with pytest.raises(BadInput, match=told):
+        find_choices(str(tmp_path / "routing.csv"), DBRX)
+
+
+def test_experts_are_ordered_by_popularity_over_all_layers() -> None:
+    order = PROFILE.by_popularity()
+    assert order[:4] == [(1, 0), (2, 3), (2, 2), (3, 3)]
+    assert order[-1] == (1, 1)
+    assert len(set(order)) == 16
+
+
+def test_a_counted_profile_is_what_choices_are_drawn_by(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "routing.csv")
+    choices = find_choices(str(tmp_path / "routing.csv"), SMALL, {"locality": 0.2})
+    assert choices is not None
+    chosen = choices.of_tokens(1, np.repeat(np.arange(50), 100), np.tile(np.arange(100), 50))
+    assert np.bincount(chosen.ravel(), minlength=4) / 5000 == pytest.approx([1, 0, 0.4, 0.6], abs=0.04)
+    assert find_profile(str(tmp_path / "routing.csv"), SMALL) == PROFILE
+
+
+# -- statistics
+
+
+def test_the_statistics_are_those_of_the_normalised_counts() -> None:
+    found = statistics_of(PROFILE, [0, 1, 8, 16])
+    popularity = np.array(PROFILE.counts) / 10
+    assert found.mean == pytest.approx(popularity.mean())
+    assert found.deviation == pytest.approx(popularity.std())
+    assert found.minimum == 0
+    assert found.median == pytest.approx(np.median(popularity))
+    assert (found.lower_quartile, found.upper_quartile) == (pytest.approx(0.375), pytest.approx(0.625))
+    rates = [(rate.best, rate.worst, rate.random) for rate in found.hit_rates]
+    assert rates[0] == (0, 0, 0)
+    assert rates[1] == pytest.approx((10 / 80, 0, 1 / 16))
+    assert rates[2] == pytest.approx((56 / 80, 24 / 80, 1 / 2))
+    assert rates[3] == (1, 1, 1)
+
+
+def test_hit_rates_are_of_the_papers_shares_where_nothing_is_asked() -> None:
+    profile = find_profile("popularity", SHAPES["mixtral-8x7b"])
+    assert [rate.gpu_experts for rate in statistics_of(profile).hit_rates] == [56, 125]
+    assert [rate.gpu_experts for rate in statistics_of(PROFILE).hit_rates] == [4, 8]
+
+
+@pytest.mark.parametrize("count", [-1, 17])
+def test_more_experts_than_there_are_are_refused(count: int) -> None:
+    with pytest.raises(BadInput, match=f"--gpu-experts is {count}: the model has 16 experts; give 0 to 16"):
+        statistics_of(PROFILE, [count])
+
+
+# -- traces
+
+
+def recorded() -> RoutingTrace:
+    """Two requests of 3 and 2 tokens; the experts of a token tell where it stands."""
+    chosen = np.array([[[t % 4, 0], [1, t % 4]] for t in range(5)], np.uint8).repeat(2, axis=1)
+    return RoutingTrace("small", 4, chosen, np.array([3, 2]), np.array([2, 2]))
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_routing_trace(recorded(), tmp_path / "routing.npz")
+    found = read_routing_trace(tmp_path / "routing.npz", SMALL)
+    assert (found.model, found.experts) == ("small", 4)
+    for mine, given in zip(found[2:], recorded()[2:], strict=True):
+        assert (mine == given).all()
+        assert mine.dtype == given.dtype
+
+
+def test_the_same_trace_gives_the_same_file(tmp_path: Path) -> None:
+    for name in ("a.npz", "b.npz"):
+        write_routing_trace(recorded(), tmp_path / name)
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
+def test_a_replayed_token_has_the_experts_that_were_recorded_and_past_the_end_the_first_ones_again() -> None:
+    trace = recorded()
+    choices = RecordedChoices(trace)
+    requests, positions = np.array([0, 0, 1, 0, 2, 3]), np.array([0, 2, 1, 3, 1, 0])
+    rows = [0, 2, 4, 0, 1, 3]
+    assert (choices.of_tokens(2, requests, positions) == trace.chosen[rows, 2]).all()
+
+
+def test_a_traces_profile_counts_its_choices() -> None:
+    profile = recorded().profile()
+    assert (profile.tokens, profile.layers, profile.top_k) == (5, 4, 2)
+    assert profile.counts[0] == (7, 1, 1, 1)
+    assert profile.counts[3] == (2, 6, 1, 1)
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_routing_trace(recorded(), tmp_path / "routing.npz")
+    with pytest.raises(BadInput, match="is of small, 4 layers of 4 experts, top 2, but dbrx has 40"):
+        find_profile(str(tmp_path / "routing.npz"), DBRX)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"chosen": np.zeros((5, 2))}, r"chosen has shape \(5, 2\) of float64"),
+        ({"chosen": np.zeros((5, 4, 2))}, "of float64"),
+        ({"chosen": np.full((5, 4, 2), 9, np.uint8)}, "an expert above the 4 of a layer"),
+        ({"request_tokens": np.array([3, 1])}, "do not add up to its 5 tokens"),
+        ({"request_tokens": np.array([5, 0])}, "do not add up to its 5 tokens"),
+        ({"prompt_tokens": np.array([3])}, "do not add up to its 5 tokens"),
+    ],
+)
+def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    write_routing_trace(recorded()._replace(**changes), tmp_path / "routing.npz")
+    with pytest.raises(BadInput, match=rf"routing\.npz is damaged: .*{told}"):
+        read_routing_trace(tmp_path / "routing.npz")
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    write_routing_trace(recorded(), tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.npz").write_text("not numpy's")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "other.npz", something=np.zeros(3))
+    for name in ("cut", "text", "empty", "other"):
+        with pytest.raises(BadInput, match=f"{name}.npz.*(no routing trace|name an .npz file)"):
+            read_routing_trace(tmp_path / f"{name}.npz")
+
+
+# -- recording
+
+
+def test_a_recorder_puts_choices_in_their_places_whatever_the_order() -> None:
+    recorder = RoutingRecorder(SMALL)
+    trace = recorded()
+    for layer in (2, 0, 3, 1):
+        recorder.routed(layer, [TokenSpan(1, 0, 2), TokenSpan(0, 0, 2)], trace.chosen[[3, 4, 0, 1], layer])
+    for layer in range(4):
+        recorder.routed(layer, [TokenSpan(0, 2, 1)], trace.chosen[2:3, layer])
+    found = recorder.trace([3, 2], [2, 2])
+    assert (found.chosen == trace.chosen).all()
+    assert found.request_tokens.tolist() == [3, 2]
+    assert found.prompt_tokens.tolist() == [2, 2]
+
+
+def test_tokens_after_the_end_of_a_request_and_layers_cut_off_are_left_out() -> None:
+    recorder = RoutingRecorder(SMALL)
+    chosen = np.zeros((3, 2), np.int64)
+    for layer in range(4):
+        recorder.routed(layer, [TokenSpan(0, 0, 3)], chosen)
+    for layer in range(2):
+        recorder.routed(layer, [TokenSpan(0, 3, 1), TokenSpan(1, 0, 2)], chosen)
+    assert recorder.trace([9, 9], [2, 2]).request_tokens.tolist() == [3]
+    assert recorder.trace([2, 9], [2, 2]).request_tokens.tolist() == [2]
+
+
+def test_progress_is_told_in_choices() -> None:
+    told: list[tuple[int, int]] = []
+    recorder = RoutingRecorder(SMALL, lambda done, most: told.append((done, most)), most=12)
+    for layer in range(2):
+        recorder.routed(layer, [TokenSpan(0, 0, 3)], np.zeros((3, 2), np.int64))
+    assert told == [(3, 12), (6, 12)]
