@@ -189,8 +189,9 @@ class Link:
         kept = {page.id for each in plan.kept for page in each.pages()}
         streamed = sum(page.nbytes for page in plan.layout.pages if page.id not in kept)
         attended = 0
-        if plan.kv_role == "host" and not plan.kv_slots:
-            tokens = len(plan.batch.prompts) * (plan.batch.new_tokens - 1)
+        if not plan.kv_slots:
+            requests = sum(len(plan.batch.micro_batches[number]) for number in plan.cached_by("host"))
+            tokens = requests * (plan.batch.new_tokens - 1)
             attended = tokens * len(plan.layers) * plan.operations.attention_bytes
         return {
             "busy_share": self._busy(ends[1], ends[-2]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,6 @@ from moesched.tasks import PageTransfer, Task
 
 from .arena import aligned_bytes
 from .copies import copied, locked, wait_for_copies
-from .kv_cache import BlockedKV
 from .micro_batch import MicroBatchState
 from .page_reader import PageReader
 from .torch_kernels import KVView, Tensor
@@ -31,9 +30,10 @@ class HostSide:
         accelerator: where the accelerator's tensors are.
         home: the bytes of pages in host memory, by their id, as `bring_home` reads them; others come from the files.
         slot: the bytes of a slot, by its task's slots.
-        cache: the KV cache, on the host if `cache_on_host`.
-        kv_slots: room for keys and values that are loaded from there.
+        kv_slots: room for keys and values that are loaded from the host's KV cache.
+        cached_here: the micro-batches whose KV cache is on the host, by index.
         attend: a micro-batch's attention from queries and views of the cache.
+        attend_there: the `attention` of those whose KV cache is on the accelerator.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class HostSide:
         reader: PageReader,
         home: Mapping[int, Tensor],
         slot: Callable[[Any], Tensor],
-        cache: BlockedKV,
-        cache_on_host: bool,
         kv_slots: Sequence[Tensor],
         states: Sequence[MicroBatchState],
+        cached_here: Container[int],
         attend: Attend,
+        attend_there: Callable[[Task], None],
     ) -> None:
         self._accelerator = accelerator
         self._slot = slot
-        self._cache = cache
         self._kv_slots = kv_slots
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
+        self._cached_here = cached_here
         self._attend = attend
+        self._attend_there = attend_there
         self._reader = reader
         self._home = home
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
@@ -64,9 +65,9 @@ class HostSide:
             "cpu_attention": self._cpu_attention,
             "load_hidden": self._load_hidden,
             "offload_kv": self._offload_kv,
+            "attention": self._attention,
+            "load_kv": self._load_kv,
         }
-        if cache_on_host:
-            self.verbs = {**self.verbs, "attention": self._attention, "load_kv": self._load_kv}
 
     def _bring(self, task: PageTransfer) -> None:
         """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
@@ -90,7 +91,8 @@ class HostSide:
 
     def _load_kv(self, task: Task) -> None:
         """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""
-        views = self._cache.views(task.layer, self._states[task.micro_batch].step)
+        state = self._states[task.micro_batch]
+        views = state.cache.views(task.layer, state.step)
         memory = self._kv_slots[task.operands]
         loaded = []
         for keys, values, new in views:
@@ -102,7 +104,9 @@ class HostSide:
         self._loaded[task.operands] = loaded
 
     def _attention(self, task: Task) -> None:
-        if task.operands is None:
+        if task.micro_batch not in self._cached_here:
+            self._attend_there(task)
+        elif task.operands is None:
             self._attend_to_prompt(task)
         else:
             self._attend_to_loaded(task)
@@ -147,8 +151,8 @@ class HostSide:
     def _cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
-        self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        attended_TX = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
+        attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
         state.attended_on_host = self._ready(attended_TX)
         del state.qkv_on_host
 
@@ -162,7 +166,7 @@ class HostSide:
         _, k_TKd, v_TKd = state.qkv
         keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
         wait_for_copies(self._accelerator)  # the host itself puts them into the cache
-        self._cache.append(task.layer, state.step, keys, values)
+        state.cache.append(task.layer, state.step, keys, values)
         if not task.step:
             del state.qkv  # in decode attention may still need them
 

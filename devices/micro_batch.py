@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .kv_cache import KVStep
+from .kv_cache import BlockedKV, KVStep
 from .torch_kernels import Grouping, Tensor
 
 
@@ -37,6 +37,7 @@ class MicroBatchState:
     Attributes:
         requests: the requests, as the KV cache knows them.
         new: each request's tokens for the next step: its prompt, then the token sampled last.
+        cache: the KV cache that has its requests.
         starts: each expert's first row of x_nD and y_nD.
         logits_SV: those of a rank of several, until all ranks' are summed.
     """
@@ -44,6 +45,7 @@ class MicroBatchState:
     def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self.requests = tuple(requests)
         self.new = [list(prompts[request]) for request in requests]
+        self.cache: BlockedKV
         self.step: KVStep
         self.angles: tuple[Tensor, Tensor]
         self.hidden_TD: Tensor

@@ -17,7 +17,7 @@ from moesched.engine import Engine
 from moesched.generation import Generation
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
-from moesched.plan import Batch, Plan, Role
+from moesched.plan import KV_ROLES, Batch, Plan, Role
 from moesched.runs import make_lanes, plan_run
 from moesched.sampling import Sampling
 from moesched.schedule import Kind, Schedule
@@ -54,7 +54,7 @@ def rehearse(
     if config.ranks > 1:
         device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
-    policy = _OneLayer("host" if plan.kv_role == "host" else "accelerator", plan.experts_on_host)
+    policy = _OneLayer([role for role in KV_ROLES if plan.cached_by(role)], plan.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
     watch = _Watch(device, cost)
@@ -85,14 +85,15 @@ class _Alone:
 
 
 class _OneLayer:
-    """Policy of the rehearsal: each verb once for each micro-batch, with the KV cache where the run has it."""
+    """Policy of the rehearsal: each verb once for each micro-batch, with KV caches wherever the run has some."""
 
-    def __init__(self, kv_role: Role, experts_on_host: bool) -> None:
-        self._kv_role = kv_role
+    def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
+        self._kv_roles = kv_roles
         self._experts_on_host = experts_on_host
 
     def plan(self, plan: Plan) -> None:
-        plan.place_kv(self._kv_role)
+        for j in plan.micro_batches:
+            plan.place_kv(self._kv_roles[j // 2 % len(self._kv_roles)], [j])
         pages = plan.layout.layer(0)
         self._buffer = plan.pool("accelerator", "weights", len(pages), pages)
         self._pinned = plan.pool("pinned", "staging", len(pages), pages) if plan.has_pinned else None
@@ -138,7 +139,7 @@ class _OneLayer:
         step.combine(0, j)
 
     def _attend(self, step: Step, j: int) -> None:
-        if self._kv_role == "accelerator":
+        if step.kv_on_accelerator(j):
             step.attention(0, j)
         elif step.kind == "prefill":
             step.attention(0, j)

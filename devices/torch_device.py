@@ -14,7 +14,7 @@ from moesched.machines import Machine, machine_names
 from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import KV_BLOCK_TOKENS, Plan
+from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Plan
 from moesched.sampling import Sampling, sample
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task
@@ -24,7 +24,7 @@ from .arena import Arena, aligned_bytes, copy_placed_alike
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
 from .host_experts import HostExperts
-from .host_side import HostSide, bring_home
+from .host_side import HOST, HostSide, bring_home
 from .kept_pages import KeptPages, Weights
 from .kv_cache import BlockedKV
 from .mapped_pages import MappedPages
@@ -195,17 +195,9 @@ class TorchDevice:
             self._kept.expect(missing, self._staging(missing, plan.staged))
         self._sampling = sampling
         self._first_request = plan.batch.first_request
-        blocks = plan.batch.cache_tokens // KV_BLOCK_TOKENS
-        self._cache = BlockedKV(
-            self.config,
-            blocks,
-            block_size=KV_BLOCK_TOKENS,
-            dtype=self._dtype,
-            device=self._accelerator if plan.kv_role == "accelerator" else "cpu",
-        )
-        for request, prompt in enumerate(prompts):
-            self._cache.open(request, len(prompt) + plan.batch.new_tokens)
         self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
+        for role in KV_ROLES:
+            self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
         self._moe = self._moe_layer()
         self._verbs = {**self._verbs, **self._moe.verbs}
         self._host = ""
@@ -217,6 +209,18 @@ class TorchDevice:
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
+    def _open_cache(self, plan: Plan, micro_batches: Sequence[int], device: torch.device) -> None:
+        """One KV cache for these micro-batches, with room for all tokens of each request."""
+        if not micro_batches:
+            return
+        states = [self._states[number] for number in micro_batches]
+        blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
+        cache = BlockedKV(self.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=self._dtype, device=device)
+        for state in states:
+            state.cache = cache
+            for request in state.requests:
+                cache.open(request, plan.batch.prompts[request] + plan.batch.new_tokens)
+
     def _start(self) -> None:
         """What is the same for all batches: threads, and the weights outside the layers."""
         self._team = Team(self._cores if self._sharing else 1)
@@ -227,9 +231,7 @@ class TorchDevice:
     def _let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
         self._kept.close()
-        if self._states:
-            self._states = []
-            del self._cache
+        self._states = []
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
@@ -324,11 +326,11 @@ class TorchDevice:
             self._reader,
             self._home_of_weights(plan),
             self._bytes,
-            self._cache,
-            plan.kv_role == "host",
             [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
+            frozenset(plan.cached_by("host")),
             self._attend,
+            self._attention,
         )
 
     def _moe_layer(self) -> MoELayer:
@@ -422,7 +424,7 @@ class TorchDevice:
     def _embed(self, task: Task) -> None:
         use_cores(1)
         state = self._states[task.micro_batch]
-        state.step = self._cache.extend(state.requests, [len(tokens) for tokens in state.new])
+        state.step = state.cache.extend(state.requests, [len(tokens) for tokens in state.new])
         positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, self.config.head_dim, self.config.rope_theta)
         ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
@@ -447,8 +449,8 @@ class TorchDevice:
     def _attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
-        self._cache.append(task.layer, state.step, k_TKd, v_TKd)
-        state.attended_TX = self._attend(state, q_THd, self._cache.views(task.layer, state.step))
+        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
+        state.attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
         del state.qkv
 
     def _attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:

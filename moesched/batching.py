@@ -17,11 +17,13 @@ class Sizes(NamedTuple):
         batch_size: requests that run together, at most.
         micro_batch_size: requests that share a kernel, at most.
         cache_tokens: what a micro-batch may have in the KV cache at the end, in whole blocks; None sets no limit.
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
     """
 
     batch_size: int
     micro_batch_size: int
     cache_tokens: int | None = None
+    kv_on_gpu: float | None = None
 
     @property
     def micro_batches(self) -> int:

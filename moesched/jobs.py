@@ -25,7 +25,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan
-from moesched.planner import MOST_REQUESTS, Setting
+from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.ranks import Devices, Rank, open_devices
 from moesched.routing import SeededRouting
@@ -197,6 +197,7 @@ class _Job:
         cut, self.machine, self.budgets = cut_over_ranks(
             config, find_machine(machine, device), budgets, tensor_parallel, cls
         )
+        self.splits_kv = splits_kv(cls, self.machine)
         self.layout = weight_layout(cut, dtype)
 
     def sizes(
@@ -209,6 +210,7 @@ class _Job:
         *,
         successive: bool = True,
     ) -> Sizes:
+        """What was not given is the planner's, the share of the KV cache on the accelerator with it."""
         setting = Setting(
             make=self.make,
             machine=self.machine,
@@ -218,10 +220,15 @@ class _Job:
             cost=cost_model(self.machine, self.layout.dtype),
             budgets=self.budgets,
             slot_bytes=slot_bytes,
+            splits_kv=self.splits_kv,
+            kv_on_gpu=self.make.keywords.get(KV_SHARE),
         )
-        return choose_sizes(
+        sizes = choose_sizes(
             setting, batch_size=batch_size, micro_batch_size=micro_batch_size, successive=successive
         )
+        if sizes.kv_on_gpu is not None:
+            self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
+        return sizes
 
     def plan(self, batch: Batch, slot_bytes: Callable[[Page], int]) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""

@@ -216,8 +216,13 @@ class Fixed(Pool):
 
     def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
         super().__init__(name, memory, 0, 0, "none")
+        sizes = tuple(sizes)
+        fits = sum(sizes) <= memory.free_bytes
+        if fits:
+            memory.reserve(f"{len(sizes)} pages, kept in {memory.name}", sum(sizes))
         for page, size in zip(pages, sizes, strict=True):
-            memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
+            if not fits:
+                memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
             self._hold(page, size)
 
     def _hold(self, page: Page, size: int) -> None:

@@ -70,14 +70,18 @@ class Emulation(msgspec.Struct, frozen=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """The sizes that a run was planned with."""
+    """The sizes that a run was planned with.
+
+    Attributes:
+        kv_on_gpu: the share of the micro-batches whose KV cache the accelerator holds.
+    """
 
     batch_size: int
     micro_batch_size: int
     new_tokens: int
     kept_pages: int
     streamed_pages: int
-    kv_on: str
+    kv_on_gpu: float
     discipline: str
 
 
@@ -168,7 +172,7 @@ def _plan_report(plan: Plan) -> PlanReport:
         new_tokens=plan.batch.new_tokens,
         kept_pages=kept,
         streamed_pages=len(plan.layout.pages) - kept,
-        kv_on=plan.kv_role or "",
+        kv_on_gpu=plan.kv_on_gpu,
         discipline=plan.discipline,
     )
 

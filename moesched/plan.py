@@ -29,6 +29,8 @@ from moesched.tasks import Discipline
 
 Role = Literal["accelerator", "host", "pinned"]
 
+KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
+"""The memories that may hold a KV cache."""
 KV_BLOCK_TOKENS = 16
 
 ALLOCATOR_BYTES = 32_000_000
@@ -112,7 +114,7 @@ class Plan:
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
         self.pools: list[Pool] = []
         self.kept: list[Fixed] = []
-        self.kv_role: Role | None = None
+        self.kv_roles: list[Role | None] = [None for _ in self.micro_batches]
         self.kv_slots = 0
         self.kv_slot_bytes = 0
         self.discipline: Discipline = "ready_first"
@@ -221,27 +223,56 @@ class Plan:
         Raises:
             PolicyError: the KV cache was placed already.
         """
-        if self.kv_role is not None:
+        if any(self.kv_roles):
             raise PolicyError("limit_in_flight: the memory is given away already: call it before place_kv")
         self.in_flight = max(1, micro_batches)
 
-    def place_kv(self, role: Role) -> None:
-        """Say which memory holds the KV cache; where it is the accelerators', each holds that of its layers."""
-        self._reserve_layers()
+    def place_kv(self, role: Role, micro_batches: Iterable[int] | None = None) -> None:
+        """Say which memory holds the KV cache of these micro-batches, or of all.
+
+        Where it is the accelerators', each holds that of its layers. A micro-batch's cache is never divided.
+
+        Raises:
+            PolicyError: one of them has its cache somewhere already.
+        """
+        chosen = tuple(self.micro_batches if micro_batches is None else micro_batches)
+        for number in chosen:
+            if self.kv_roles[number] is not None:
+                raise PolicyError(
+                    f"place_kv: the KV cache of mb{number} is the {self.kv_roles[number]}'s already: place each once"
+                )
+        if not chosen:
+            return
+        if not any(self.kv_roles):
+            self._reserve_layers()
+        tokens = sum(self.batch.tokens_at_end(self.batch.micro_batches[number]) for number in chosen)
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
-            nbytes = self.batch.cache_tokens * len(layers) * self.operations.kv_bytes
-            self.memory(role, stage).reserve(f"KV cache of {self.batch.cache_tokens} tokens", nbytes)
-        self.kv_role = role
+            nbytes = tokens * len(layers) * self.operations.kv_bytes
+            self.memory(role, stage).reserve(f"KV cache of {tokens} tokens", nbytes)
+        for number in chosen:
+            self.kv_roles[number] = role
+
+    def cached_by(self, role: Role) -> list[int]:
+        """The micro-batches whose KV cache a memory holds."""
+        return [number for number in self.micro_batches if self.kv_roles[number] == role]
+
+    @property
+    def kv_on_gpu(self) -> float:
+        """The share of the micro-batches whose KV cache the accelerator holds: r_c of MoE-Lightning."""
+        return len(self.cached_by("accelerator")) / len(self.micro_batches)
 
     def stage_kv(self, slots: int) -> None:
         """Room beside the accelerator for what `Step.load_kv` brings from the host's KV cache.
 
-        slots: how many micro-batches' keys and values of one layer may be there at once; of each stage.
+        slots: how many micro-batches' keys and values of one layer may be there at once; of each stage. There are none
+            where the accelerator holds the cache of all.
         """
-        self.kv_slots = slots
-        if self.machine.unified:
+        batches = zip(self.batch.micro_batches, self.kv_roles, strict=True)
+        loaded = [requests for requests, role in batches if role != "accelerator"]
+        self.kv_slots = slots if loaded else 0
+        if self.machine.unified or not loaded:
             return
-        longest = max(map(self.batch.tokens_at_end, self.batch.micro_batches))
+        longest = max(map(self.batch.tokens_at_end, loaded))
         self.kv_slot_bytes = longest * self.operations.kv_bytes
         for fast in self.accelerators:
             fast.reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
@@ -293,11 +324,12 @@ class Plan:
         """Whether the plan can run.
 
         Raises:
-            PolicyError: the policy forgot to place the KV cache.
+            PolicyError: the policy forgot to place the KV cache, or a micro-batch's.
         """
-        if self.kv_role is None:
+        if None in self.kv_roles:
+            whose = f" of mb{self.kv_roles.index(None)}" if any(self.kv_roles) else ""
             raise PolicyError(
-                "the policy's plan says nothing of the KV cache: call plan.place_kv('accelerator' or 'host')"
+                f"the policy's plan says nothing of the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
         if self.experts_on_host and self.weights_on_host and not self.machine.unified and self.home is None:
             kept = {page.id for pool in self.kept for page in pool.pages()}

@@ -47,6 +47,7 @@ class MicroBatch:
         "hidden",
         "index",
         "kv",
+        "kv_on_accelerator",
         "last",
         "normed",
         "normed_host",
@@ -67,7 +68,15 @@ class MicroBatch:
         "works_at",
     )
 
-    def __init__(self, index: int, requests: tuple[int, ...], layers: int, *, unified: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        requests: tuple[int, ...],
+        layers: int,
+        *,
+        unified: bool,
+        kv_on_accelerator: bool,
+    ) -> None:
         self.index = index
         self.requests = requests
         self.tokens = Block(f"tokens mb{index}")
@@ -80,6 +89,7 @@ class MicroBatch:
         self.normed = Block(f"normed mb{index}")
         self.normed_host = self.normed if unified else Block(f"normed on the host mb{index}")
         self.kv = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
+        self.kv_on_accelerator = kv_on_accelerator
         self.place: Block | None = None
         self.tag = -1
         self.unsaved = -1
@@ -118,11 +128,16 @@ class Schedule:
         self.engine = engine
         self.lanes = lanes
         self.unified = plan.machine.unified
-        self.kv_on_accelerator = plan.kv_role == "accelerator"
         self.stages = [Stage(plan, number, lanes) for number in range(len(plan.stages))]
         self.stage_of = [self.stages[plan.stage_of(layer)] for layer in plan.layers]
         self.micro_batches = [
-            MicroBatch(index, requests, len(plan.layers), unified=self.unified)
+            MicroBatch(
+                index,
+                requests,
+                len(plan.layers),
+                unified=self.unified,
+                kv_on_accelerator=plan.kv_roles[index] == "accelerator",
+            )
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
         slots = plan.kv_slots * len(self.stages)
@@ -276,6 +291,6 @@ def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
         accelerator = stage.processors["accelerator"]
         works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
         works["cpu_attention"] = on_host
-        if index and schedule.kv_slots and not schedule.unified:
+        if index and schedule.kv_slots and not (schedule.unified or batch.kv_on_accelerator):
             cached = (sum(lengths) - tokens) * schedule.operations.kv_bytes
             works["load_kv"] = schedule.move(schedule.plan.memory("host").name, stage.memory, cached)[1]

@@ -24,7 +24,8 @@ class Policy(Protocol):
     """Plans a run and schedules its steps.
 
     A policy is made anew for each run, with the user's `--set` values as keyword arguments. It submits tasks through
-    the step's verbs in program order and may await their handles, and nothing else.
+    the step's verbs in program order and may await their handles, and nothing else. For one with a setting `kv_on_gpu`,
+    the share of the micro-batches whose KV cache stays on the accelerator, from 0 to 1, the planner searches that too.
 
     On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
     sees one, with its share. A class with `pipelines = True` sees the whole, and its `plan` calls `Plan.pipeline`.

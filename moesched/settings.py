@@ -64,6 +64,12 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
     return {key: str(value) if hints.get(key) is str else value for key, value in settings.items()}
 
 
+def takes_setting(plugin: type, name: str) -> bool:
+    """Whether a plug-in has a setting of that name."""
+    parameter = inspect.signature(plugin).parameters.get(name)
+    return parameter is not None and parameter.default is not inspect.Parameter.empty
+
+
 def _hints(plugin: type) -> dict[str, Any]:
     try:
         return get_type_hints(plugin.__init__)  # type: ignore[misc]  # the class itself is asked, not an instance

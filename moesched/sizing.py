@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
-from moesched.plan import KV_BLOCK_TOKENS, Batch, Plan, cached_tokens
+from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Batch, Plan, cached_tokens
 from moesched.planner.candidate import Candidate, Seen
 from moesched.planner.traits import Setting
 from moesched.preview import preview
@@ -64,14 +64,16 @@ def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:
     if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
         seen = _rather_all(setting, candidate, seen)
     batch_size, size = seen.batch_size, seen.micro_batch_size
-    plan, _ = setting.plan(setting.batch(-(-batch_size // size), size))
-    return Sizes(batch_size, size, _cache_tokens(plan, setting))
+    share = seen.kv_on_gpu if setting.splits_kv else None
+    plan, _ = setting.plan(setting.batch(-(-batch_size // size), size), kv_on_gpu=share)
+    return Sizes(batch_size, size, _cache_tokens(plan, setting), share)
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
     """All requests in one batch, where they fit and that is about as fast as several."""
     requests, size = len(setting.lengths), seen.micro_batch_size
-    at_once = candidate.see(size, -(-requests // size))
+    count = -(-requests // size)
+    at_once = candidate.see(size, count, round(seen.kv_on_gpu * count))
     batches = -(-requests // seen.batch_size)
     in_turn = (
         seen.throughput * requests / (batches * seen.batch_size)
@@ -84,18 +86,21 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
     It is at least what the plan's largest micro-batch has, and the longest request alone.
     """
-    assert plan.kv_role is not None
     token = len(plan.layers) * plan.operations.kv_bytes
-    tokens = plan.batch.cache_tokens + plan.free(plan.kv_role) // token
-    share = tokens // len(plan.micro_batches) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
-    largest = max(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
-    return max(share, largest, cached_tokens(max(setting.lengths) + setting.new_tokens))
+    at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
+    shares = []
+    for role in KV_ROLES:
+        if cached := plan.cached_by(role):
+            tokens = sum(at_end[number] for number in cached) + plan.free(role) // token
+            shares.append(tokens // len(cached) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS)
+    return max(min(shares), *at_end, cached_tokens(max(setting.lengths) + setting.new_tokens))
 
 
 def _fit_all(setting: Setting, sizes: Sizes) -> Sizes:
     """The same sizes, or a smaller batch where successive ones, of other lengths than the first, would not fit."""
     while sizes.batch_size > 1 and not all(
-        _fits(setting, batch) for batch in batches_of(setting.lengths, setting.new_tokens, sizes)
+        _fits(setting, batch, sizes.kv_on_gpu)
+        for batch in batches_of(setting.lengths, setting.new_tokens, sizes)
     ):
         batch_size = sizes.batch_size - -(-sizes.batch_size // 16)
         sizes = sizes._replace(
@@ -134,9 +139,9 @@ def _shares(batch_size: int) -> Iterator[int]:
     yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
 
 
-def _fits(setting: Setting, batch: Batch) -> bool:
+def _fits(setting: Setting, batch: Batch, kv_on_gpu: float | None = None) -> bool:
     try:
-        setting.plan(batch)
+        setting.plan(batch, kv_on_gpu=kv_on_gpu)
     except BadInput:
         return False
     return True

@@ -78,6 +78,10 @@ class Step:
         self.micro_batches = schedule.plan.micro_batches
         schedule.size(index)
 
+    def kv_on_accelerator(self, micro_batch: int) -> bool:
+        """Whether the plan has the accelerator hold a micro-batch's KV cache, rather than the host."""
+        return self._batches[micro_batch].kv_on_accelerator
+
     # -- pages -------------------------------------------------------------------------------------
 
     def pages(self, layer: int) -> tuple[Page, ...]:
@@ -175,7 +179,7 @@ class Step:
             raise self._out_of_order("attention", layer, batch, tag)
         cache = batch.kv[layer]
         slot = None
-        if not schedule.kv_on_accelerator:
+        if not batch.kv_on_accelerator:
             if self.index:
                 slot = self._take_staged(batch, layer)
                 cache = cache if schedule.unified else schedule.kv_slots[slot]
@@ -196,7 +200,7 @@ class Step:
         schedule = self._schedule
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE + QKV
-        if not self.index or schedule.kv_on_accelerator:
+        if not self.index or batch.kv_on_accelerator:
             where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
             raise PolicyError(f"load_kv: {where}: leave it out")
         if not self._base <= batch.tag <= tag:
@@ -232,12 +236,11 @@ class Step:
 
     def cpu_attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the host, over the KV cache in host memory."""
-        schedule = self._schedule
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE + QKV_HOST
         if batch.tag != tag:
             raise self._out_of_order("cpu_attention", layer, batch, tag)
-        if schedule.kv_on_accelerator and not schedule.unified:
+        if batch.kv_on_accelerator and not self._schedule.unified:
             raise PolicyError("cpu_attention: the KV cache lives on the accelerator: use attention")
         if layer in batch.staged:
             raise OutOfOrder(f"cpu_attention: L{layer} mb{micro_batch} was loaded by load_kv: use attention")

@@ -61,7 +61,7 @@ class SymbolicDevice:
         self._config = plan.layout.config
         self._batch = plan.batch
         self._unified = plan.machine.unified
-        self._offloads_kv = not plan.machine.unified and plan.kv_role == "host"
+        self._offloads_kv = set() if plan.machine.unified else set(plan.cached_by("host"))
         self._memory_of = {
             numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
         }
@@ -118,10 +118,11 @@ class SymbolicDevice:
     def _attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv", j))
-        slot = task.operands if self._offloads_kv else None
+        offloads = j in self._offloads_kv
+        slot = task.operands if offloads else None
         key: Key = ("kv", i, j) if slot is None else ("kv slot", slot)
         cache = append(data.read(key), qkv, data.read(("positions", j)))
-        if slot is not None or not self._offloads_kv:
+        if slot is not None or not offloads:
             data.write(key, cache)
         data.write(("attention", j), attend(i, qkv, cache))
 

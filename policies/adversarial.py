@@ -28,10 +28,11 @@ class Adversarial:
     def plan(self, plan: Plan) -> None:
         choose = self.random
         plan.discipline = choose.choice(("in_order", "ready_first"))
-        self.kv_on_host = choose.random() < 0.5
-        plan.place_kv("host" if self.kv_on_host else "accelerator")
-        self.kv_slots = choose.randint(0, 3) if self.kv_on_host else 0
-        plan.stage_kv(self.kv_slots)
+        self.kv_on_host = {j for j in plan.micro_batches if choose.random() < 0.5}
+        plan.place_kv("host", self.kv_on_host)
+        plan.place_kv("accelerator", set(plan.micro_batches) - self.kv_on_host)
+        plan.stage_kv(choose.randint(0, 3))
+        self.kv_slots = plan.kv_slots
         self.unified = plan.machine.unified
         self.host_has_weights = plan.weights_on_host and not self.unified
         self.experts_on_host = (self.unified or self.host_has_weights) and choose.random() < 0.5
@@ -73,12 +74,12 @@ class Adversarial:
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
-            early = choose.random() < 0.5 and self._takes_slot(step)
+            early = choose.random() < 0.5 and self._takes_slot(step, j)
             if early:
                 yield step.load_kv(i, j)
             self._hold(step, step.dense_pages(i))
             yield step.pre_attention(i, j)
-            if early or self._takes_slot(step):
+            if early or self._takes_slot(step, j):
                 yield from self._attend_loaded(step, i, j, early)
             else:
                 yield from self._attend(step, i, j)
@@ -109,19 +110,20 @@ class Adversarial:
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Attention where the KV cache lets it run."""
-        on_host = self.kv_on_host and (step.kind == "decode" or self.random.random() < 0.5)
+        on_host = j in self.kv_on_host and (step.kind == "decode" or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
             yield step.offload_qkv(i, j)
             yield step.cpu_attention(i, j)
             yield step.load_hidden(i, j)
         else:
             yield step.attention(i, j)
-            if self.kv_on_host:
+            if j in self.kv_on_host:
                 yield step.offload_kv(i, j)
 
-    def _takes_slot(self, step: Step) -> bool:
+    def _takes_slot(self, step: Step, j: int) -> bool:
         """Whether attention is to run on the accelerator on keys and values loaded for it; takes a slot if so."""
-        taken = step.kind == "decode" and self.kv_slots > 0 and self.random.random() < 0.5
+        loads = step.kind == "decode" and j in self.kv_on_host
+        taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
         return taken
 

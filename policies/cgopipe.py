@@ -11,7 +11,7 @@ from moesched.models.layout import Page
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .placement import double_buffered
+from .placement import double_buffered, split_kv
 
 
 class CGOPipe:
@@ -19,14 +19,16 @@ class CGOPipe:
 
     Settings:
         ahead: how many micro-batches CPU attention runs ahead of the accelerator; the paper's is 2.
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
-    def __init__(self, ahead: int = 2) -> None:
+    def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
         self.ahead = ahead
+        self.kv_on_gpu = kv_on_gpu
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
-        plan.place_kv("host")
+        split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
         self.pinned = self._staging(plan) if plan.has_pinned else None
 
@@ -38,7 +40,7 @@ class CGOPipe:
         return plan.pool("pinned", "staging", slots, pages)
 
     async def prefill(self, step: Step) -> None:
-        """Everything on the accelerator, layer by layer; keys and values go to the host (§4)."""
+        """Everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
         self._pin(step, self.streamed[0])
         self._fetch(step, self.streamed[0])
         for j in step.micro_batches:
@@ -49,7 +51,8 @@ class CGOPipe:
                 self._fetch(step, self._page(step, i + 1, j))
                 step.pre_attention(i, j)
                 step.attention(i, j)
-                step.offload_kv(i, j)
+                if not step.kv_on_accelerator(j):
+                    step.offload_kv(i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
@@ -63,7 +66,8 @@ class CGOPipe:
         for i, j in order[:ahead]:
             self._launch(step, i, j)
         for k, (i, j) in enumerate(order):
-            step.load_hidden(i, j)
+            if not step.kv_on_accelerator(j):
+                step.load_hidden(i, j)
             self._fetch(step, self._page(step, i + 1, j))
             step.post_attention(i, j)
             if k + ahead < len(order):
@@ -73,8 +77,11 @@ class CGOPipe:
 
     def _launch(self, step: Step, i: int, j: int) -> None:
         step.pre_attention(i, j)
-        step.offload_qkv(i, j)
-        step.cpu_attention(i, j)
+        if step.kv_on_accelerator(j):
+            step.attention(i, j)
+        else:
+            step.offload_qkv(i, j)
+            step.cpu_attention(i, j)
         self._pin(step, self._page(step, i + 1, j))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:

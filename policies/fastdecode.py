@@ -18,6 +18,7 @@ class FastDecode(CGOPipe):
 
     Settings:
         ahead: how many micro-batches CPU attention runs ahead of the accelerator.
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def plan(self, plan: Plan) -> None:

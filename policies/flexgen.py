@@ -1,24 +1,34 @@
 """FlexGen's schedule with attention on the GPU (ICML'23; the fourth schedule of MoE-Lightning's Fig. 6).
 
-The KV cache lives on the host. While one micro-batch computes, the keys and values of the next one come to the GPU over
-the link that the next layer's weights come by, as one transfer.
+Where the KV cache lives on the host, the keys and values of the next micro-batch come to the GPU while one computes,
+over the link that the next layer's weights come by, as one transfer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .placement import double_buffered
+from .placement import double_buffered, split_kv
 
 
 class FlexGen:
-    """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one ahead."""
+    """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one ahead.
+
+    Settings:
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU (r_c).
+    """
+
+    def __init__(self, kv_on_gpu: float = 0.0) -> None:
+        self.kv_on_gpu = kv_on_gpu
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
         plan.limit_in_flight(2)
-        plan.place_kv("host")
+        split_kv(plan, self.kv_on_gpu)
         plan.stage_kv(2)
         self.streamed, self.buffer = double_buffered(plan)
 
@@ -30,8 +40,7 @@ class FlexGen:
             self._fetch(step, i + 1)
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
-                step.offload_kv(i, j)
+                self._attend(step, i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
@@ -40,18 +49,28 @@ class FlexGen:
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         for j in step.micro_batches:
             step.embed(j)
-        step.load_kv(*order[0])
-        for (i, j), following in zip(order, [*order[1:], None], strict=True):
+        loads = ((i, j) for i, j in order if not step.kv_on_accelerator(j))
+        self._load(step, loads)
+        for i, j in order:
             if j == 0:
                 self._fetch(step, i + 1)
-            if following:
-                step.load_kv(*following)
+            if not step.kv_on_accelerator(j):
+                self._load(step, loads)
             step.pre_attention(i, j)
-            step.attention(i, j)
-            step.offload_kv(i, j)
+            self._attend(step, i, j)
             step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    def _load(self, step: Step, loads: Iterator[tuple[int, int]]) -> None:
+        """The next keys and values that come from the host, if any do."""
+        for load in islice(loads, 1):
+            step.load_kv(*load)
+
+    def _attend(self, step: Step, i: int, j: int) -> None:
+        step.attention(i, j)
+        if not step.kv_on_accelerator(j):
+            step.offload_kv(i, j)
 
     def _fetch(self, step: Step, i: int) -> None:
         """All that streams of a layer, as one transfer; past the last layer, that of the next step's first."""

@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
 
-The keys and values stay where they are, but nothing runs ahead: a micro-batch goes to the CPU and comes back before the
-next one begins, and its hidden states wait behind the next layer's weights.
+The keys and values stay where they are, but nothing runs ahead: a micro-batch whose KV cache is the host's goes to the
+CPU and comes back before the next one begins, and its hidden states wait behind the next layer's weights.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from moesched.plan import Plan
 from moesched.step import Step
 
 from .flexgen import FlexGen
-from .placement import double_buffered
+from .placement import double_buffered, split_kv
 
 
 class FlexGenCPU(FlexGen):
-    """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU."""
+    """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU.
+
+    Settings:
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+    """
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
         plan.limit_in_flight(2)
-        plan.place_kv("host")
+        split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
 
     async def decode(self, step: Step) -> None:
@@ -29,9 +33,12 @@ class FlexGenCPU(FlexGen):
             self._fetch(step, i + 1)
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.offload_qkv(i, j)
-                step.cpu_attention(i, j)
-                step.load_hidden(i, j)
+                if step.kv_on_accelerator(j):
+                    step.attention(i, j)
+                else:
+                    step.offload_qkv(i, j)
+                    step.cpu_attention(i, j)
+                    step.load_hidden(i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)

@@ -16,6 +16,9 @@ from .flexgen import FlexGen
 class FlexGenSynchronous(FlexGen):
     """FlexGen with attention on the GPU, waiting at the end of every micro-batch of every layer."""
 
+    def __init__(self) -> None:
+        super().__init__(kv_on_gpu=0.0)
+
     async def decode(self, step: Step) -> None:
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         for j in step.micro_batches:

@@ -1,12 +1,32 @@
-"""Which pages stay in fast memory beside a buffer that the others stream through."""
+"""What stays in fast memory: KV caches, and pages beside a buffer that the others stream through."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from moesched.errors import BadInput
 from moesched.memory import Pool
 from moesched.models.layout import Page
 from moesched.plan import Plan
+
+
+def split_kv(plan: Plan, on_gpu: float) -> None:
+    """Place the KV cache of that share of the micro-batches in fast memory, that of the others on the host.
+
+    Those in fast memory lie as evenly as they can among the others, so that neither processor attends to many in a row.
+
+    Raises:
+        BadInput: that is no share.
+    """
+    if not 0 <= on_gpu <= 1:
+        raise BadInput(
+            f"kv_on_gpu is {on_gpu:g}: give the share of the KV cache on the accelerator, from 0 to 1"
+        )
+    count = len(plan.micro_batches)
+    here = round(on_gpu * count)
+    resident = [j for j in plan.micro_batches if (j + 1) * here // count > j * here // count]
+    plan.place_kv("accelerator", resident)
+    plan.place_kv("host", set(plan.micro_batches) - set(resident))
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:

@@ -17,7 +17,7 @@ from moesched.models.shapes import SHAPES
 from moesched.plan import Plan
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.search import best
-from moesched.planner.traits import Setting, Shape, Traits, learn
+from moesched.planner.traits import Setting, Shape, Share, Traits, learn
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
 from moesched.preview import preview
@@ -45,21 +45,25 @@ seconds = st.floats(1e-5, 1e-2)
 
 
 @st.composite
+def shares(draw: st.DrawFn, gpu: int, host: int) -> Share:
+    return Share(
+        link=draw(seconds),
+        host=draw(seconds),
+        accelerator=draw(seconds),
+        prefill=draw(seconds),
+        nbytes={"gpu": draw(st.integers(10**8, gpu)), "host": draw(st.integers(10**7, host)), "pinned": 0},
+    )
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> list[Shape]:
     return [
         Shape(
             size=size,
             most=12,
-            link=draw(seconds),
-            host=draw(seconds),
-            accelerator=draw(seconds),
-            prefill=draw(seconds),
-            fixed={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10, "pinned": 0},
-            each={
-                "gpu": draw(st.integers(10**8, 10**9)),
-                "host": draw(st.integers(10**9, 3 * 10**10)),
-                "pinned": 0,
-            },
+            shared={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10, "pinned": 0},
+            each=draw(shares(gpu=10**9, host=3 * 10**10)),
+            resident=draw(st.none() | shares(gpu=3 * 10**9, host=10**9)),
         )
         for size in (4, 16, 64)
     ]
@@ -71,11 +75,21 @@ def test_the_search_finds_what_trying_everything_finds(
     shapes: list[Shape], buffer: float, fetch: float
 ) -> None:
     traits = Traits(
-        attention_on_gpu=False, kv_on_gpu=False, keeps=1.0, streams=True, buffer=buffer, fetch=fetch
+        attention_on_gpu=False,
+        ffn_on_gpu=True,
+        kv_on_gpu=False,
+        keeps=1.0,
+        streams=True,
+        buffer=buffer,
+        fetch=fetch,
     )
     where = setting("cgopipe")
     tried = [
-        one for shape in shapes for count in range(1, 13) if (one := throughput(where, traits, shape, count))
+        one
+        for shape in shapes
+        for count in range(1, 13)
+        for resident in range(count + 1 if shape.resident else 1)
+        if (one := throughput(where, traits, shape, count, resident))
     ]
     found = best(where, traits, shapes)
     assert (found is None) == (not tried)
@@ -83,18 +97,27 @@ def test_the_search_finds_what_trying_everything_finds(
         assert found.throughput == pytest.approx(max(tried), rel=2e-3)
 
 
-def throughput(where: Setting, traits: Traits, shape: Shape, count: int) -> float | None:
+def throughput(where: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> float | None:
     """Tokens per second of so many micro-batches with as many weights kept as fit; None where they do not fit."""
     layers = where.layout.config.layers
     weights = sum(page.nbytes for page in where.layout.pages)
-    used = {memory: shape.fixed[memory] + (count - 1) * shape.each[memory] for memory in shape.fixed}
+    all_of_them = [shape.each] * (count - resident)
+    all_of_them += [shape.resident] * resident if shape.resident else []
+    used = {
+        memory: shape.shared[memory] + sum(one.nbytes[memory] for one in all_of_them)
+        for memory in shape.shared
+    }
     buffer = traits.buffer * weights / layers
     kept = (where.capacity("gpu") - used["gpu"] - buffer) / (weights - buffer)
     if kept < 0 or used["host"] > where.capacity("host"):
         return None
     fetching = traits.fetch * (1 - min(1.0, kept))
-    step = max(count * shape.link + fetching, count * shape.host, count * shape.accelerator)
-    prefill = max(fetching, count * shape.prefill)
+    busy = {
+        lane: sum(getattr(one, lane) for one in all_of_them)
+        for lane in ("link", "host", "accelerator", "prefill")
+    }
+    step = max(busy["link"] + fetching, busy["host"], busy["accelerator"])
+    prefill = max(fetching, busy["prefill"])
     return where.new_tokens * shape.size * count / (layers * (prefill + where.new_tokens * step))
 
 

@@ -128,10 +128,9 @@ def test_the_statistics_are_those_of_the_normalised_counts() -> None:
     assert found.median == pytest.approx(np.median(popularity))
     assert (found.lower_quartile, found.upper_quartile) == (pytest.approx(0.375), pytest.approx(0.625))
     rates = [(rate.best, rate.worst, rate.random) for rate in found.hit_rates]
-    assert rates[0] == (0, 0, 0)
-    assert rates[1] == pytest.approx((10 / 80, 0, 1 / 16))
-    assert rates[2] == pytest.approx((56 / 80, 24 / 80, 1 / 2))
-    assert rates[3] == (1, 1, 1)
+    expected = [(0, 0, 0), (10 / 80, 0, 1 / 16), (56 / 80, 24 / 80, 1 / 2), (1, 1, 1)]
+    for rate, values in zip(rates, expected, strict=True):
+        assert rate == pytest.approx(values)
 
 
 def test_hit_rates_are_of_the_papers_shares_where_nothing_is_asked() -> None:

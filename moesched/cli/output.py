@@ -78,7 +78,7 @@ def print_report(report: JobReport) -> None:
         sizes += ", padded"
     if report.batches > 1:
         sizes += f", {report.batches} batches"
-    placed = f"{plan.kept_pages} pages stay, {plan.streamed_pages} stream; KV cache on the {plan.kv_on}"
+    placed = f"{plan.kept_pages} pages stay, {plan.streamed_pages} stream; {_kv_cache(plan.kv_on_gpu)}"
     print(f"{sizes}; {placed}\n")
     rates = [
         ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],
@@ -107,6 +107,13 @@ def print_report(report: JobReport) -> None:
     if report.emulation is not None:
         print()
         _print_emulation(report.emulation)
+
+
+def _kv_cache(on_gpu: float) -> str:
+    """Where the KV cache lies."""
+    if 0 < on_gpu < 1:
+        return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, else on the host"
+    return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
 
 
 def _print_emulation(emulation: Emulation) -> None:

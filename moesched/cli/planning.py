@@ -126,9 +126,12 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
 
     plan, predicted = proposal.plan, proposal.predicted
     where = {True: "accelerator", False: "host"}
+    attention = where[plan.attention_on_gpu]
+    if plan.kv_on_gpu and not plan.attention_on_gpu:
+        attention += " (accelerator where it has the KV cache)"
     yield "policy", plan.policy
     yield "batch, micro-batches of", f"{plan.batch_size}, {plan.micro_batch_size}"
-    yield "attention, FFN on", f"{where[plan.attention_on_gpu]}, {where[plan.ffn_on_gpu]}"
+    yield "attention, FFN on", f"{attention}, {where[plan.ffn_on_gpu]}"
     yield (
         "on the accelerator",
         f"{plan.weights_on_gpu:.1%} of the weights, {plan.kv_on_gpu:.0%} of the KV cache",

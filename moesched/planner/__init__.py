@@ -9,6 +9,16 @@ from __future__ import annotations
 
 from .proposal import MOST_REQUESTS, Proposal, plan_model
 from .search_policies import POLICIES, Best, plan_best
-from .traits import Setting
+from .traits import KV_SHARE, Setting, splits_kv
 
-__all__ = ["MOST_REQUESTS", "POLICIES", "Best", "Proposal", "Setting", "plan_best", "plan_model"]
+__all__ = [
+    "KV_SHARE",
+    "MOST_REQUESTS",
+    "POLICIES",
+    "Best",
+    "Proposal",
+    "Setting",
+    "plan_best",
+    "plan_model",
+    "splits_kv",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +13,7 @@ from moesched.plan import Plan
 from moesched.preview import Preview, preview
 from moesched.seams import Policy
 
-from .search import Choice, best, least
+from .search import Choice, best, filled, least
 from .traits import Probe, Setting, Traits, kept_bytes, learn
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -20,6 +21,8 @@ FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 1
 """Requests of a micro-batch: all of the first are tried, of the second those that lie around the best of the first."""
 MOST_SHARES = 8
 MOST_PREVIEWS = 8
+NEAR = 1.1
+"""By what factor a schedule may beat its bound, which takes all prompts to have the average length."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,15 +30,25 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights_on_gpu: the share of the weights' bytes that stays in the accelerator's memory.
+        kv_on_gpu: the share of the micro-batches whose KV cache stays there.
         throughput: generated tokens per second, prefill included.
     """
 
     batch_size: int
     micro_batch_size: int
     weights_on_gpu: float
+    kv_on_gpu: float
     peak_bytes: dict[str, int]
     preview: Preview
     throughput: float
+
+
+class Point(NamedTuple):
+    """Sizes to try: µ, the number of micro-batches, and how many of them have their KV cache on the accelerator."""
+
+    size: int
+    micro_batches: int
+    resident: int
 
 
 class Candidate:
@@ -56,43 +69,68 @@ class Candidate:
         self._probes: dict[int, Probe] = {}
         coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         self._ladder = sizes or sorted({*coarse, *FINER})
-        size = self._search(setting, self.traits, coarse).micro_batch_size
+        rough = self._search(setting, self.traits, coarse)
+        size = rough.micro_batch_size
         finer = [other for other in self._ladder if other in coarse or size / 2 < other < size * 2]
-        self.choice = self._search(setting, self.traits, finer)
+        self.choice = self._search(setting, self.traits, finer, rough)
 
     def look(self) -> Seen:
-        """The best schedule around the choice: from one to a better one, until no neighbour is better."""
-        found = self.see(self.choice.micro_batch_size, self.choice.micro_batches)
-        tried = {(found.micro_batch_size, self.choice.micro_batches)}
+        """The best schedule around the choice: from one to a better one, until no neighbour promises to be better."""
+        tried = {_point(self.choice)}
+        found = self.see(*_point(self.choice))
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
-            sizes = ahead.pop(0)
-            if sizes in tried:
+            choice = ahead.pop(0)
+            if _point(choice) in tried or choice.throughput * NEAR < found.throughput:
                 continue
-            tried.add(sizes)
+            tried.add(_point(choice))
             with suppress(BadInput):
-                other = self.see(*sizes)
+                other = self.see(*_point(choice))
                 if other.throughput > found.throughput:
                     found = other
                     ahead = self._around(found)
         return found
 
-    def _around(self, seen: Seen) -> list[tuple[int, int]]:
-        """Sizes and numbers of micro-batches to try next: a fifth more or fewer of them, or others as many requests."""
+    def _around(self, seen: Seen) -> list[Choice]:
+        """What to try next, the highest bound first.
+
+        A fifth more or fewer micro-batches, or others as many requests, each with the same share of the KV cache on the
+        accelerator; and a tenth of the micro-batches more or fewer there.
+        """
         size, requests = seen.micro_batch_size, seen.batch_size
         count = -(-requests // size)
-        more_or_fewer = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
-        return [*more_or_fewer, *((other, -(-requests // other)) for other in self._neighbours(size))]
+        sizes = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
+        sizes += [(other, -(-requests // other)) for other in self._neighbours(size)]
+        share = seen.kv_on_gpu if self.setting.splits_kv else 0.0
+        points = [Point(size, count, round(share * count)) for size, count in sizes]
+        if self.setting.splits_kv and self.setting.kv_on_gpu is None:
+            here, few = round(share * count), -(-count // 10)
+            points += [Point(size, count, max(0, here - few)), Point(size, count, min(count, here + few))]
+        choices = [choice for point in points if (choice := self._filled(point))]
+        return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
+
+    def _filled(self, point: Point) -> Choice | None:
+        """So many micro-batches, or the most that should fit, with as many weights kept as then fit."""
+        shape = self._probe(point.size).shape(self.setting.cost)
+        count, step = min(point.micro_batches, shape.most), 1
+        while count > 0:
+            choice = filled(self.setting, self.traits, shape, count, min(point.resident, count))
+            if choice is not None:
+                return choice
+            count, step = count - step, 2 * step
+        return None
 
     def bound_with(self, setting: Setting) -> float:
         """The bound if the machine were another one, in tokens per second."""
         traits = self.traits if setting.machine is self.setting.machine else learn(setting)
         sizes = [self.choice.micro_batch_size, *self._neighbours(self.choice.micro_batch_size)]
-        return self._search(setting, traits, sizes).throughput
+        return self._search(setting, traits, sizes, self.choice).throughput
 
-    def _search(self, setting: Setting, traits: Traits, sizes: Sequence[int]) -> Choice:
+    def _search(
+        self, setting: Setting, traits: Traits, sizes: Sequence[int], start: Choice | None = None
+    ) -> Choice:
         shapes = [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
-        return best(setting, traits, shapes) or least(setting, traits, shapes[0])
+        return best(setting, traits, shapes, start) or least(setting, traits, shapes[0])
 
     def _probe(self, size: int) -> Probe:
         if size not in self._probes:
@@ -103,30 +141,39 @@ class Candidate:
         place = self._ladder.index(size)
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
-    def see(self, size: int, micro_batches: int) -> Seen:
-        """Look at the schedule of that many micro-batches, or of as many as fit."""
-        plan, policy = self._fitting(size, micro_batches)
+    def see(self, size: int, micro_batches: int, resident: int = 0) -> Seen:
+        """Look at the schedule of that many micro-batches, or of as many as fit.
+
+        resident: those whose KV cache stays on the accelerator, of a policy that splits it.
+        """
+        plan, policy = self._fitting(size, micro_batches, resident)
         batch = plan.batch
         seen = preview(plan, policy)
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),
             weights_on_gpu=kept_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
+            kv_on_gpu=plan.kv_on_gpu,
             peak_bytes={name: plan.in_all(memory, memory.peak) for name, memory in plan.memories.items()},
             preview=seen,
             throughput=seen.tokens_per_second(batch),
         )
 
-    def _fitting(self, size: int, micro_batches: int) -> tuple[Plan, Policy]:
+    def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:
         """The plan of that many micro-batches, or of the most that fit: the search knows average lengths only."""
+        share = resident / micro_batches if self.setting.splits_kv else None
         count, step = micro_batches, 1
         while True:
             try:
-                return self.setting.plan(self.setting.batch(count, size))
+                return self.setting.plan(self.setting.batch(count, size), kv_on_gpu=share)
             except BadInput:
                 if count == 1:
                     raise
             count, step = max(1, count - step), 2 * step
+
+
+def _point(choice: Choice) -> Point:
+    return Point(choice.micro_batch_size, choice.micro_batches, choice.resident)
 
 
 def _even_shares(requests: int) -> set[int]:

@@ -27,7 +27,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
 
     Attributes:
-        weights_on_gpu, kv_on_gpu: shares that stay in the accelerator's memory, from 0 to 1.
+        attention_on_gpu: of the micro-batches whose KV cache lies on the host.
+        weights_on_gpu, kv_on_gpu: shares of the weights, and of the micro-batches' KV caches, that stay in the
+            accelerator's memory, from 0 to 1.
     """
 
     policy: str
@@ -163,7 +165,7 @@ def _sizes(best: Best) -> Sizes:
         attention_on_gpu=best.attention_on_gpu,
         ffn_on_gpu=best.ffn_on_gpu,
         weights_on_gpu=best.seen.weights_on_gpu,
-        kv_on_gpu=float(best.kv_on_gpu),
+        kv_on_gpu=best.seen.kv_on_gpu,
     )
 
 

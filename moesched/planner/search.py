@@ -1,47 +1,64 @@
 """The policy search of MoE-Lightning (section 4.2) as a mixed-integer programme, solved by HiGHS.
 
-Maximise tokens over seconds, N G / (prefill + G decode), over µ, the number of micro-batches n (N = n µ) and the share
-r of the weights that stays in the accelerator's memory. A layer takes the longest of its lanes (Eq. 12): the link, the
-host, the accelerator; memories bound n and r. Each candidate µ has a binary variable and an n of its own, so that all
-constraints are linear. The quotient is maximised by Dinkelbach's method: maximise tokens - λ seconds, and take the
-quotient found as the next λ, until it stays.
+Maximise tokens over seconds, N G / (prefill + G decode), over µ, the number of micro-batches n (N = n µ), how many of
+them have their KV cache on the accelerator (r_c n), and the share r_w of the weights that stays there. A layer takes
+the longest of its lanes (Eq. 12): the link, the host, the accelerator; memories bound all of them. Each candidate µ
+has a binary variable and counts of its own, so that all constraints are linear. The quotient is maximised by
+Dinkelbach's method: maximise tokens - λ seconds, and take the quotient found as the next λ, until it stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import highspy
 import msgspec
 
-from .traits import Setting, Shape, Traits
+from .traits import Setting, Shape, Share, Traits
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
+HALF = 0.5
+"""A share of the micro-batches is rounded to whole ones."""
 MB = 1e6
 LANES = ("link", "host", "accelerator")
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A solution: sizes, the share of the weights that stays, and what is expected of them.
+    """A solution: sizes, what stays on the accelerator, and what is expected of them.
 
     Attributes:
+        resident: micro-batches whose KV cache stays on the accelerator, of a policy that splits it.
+        kept: the share of the weights that stays there.
         lanes: seconds that a layer of a decode step keeps each lane busy.
     """
 
     micro_batch_size: int
     micro_batches: int
+    resident: int
     kept: float
     throughput: float
     layer_seconds: float
     lanes: dict[str, float]
 
 
-def best(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> Choice | None:
-    """The best sizes among these shapes, or None where not even the smallest batch fits."""
-    found: Choice | None = None
+def best(
+    setting: Setting, traits: Traits, shapes: Sequence[Shape], start: Choice | None = None
+) -> Choice | None:
+    """The best sizes among these shapes, or None where not even the smallest batch fits.
+
+    start: sizes that fit, of one of these shapes, perhaps found with other costs: the search begins with their λ.
+    """
+    programme = _Programme(setting, traits, shapes)
+    found = None
+    if start is not None:
+        shape = next(shape for shape in shapes if shape.size == start.micro_batch_size)
+        found = _choice(setting, traits, shape, start.micro_batches, start.resident, start.kept)
     for _ in range(MOST_ROUNDS):
-        choice = _solve(setting, traits, shapes, found.throughput if found else 0.0)
+        choice = programme.solve(found.throughput if found else 0.0)
         if choice is None or (found and choice.throughput <= found.throughput * (1 + TOLERANCE)):
             break
         found = choice
@@ -49,60 +66,147 @@ def best(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> Choice | 
 
 
 def least(setting: Setting, traits: Traits, shape: Shape) -> Choice:
-    """One micro-batch of that shape, with no more weights kept than must be."""
-    return _choice(setting, traits, shape, 1, 0.0 if traits.streams else traits.keeps)
+    """One micro-batch of that shape, with no more kept on the accelerator than must be."""
+    return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
-def _solve(setting: Setting, traits: Traits, shapes: Sequence[Shape], rate: float) -> Choice | None:
-    """The solution for one λ."""
-    machine, config = setting.machine, setting.layout.config
-    weights = sum(map(setting.slot_bytes or (lambda page: page.nbytes), setting.layout.pages))
-    model = highspy.Highs()
-    model.silent()
-    taken = [model.addBinary() for _ in shapes]
-    counts = [model.addIntegral(lb=0, ub=each.most) for each in shapes]
-    kept = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
-    step, prefill = model.addVariable(lb=0.0), model.addVariable(lb=0.0)
-    model.addConstr(model.qsum(taken) == 1)
-    for one, count, each in zip(taken, counts, shapes, strict=True):
-        model.addConstr(count - each.most * one <= 0)
-        model.addConstr(count - one >= 0)
-    fetching = traits.fetch - traits.fetch * kept
-    for lane in LANES:
-        computing = model.qsum(getattr(each, lane) * n for each, n in zip(shapes, counts, strict=True))
-        model.addConstr(step - computing - (fetching if lane == "link" else 0) >= 0)
-    model.addConstr(prefill - fetching >= 0)
-    model.addConstr(
-        prefill - model.qsum(each.prefill * n for each, n in zip(shapes, counts, strict=True)) >= 0
-    )
-    for memory in machine.memories:
-        used = model.qsum(
-            (each.each[memory] / MB) * n + ((each.fixed[memory] - each.each[memory]) / MB) * one
-            for each, one, n in zip(shapes, taken, counts, strict=True)
-        )
-        if memory == machine.accelerator.memory:
-            buffer = traits.buffer * weights / config.layers / MB
-            used += (weights / traits.stages / MB - buffer) * kept + buffer
-        model.addConstr(used <= setting.capacity(memory) / MB)
-    tokens = model.qsum(setting.new_tokens * each.size * n for each, n in zip(shapes, counts, strict=True))
-    seconds = config.layers * (prefill + setting.new_tokens * step)
-    model.maximize(tokens - rate * seconds)
-    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> Choice | None:
+    """So many micro-batches with as many weights kept as fit; None where they do not fit."""
+    fast = setting.machine.accelerator.memory
+    free = {
+        memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
+    }
+    none, all_of_them = (weight_bytes(setting, traits, kept) for kept in (0.0, 1.0))
+    kept = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
+    if kept < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
         return None
-    number = next(i for i, one in enumerate(taken) if model.val(one) > 0.5)
-    return _choice(setting, traits, shapes[number], round(model.val(counts[number])), model.val(kept))
+    return _choice(setting, traits, shape, count, resident, kept)
 
 
-def _choice(setting: Setting, traits: Traits, shape: Shape, count: int, kept: float) -> Choice:
+def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
+    """What so many micro-batches take of each memory, without the weights."""
+    here = shape.resident or shape.each
+    return {
+        memory: shared + (count - resident) * shape.each.nbytes[memory] + resident * here.nbytes[memory]
+        for memory, shared in shape.shared.items()
+    }
+
+
+def weight_bytes(setting: Setting, traits: Traits, kept: float) -> float:
+    """Bytes of an accelerator's memory for weights of which that share stays: those, and a buffer for the others."""
+    buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
+    return kept * setting.weight_bytes / traits.stages + (1 - kept) * buffer
+
+
+class _Programme:
+    """All variables and constraints; only λ, and with it the objective, changes from round to round."""
+
+    def __init__(self, setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> None:
+        self._setting, self._traits, self._shapes = setting, traits, shapes
+        self._weights = tuple(weight_bytes(setting, traits, kept) for kept in (0.0, 1.0))
+        self._model = model = highspy.Highs()
+        model.silent()
+        self._taken = [model.addBinary() for _ in shapes]
+        self._kept = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
+        self._step, self._prefill = model.addVariable(lb=0.0), model.addVariable(lb=0.0)
+        model.addConstr(model.qsum(self._taken) == 1)
+        self._counts = [self._add_counts(shape, one) for shape, one in zip(shapes, self._taken, strict=True)]
+        self._add_lanes()
+        self._add_memories()
+
+    def solve(self, rate: float) -> Choice | None:
+        """The solution for one λ."""
+        setting, model = self._setting, self._model
+        tokens = model.qsum(
+            setting.new_tokens * shape.size * count
+            for shape, counts in zip(self._shapes, self._counts, strict=True)
+            for _, count in counts
+        )
+        seconds = setting.layout.config.layers * (self._prefill + setting.new_tokens * self._step)
+        model.maximize(tokens - rate * seconds)
+        if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        number = next(i for i, one in enumerate(self._taken) if model.val(one) > 0.5)
+        each, *resident = (round(model.val(count)) for _, count in self._counts[number])
+        here = sum(resident)
+        shape = self._shapes[number]
+        return _choice(setting, self._traits, shape, each + here, here, model.val(self._kept))
+
+    def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
+        """How many micro-batches there are of each sort: some where the shape is taken, else none."""
+        model, share = self._model, self._setting.kv_on_gpu
+        sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
+        limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]
+        counts = [model.addIntegral(lb=0, ub=limit) for limit in limits]
+        for count, limit in zip(counts, limits, strict=True):
+            model.addConstr(count - limit * taken <= 0)
+        model.addConstr(model.qsum(counts) - taken >= 0)
+        if len(sorts) > 1:
+            model.addConstr(model.qsum(counts) <= shape.most)
+        if share is not None and shape.resident is not None:
+            short = share * model.qsum(counts) - counts[1]
+            model.addConstr(short <= HALF)
+            model.addConstr(short >= -HALF)
+        return list(zip(sorts, counts, strict=True))
+
+    def _room(self, shape: Shape, sort: Share) -> int:
+        """How many of them memories hold if nothing else but what they share is there."""
+        rooms = [
+            (self._setting.capacity(memory) - shape.shared[memory]) // nbytes
+            for memory, nbytes in sort.nbytes.items()
+            if nbytes
+        ]
+        return max(0, min(rooms))
+
+    def _sum(self, cost: Callable[[Share], float]) -> Any:
+        """A cost of all micro-batches together."""
+        return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
+
+    def _add_lanes(self) -> None:
+        model, traits = self._model, self._traits
+        fetching = traits.fetch - traits.fetch * self._kept
+        for lane in LANES:
+            computing = self._sum(attrgetter(lane))
+            model.addConstr(self._step - computing - (fetching if lane == "link" else 0) >= 0)
+        model.addConstr(self._prefill - fetching >= 0)
+        model.addConstr(self._prefill - self._sum(attrgetter("prefill")) >= 0)
+
+    def _add_memories(self) -> None:
+        setting, model = self._setting, self._model
+        machine = setting.machine
+        for memory in machine.memories:
+            used = self._sum(partial(_megabytes, memory))
+            used += model.qsum(
+                shape.shared[memory] / MB * one for shape, one in zip(self._shapes, self._taken, strict=True)
+            )
+            if memory == machine.accelerator.memory:
+                none, all_of_them = self._weights
+                used += (all_of_them - none) / MB * self._kept + none / MB
+            model.addConstr(used <= setting.capacity(memory) / MB)
+
+
+def _megabytes(memory: str, sort: Share) -> float:
+    return sort.nbytes[memory] / MB
+
+
+def _choice(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int, kept: float) -> Choice:
     layers = setting.layout.config.layers
-    lanes = {lane: count * getattr(shape, lane) for lane in LANES}
+    here = shape.resident or shape.each
+
+    def busy(lane: str) -> float:
+        on_host: float = getattr(shape.each, lane)
+        on_gpu: float = getattr(here, lane)
+        return (count - resident) * on_host + resident * on_gpu
+
     fetching = traits.fetch * (1 - kept)
+    lanes = {lane: busy(lane) for lane in LANES}
     lanes["link"] += fetching
     step = max(lanes.values())
-    seconds = layers * (max(fetching, count * shape.prefill) + setting.new_tokens * step)
+    seconds = layers * (max(fetching, busy("prefill")) + setting.new_tokens * step)
     return Choice(
         micro_batch_size=shape.size,
         micro_batches=count,
+        resident=resident,
         kept=kept,
         throughput=setting.new_tokens * shape.size * count / seconds,
         layer_seconds=step,

@@ -15,15 +15,12 @@ from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
 from moesched.settings import check_settings
 
-from .candidate import Candidate, Seen
+from .candidate import NEAR, Candidate, Seen
 from .resources import Gain, gains
-from .traits import Setting
+from .traits import KV_SHARE, Setting, splits_kv
 
 POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
 """What is chosen from where no policy is named."""
-
-SLACK = 1.1
-"""By what factor a schedule may beat its bound, which takes all prompts to have the average length."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -49,7 +46,6 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     seen: Seen
     attention_on_gpu: bool
     ffn_on_gpu: bool
-    kv_on_gpu: bool
     bound: float
     lanes: dict[str, float]
     bound_by: str
@@ -94,6 +90,8 @@ def plan_best(
             cost=cost_model(machine, layout.dtype),
             budgets=dict(budgets or {}),
             slot_bytes=slot_bytes,
+            splits_kv=splits_kv(policy, machine),
+            kv_on_gpu=(settings or {}).get(KV_SHARE),
         )
         try:
             candidates.append(Candidate(name, setting))
@@ -110,7 +108,6 @@ def plan_best(
         seen=sizes,
         attention_on_gpu=best.traits.attention_on_gpu,
         ffn_on_gpu=best.traits.ffn_on_gpu,
-        kv_on_gpu=best.traits.kv_on_gpu,
         bound=best.choice.throughput,
         lanes=best.choice.lanes,
         bound_by=max(sizes.preview.utilization, key=sizes.preview.utilization.__getitem__),
@@ -125,7 +122,7 @@ def _look(candidates: list[Candidate], on_progress: Callable[[str], None]) -> di
     seen: dict[Candidate, Seen] = {}
     most = 0.0
     for candidate in sorted(candidates, key=lambda each: each.choice.throughput, reverse=True):
-        if candidate.choice.throughput * SLACK < most:
+        if candidate.choice.throughput * NEAR < most:
             break
         on_progress(f"schedules of {candidate.name}")
         seen[candidate] = candidate.look()

@@ -5,10 +5,9 @@ Nothing here knows a policy by name, so that a user's own is planned for like th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -22,9 +21,12 @@ from moesched.plan import Batch, Plan
 from moesched.runs import make_lanes, plan_run
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Policy
+from moesched.settings import takes_setting
 from moesched.tasks import Work
 
 UNLIMITED = 1 << 60
+KV_SHARE = "kv_on_gpu"
+"""The setting by which a policy is told the share of the KV cache that stays on the accelerator."""
 MANY = 5
 """So many micro-batches share the rooms of those that are within a layer: from then on each costs the same bytes."""
 
@@ -33,13 +35,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What is planned for.
 
     Attributes:
-        make: makes the policy, anew for each plan.
+        make: makes the policy, anew for each plan; one that splits the KV cache takes `kv_on_gpu`.
         lengths: prompt lengths in tokens, of as many requests as a batch may have.
         budgets: bytes by memory; the machine's capacities where nothing is said.
         slot_bytes: what a page takes in a slot of the device at hand.
+        splits_kv: whether the policy can be told the share of the KV cache that stays on the accelerator.
+        kv_on_gpu: that share, where it is not to be searched.
     """
 
-    make: Callable[[], Policy]
+    make: Callable[..., Policy]
     machine: Machine
     layout: WeightLayout
     lengths: tuple[int, ...]
@@ -47,33 +51,50 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     cost: CostModel
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None = None
+    splits_kv: bool = False
+    kv_on_gpu: float | None = None
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
         lengths = self.lengths[: micro_batches * size]
         return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size))
 
-    def plan(self, batch: Batch, budgets: dict[str, int] | None = None) -> tuple[Plan, Policy]:
+    def plan(
+        self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
+    ) -> tuple[Plan, Policy]:
         """The policy's plan of a batch.
+
+        kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
 
         Raises:
             BadInput: it does not fit; the message says by how many bytes, of what.
         """
-        policy = self.make()
+        policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
         budgets = self.budgets if budgets is None else budgets
         return plan_run(self.machine, self.layout, batch, policy, budgets, self.slot_bytes), policy
+
+    @property
+    def weight_bytes(self) -> int:
+        """What all weights take in slots."""
+        return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))
 
     def capacity(self, memory: str) -> int:
         """The bytes that may be used of a memory."""
         return self.budgets.get(memory, self.machine.memories[memory].nbytes)
 
 
+def splits_kv(policy: type, machine: Machine) -> bool:
+    """Whether a policy can be told the share of the KV cache on the accelerator, and that has a memory of its own."""
+    return not machine.unified and takes_setting(policy, KV_SHARE)
+
+
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy uses memories, whatever the batch.
 
     Attributes:
-        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode.
-        kv_on_gpu: whether the KV cache lies in the accelerator's memory.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; attention, where the KV cache is split,
+            is that of the host's part.
+        kv_on_gpu: whether all of the KV cache lies in the accelerator's memory.
         keeps: the most of the weights' bytes that it keeps there, from 0 to 1.
         streams: whether it can do with less than that.
         buffer: bytes of an accelerator's buffer for each byte of a layer that streams.
@@ -92,26 +113,39 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     stages: int = 1
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One size of micro-batches: what each costs, in seconds of a layer and in bytes.
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one micro-batch costs.
 
     Attributes:
-        size: requests of a micro-batch, µ.
-        most: how many micro-batches of them there may be.
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
             without the weights. The stages of a pipeline work at once, on a layer each.
         prefill: seconds of the accelerator for one layer of the prefill, likewise.
-        fixed, each: bytes by memory of the first micro-batch, with what several share, and of every other one.
+        nbytes: by memory.
     """
 
-    size: int
-    most: int
     link: float
     host: float
     accelerator: float
     prefill: float
-    fixed: dict[str, int]
-    each: dict[str, int]
+    nbytes: dict[str, int]
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """One size of micro-batches, and what they cost.
+
+    Attributes:
+        size: requests of a micro-batch, µ.
+        most: how many micro-batches of them there may be.
+        shared: bytes by memory that they need together, however many they are.
+        each: what each of them costs; where the KV cache is split, of those whose cache lies on the host.
+        resident: the same of those whose cache lies on the accelerator; None where the policy does not split it.
+    """
+
+    size: int
+    most: int
+    shared: dict[str, int]
+    each: Share
+    resident: Share | None = None
 
 
 def learn(setting: Setting) -> Traits:
@@ -122,7 +156,8 @@ def learn(setting: Setting) -> Traits:
     """
     batch = setting.batch(1, 1)
     unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
-    roomy, _ = setting.plan(batch, unlimited)
+    on_host = 0.0 if setting.splits_kv else None
+    roomy, _ = setting.plan(batch, unlimited, on_host)
     weights = _weight_bytes(roomy)
     kept = kept_bytes(roomy)
     fast = roomy.memory("accelerator")
@@ -130,16 +165,16 @@ def learn(setting: Setting) -> Traits:
     here = kept // stages
     half = unlimited | {fast.name: fast.used - here + here // 2}
     try:
-        tight, _ = setting.plan(batch, half)
+        tight, _ = setting.plan(batch, half, on_host)
     except BadInput:
         tight = None
     least = roomy if tight is None else tight
     streamed = (_weight_bytes(least) - kept_bytes(least)) / len(least.layers)
     pools = _pool_bytes(least)
     return Traits(
-        attention_on_gpu=roomy.kv_role == "accelerator" or roomy.kv_slots > 0,
+        attention_on_gpu=roomy.kv_on_gpu == 1 or roomy.kv_slots > 0,
         ffn_on_gpu=not roomy.experts_on_host,
-        kv_on_gpu=roomy.kv_role == "accelerator",
+        kv_on_gpu=roomy.kv_on_gpu == 1,
         keeps=kept / weights,
         streams=kept == 0 or tight is not None,
         buffer=pools / streamed if streamed else 0.0,
@@ -152,36 +187,90 @@ class Probe:
     """Plans of a few micro-batches of `size` average requests, with no limit to memory."""
 
     def __init__(self, setting: Setting, size: int) -> None:
-        self.size = size
-        self.most = -(-len(setting.lengths) // size)
+        self._size = size
+        self._most = -(-len(setting.lengths) // size)
         setting = replace(setting, lengths=(round(fmean(setting.lengths)),) * len(setting.lengths))
         unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
-        self._one, _ = setting.plan(setting.batch(1, size), unlimited)
-        self._fixed = self._each = _used(self._one)
-        if self.most > 1:
-            count = min(self.most, MANY)
-            fewer, more = (
-                _used(setting.plan(setting.batch(n, size), unlimited)[0]) for n in (count - 1, count)
-            )
-            self._each = {memory: more[memory] - fewer[memory] for memory in more}
-            self._fixed = {memory: more[memory] - (count - 1) * self._each[memory] for memory in more}
+        count = min(self._most, MANY)
+
+        def plan_of(micro_batches: int, resident: int) -> Plan:
+            share = resident / micro_batches if setting.splits_kv else None
+            return setting.plan(setting.batch(micro_batches, size), unlimited, share)[0]
+
+        plan = plan_of(count, 0)
+        used = _used(plan)
+        fewer = _used(plan_of(count - 1, 0)) if count > 1 else dict.fromkeys(used, 0)
+        each = {memory: used[memory] - fewer[memory] for memory in used}
+        self._shared = {memory: used[memory] - count * each[memory] for memory in used}
+        self._each = _Needs(plan, 0, each)
+        self._resident: _Needs | None = None
+        if setting.splits_kv:
+            plan = plan_of(count, 1)
+            more = _used(plan)
+            here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
+            self._resident = _Needs(plan, plan.cached_by("accelerator")[0], here)
 
     def shape(self, cost: CostModel) -> Shape:
         """What micro-batches of this size cost."""
-        link, host, accelerator, prefill = _layer_seconds(self._one, cost)
-        if self._one.experts_on_host:
-            ffn = _ffn_on_host(self._one, cost)
-            link, host, accelerator = link + ffn.link, host + ffn.host, accelerator - ffn.spared
-        stages = len(self._one.stages)
         return Shape(
-            size=self.size,
-            most=self.most,
-            link=link / stages,
-            host=host,
-            accelerator=accelerator / stages,
-            prefill=prefill / stages,
-            fixed=self._fixed,
-            each=self._each,
+            size=self._size,
+            most=self._most,
+            shared=self._shared,
+            each=self._each.share(cost),
+            resident=None if self._resident is None else self._resident.share(cost),
+        )
+
+
+class _Needs:
+    """What a plan's micro-batch asks of each lane in a layer, and its bytes by memory."""
+
+    def __init__(self, plan: Plan, number: int, nbytes: dict[str, int]) -> None:
+        self._nbytes = nbytes
+        self._stages = len(plan.stages)
+        lanes = make_lanes(plan)
+        schedule = Schedule(plan, Engine(lanes.values()), lanes)
+        batch = schedule.micro_batches[number]
+        schedule.size(0)
+        works = batch.works
+        self._prefill = [works["pre_attention"], works["attention"], works["post_attention"]]
+        schedule.size(max(1, plan.batch.new_tokens // 2))
+        works = batch.works
+        self._accelerator = [works["pre_attention"]]
+        self._host: list[Work] = []
+        self._link: list[Work] = []
+        if plan.experts_on_host:
+            self._experts_there(plan, schedule, works)
+        else:
+            self._accelerator.append(works["post_attention"])
+        if batch.kv_on_accelerator or plan.kv_slots:
+            self._accelerator.append(works["attention"])
+            self._link += [works["load_kv"]] if "load_kv" in works else []
+        else:
+            self._host.append(works["cpu_attention"])
+            self._link += [] if schedule.unified else [works["load_hidden"]]
+
+    def _experts_there(self, plan: Plan, schedule: Schedule, works: Mapping[str, Work]) -> None:
+        """The experts of a layer on the host: their outputs come back."""
+        self._accelerator += [works["route"], works["combine"]]
+        operations, tokens = schedule.operations, works["route"].tokens
+        self._host.append(schedule.work("experts", plan.machine.roles.host, tokens, operations.experts))
+        if not schedule.unified:
+            nbytes = tokens * operations.config.top_k * operations.hidden_bytes
+            host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
+            self._link.append(schedule.move(host, accelerator, nbytes)[1])
+
+    def share(self, cost: CostModel) -> Share:
+        """The same in seconds."""
+
+        def seconds(works: Sequence[Work]) -> float:
+            return sum(cost.work(work).seconds for work in works)
+
+        return Share(
+            link=seconds(self._link) / self._stages,
+            host=seconds(self._host),
+            accelerator=seconds(self._accelerator) / self._stages,
+            prefill=seconds(self._prefill) / self._stages,
+            nbytes=self._nbytes,
         )
 
 
@@ -227,57 +316,3 @@ def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
         for source, target in pairwise(stops)
         if source != target
     ] or [0.0]
-
-
-def _layer_seconds(plan: Plan, cost: CostModel) -> tuple[float, float, float, float]:
-    """Seconds of link, host and accelerator for a micro-batch in one layer of a decode step, and of its prefill."""
-    lanes = make_lanes(plan)
-    schedule = Schedule(plan, Engine(lanes.values()), lanes)
-    batch = schedule.micro_batches[0]
-
-    def seconds(works: Sequence[Work]) -> float:
-        return sum(cost.work(work).seconds for work in works)
-
-    schedule.size(0)
-    works = batch.works
-    prefill = seconds([works["pre_attention"], works["attention"], works["post_attention"]])
-    schedule.size(max(1, plan.batch.new_tokens // 2))
-    works = batch.works
-    accelerator = seconds([works["pre_attention"], works["post_attention"]])
-    if plan.kv_role == "accelerator":
-        return 0.0, 0.0, accelerator + seconds([works["attention"]]), prefill
-    if plan.kv_slots:
-        link = [works["load_kv"]] if "load_kv" in works else []
-        return seconds(link), 0.0, accelerator + seconds([works["attention"]]), prefill
-    link = [] if schedule.unified else [works["load_hidden"]]
-    return seconds(link), seconds([works["cpu_attention"]]), accelerator, prefill
-
-
-class _FFNOnHost(NamedTuple):
-    """Seconds of a micro-batch in one layer of a decode step: of link and host, and what the accelerator is spared."""
-
-    link: float
-    host: float
-    spared: float
-
-
-def _ffn_on_host(plan: Plan, cost: CostModel) -> _FFNOnHost:
-    """What it takes to have the experts of a layer on the host: their outputs come back expert by expert."""
-    lanes = make_lanes(plan)
-    schedule = Schedule(plan, Engine(lanes.values()), lanes)
-    schedule.size(1)
-    works, operations = schedule.micro_batches[0].works, schedule.operations
-    tokens = works["route"].tokens
-
-    def seconds(*works: Work) -> float:
-        return sum(cost.work(work).seconds for work in works)
-
-    experts = schedule.work("experts", plan.machine.roles.host, tokens, operations.experts)
-    spared = seconds(works["post_attention"]) - seconds(works["route"], works["combine"])
-    if schedule.unified:
-        return _FFNOnHost(0.0, seconds(experts), spared)
-    rows = tokens * operations.config.top_k
-    _, back = schedule.move(
-        plan.memory("host").name, plan.memory("accelerator").name, rows * operations.hidden_bytes
-    )
-    return _FFNOnHost(seconds(back), seconds(experts), spared)

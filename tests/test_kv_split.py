@@ -1,0 +1,298 @@
+"""A KV cache in two memories: the same tokens for every share, budgets of both, the share that the planner picks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _small_runs import TWO_MEMORIES, generate, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from moesched.cli.main import main
+from moesched.cost import cost_model
+from moesched.devices.emulated_device import EmulatedDevice
+from moesched.devices.torch_device import TorchDevice
+from moesched.errors import BadInput, PolicyError
+from moesched.machines import Machine, load_machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, Role, split_batch
+from moesched.planner import Setting, plan_best
+from moesched.plugins import find, make_policy
+from moesched.policies.flexgen import FlexGen
+from moesched.runs import plan_run
+from moesched.sizing import choose_sizes
+from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
+from small_models import SMALL, small_model
+
+SPLITTING = ("cgopipe", "fastdecode", "flexgen", "flexgen_cpu", "three_tiers")
+SHARES = (0.0, 0.5, 1.0)
+T4 = load_machine("t4")
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
+
+
+# -- what a run comes to -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(
+        small_model(tmp_path_factory.mktemp("models") / "model", config=replace(SMALL, layers=3))
+    )
+
+
+@pytest.mark.parametrize("policy", SPLITTING)
+def test_every_share_gives_the_same_logits_to_the_bit(checkpoint: Checkpoint, policy: str) -> None:
+    layout = weight_layout(checkpoint.config, "float32")
+    none, some, everything = (
+        generate(
+            TorchDevice(checkpoint, layout, keep_logits=True),
+            make_policy(policy, {"kv_on_gpu": share}),
+            TWO_MEMORIES,
+            PROMPTS,
+            new_tokens=4,
+            micro_batch_size=1,
+            weights=0.8,
+        )
+        for share in SHARES
+    )
+    assert some.tokens == everything.tokens == none.tokens
+    assert same_bits(some.logits_RSV, none.logits_RSV)
+    assert same_bits(everything.logits_RSV, none.logits_RSV)
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
+def test_every_share_gives_the_same_tokens_on_the_emulated_device(
+    checkpoint: Checkpoint, policy: str
+) -> None:
+    layout = weight_layout(checkpoint.config, "float32")
+
+    def tokens(device: Any, share: float) -> list[list[int]]:
+        chosen = make_policy(policy, {"kv_on_gpu": share})
+        return generate(device, chosen, TWO_MEMORIES, PROMPTS, new_tokens=3, micro_batch_size=1).tokens
+
+    expected = tokens(TorchDevice(checkpoint, layout, keep_logits=True), 0.0)
+    for share in SHARES:
+        assert tokens(EmulatedDevice(checkpoint, layout, keep_logits=True, dilation=1.0), share) == expected
+
+
+@pytest.mark.parametrize("policy", SPLITTING)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_policy_with_a_split_cache_conforms(policy: str, share: float) -> None:
+    assert check_policy(lambda: make_policy(policy, {"kv_on_gpu": share})) >= len(policy_cases()) // 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_home", "away"),
+    [
+        ("cgopipe", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
+        ("flexgen_cpu", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
+        ("flexgen", {"attention"}, {"load_kv", "attention", "offload_kv"}),
+    ],
+)
+def test_keys_and_values_move_only_where_the_host_has_them(
+    policy: str, at_home: set[str], away: set[str]
+) -> None:
+    chosen = make_policy(policy, {"kv_on_gpu": 0.5})
+    plan = Case(name="split", machine=T4, prompts=(3,) * 4, micro_batch_size=1).plan(chosen)
+    resident = set(plan.cached_by("accelerator"))
+    ended = run_on_symbols(chosen, plan)
+    assert ended.tokens == ended.expected
+    common = {"embed", "pre_attention", "post_attention", "sample"}
+    for number in plan.micro_batches:
+        verbs = {task.verb for task in ended.tasks if task.step == 1 and task.micro_batch == number}
+        assert verbs - common == (at_home if number in resident else away)
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def planned(share: float, micro_batches: int, prompt: int = 100, policy: str = "cgopipe") -> Plan:
+    """A policy's plan of micro-batches of two requests each, on a T4."""
+    batch = split_batch([prompt] * 2 * micro_batches, 12, 2)
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    return plan_run(T4, layout, batch, make_policy(policy, {"kv_on_gpu": share}))
+
+
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0, 1), micro_batches=st.integers(1, 9), prompt=st.integers(1, 300))
+def test_each_memory_reserves_the_cache_that_it_holds_and_no_other(
+    share: float, micro_batches: int, prompt: int
+) -> None:
+    none, some = (planned(each, micro_batches, prompt) for each in (0.0, share))
+    here = some.cached_by("accelerator")
+    assert len(here) == round(share * micro_batches)
+    assert sorted(here + some.cached_by("host")) == list(some.micro_batches)
+    each = len(some.layers) * some.operations.kv_bytes * some.batch.tokens_at_end(some.batch.micro_batches[0])
+    assert none.memory("host").used - some.memory("host").used == len(here) * each
+    assert without_weights(some) - without_weights(none) == len(here) * each
+
+
+def without_weights(plan: Plan) -> int:
+    pools = (*plan.pools, *plan.kept)
+    fast = plan.memory("accelerator")
+    return fast.used - sum(slot.nbytes for pool in pools if pool.memory is fast for slot in pool.slots)
+
+
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0, 1), micro_batches=st.integers(1, 40))
+def test_caches_on_the_accelerator_lie_evenly_among_the_others(share: float, micro_batches: int) -> None:
+    here = planned(share, micro_batches).cached_by("accelerator")
+    for start in range(micro_batches):
+        for length in range(1, micro_batches - start + 1):
+            held = sum(start <= number < start + length for number in here)
+            assert abs(held - length * len(here) / micro_batches) <= 1
+
+
+def test_room_to_load_into_is_only_kept_for_what_the_host_has() -> None:
+    assert planned(0.5, 4, policy="flexgen").kv_slots == 2
+    assert planned(1.0, 4, policy="flexgen").kv_slots == 0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Placing(FlexGen):
+    """FlexGen with the caches of its micro-batches placed as told."""
+
+    def __init__(self, *placed: tuple[Role, list[int]]) -> None:
+        super().__init__()
+        self.placed = placed
+
+    def plan(self, plan: Plan) -> None:
+        for role, micro_batches in self.placed:
+            plan.place_kv(role, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("placed", "says"),
+    [
+        (
+            (("host", [0, 1]), ("accelerator", [1])),
+            "place_kv: the KV cache of mb1 is the host's already: place each once",
+        ),
+        ((("accelerator", [0]),), "says nothing of the KV cache of mb1: call plan.place_kv"),
+    ],
+)
+def test_a_micro_batchs_cache_is_placed_once(placed: tuple[tuple[Role, list[int]], ...], says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        Case(name="placing", machine=T4).plan(Placing(*placed))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_is_between_nothing_and_all(share: float) -> None:
+    with pytest.raises(
+        BadInput, match=rf"kv_on_gpu is {share:g}: give the share of the KV cache .* from 0 to 1"
+    ):
+        planned(share, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting", "says"),
+    [
+        ("resident", "kv_on_gpu=0.5", "policy resident has no setting 'kv_on_gpu': it takes none"),
+        ("cgopipe", "kv_on_gpu=half", "policy cgopipe: kv_on_gpu is 'half': give a number"),
+        (
+            "cgopipe",
+            "kv_on_gpu=2",
+            "kv_on_gpu is 2: give the share of the KV cache on the accelerator, from 0 to 1",
+        ),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused_in_one_line(
+    policy: str, setting: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "simulate",
+        "--model",
+        "mixtral-0.8b",
+        "--machine",
+        "t4",
+        "--workload",
+        "mtbench",
+        "--gen",
+        "4",
+    ]
+    assert main([*arguments, "--policy", policy, "--set", setting]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+# -- the planner -------------------------------------------------------------------------------------------------------
+
+LONG = (2048,) * 48
+WEAK_HOST = replace(
+    T4,
+    processors=T4.processors | {T4.roles.host: replace(T4.host, flops={"bfloat16": 6e10, "float32": 3e10})},
+)
+ROOM = {"gpu": 3 * 10**9}
+"""For the weights of `mixtral-0.8b`, and for a part of the KV cache of those prompts."""
+
+
+def asking(policy: str, machine: Machine, **share: float) -> Setting:
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    return Setting(
+        make=find("policies", policy),
+        machine=machine,
+        layout=layout,
+        lengths=LONG,
+        new_tokens=256,
+        cost=cost_model(machine, layout.dtype),
+        budgets=ROOM,
+        splits_kv=True,
+        kv_on_gpu=share.get("kv_on_gpu"),
+    )
+
+
+def fastest(policy: str, machine: Machine, share: float | None = None) -> tuple[float, float]:
+    """Tokens per second of the planner's choice, with any share or with this one, and its share."""
+    found = plan_best(
+        machine,
+        weight_layout(SHAPES["mixtral-0.8b"]),
+        LONG,
+        256,
+        policies=[policy],
+        settings={} if share is None else {"kv_on_gpu": share},
+        budgets=ROOM,
+    )
+    assert all(peak <= ROOM.get(memory, peak) for memory, peak in found.seen.peak_bytes.items())
+    return found.seen.throughput, found.seen.kv_on_gpu
+
+
+@pytest.mark.parametrize(("policy", "machine"), [("cgopipe", WEAK_HOST), ("flexgen", T4)])
+def test_where_a_part_of_the_cache_fits_a_share_between_is_faster_than_none_and_all(
+    policy: str, machine: Machine
+) -> None:
+    throughput, share = fastest(policy, machine)
+    assert 0 < share < 1
+    assert throughput > 1.1 * fastest(policy, machine, 0.0)[0]
+    assert throughput > 1.1 * fastest(policy, machine, 1.0)[0]
+
+
+def test_a_share_that_is_given_is_kept() -> None:
+    assert fastest("cgopipe", T4, 0.25)[1] == pytest.approx(0.25, abs=0.05)
+
+
+def test_sizes_that_nobody_gave_come_with_a_share_unless_the_sizes_were_given() -> None:
+    where = asking("flexgen", T4)
+    sizes = choose_sizes(where)
+    assert sizes.kv_on_gpu is not None and 0 < sizes.kv_on_gpu < 1
+    assert choose_sizes(where, batch_size=8, micro_batch_size=2).kv_on_gpu is None
+
+
+def test_a_simulation_without_sizes_has_the_planners_share(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    common = ["--model", "mixtral-0.8b", "--machine", "t4", "--policy", "flexgen", "--budget", "gpu=3GB"]
+    common += ["--workload", "summarization", "--json"]
+    plans = {}
+    for command in ("plan", "simulate"):
+        assert main([command, *common]) == 0
+        plans[command] = json.loads(capsys.readouterr().out)["plan"]
+    assert 0 < plans["plan"]["kv_on_gpu"] < 1
+    assert 0 < plans["simulate"]["kv_on_gpu"] < 1
