@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,21 @@ def test_what_a_request_does_after_its_end_is_not_recorded(
     lengths = [len(prompt) + len(each) - 1 for prompt, each in zip(PROMPTS, kept, strict=True)]
     assert found.request_tokens.tolist() == lengths
     assert (found.chosen[: lengths[0]] == trace.chosen[: lengths[0]]).all()
+
+
+def test_ctrl_c_keeps_what_was_recorded_until_then(model: Path, trace: RoutingTrace) -> None:
+    def interrupt(choices: int, most: int) -> None:
+        if choices == SMALL.layers * (16 + 4 * 10):  # after the prompts' 16 tokens and ten steps
+            os.kill(os.getpid(), signal.SIGINT)
+
+    done = profile_routing(model, PROMPTS, max_new_tokens=500, progress=interrupt)
+    assert done.interrupted
+    lengths = done.trace.request_tokens.tolist()
+    starts, known = np.cumsum([0, *lengths]), np.cumsum([0, *trace.request_tokens])
+    for request, prompt in enumerate(PROMPTS):
+        assert len(prompt) + NEW_TOKENS <= lengths[request] < 500
+        mine = done.trace.chosen[starts[request] :][: len(prompt) + NEW_TOKENS - 1]
+        assert (mine == trace.chosen[known[request] : known[request + 1]]).all()
 
 
 # -- replay
