@@ -57,7 +57,9 @@ def test_values_are_counted_below_each_threshold() -> None:
     counter.activated(1, np.array([[0.0005, -0.005], [0.05, -0.5]], np.float32))
     counter.activated(1, np.array([[2.0, -0.0009]], np.float32))
     assert counter.values == [0, 6]
-    assert counter.shares() == ((0, 0, 0, 0), pytest.approx((2 / 6, 3 / 6, 4 / 6, 5 / 6)))
+    empty, counted = counter.shares()
+    assert empty == (0, 0, 0, 0)
+    assert counted == pytest.approx((2 / 6, 3 / 6, 4 / 6, 5 / 6))
 
 
 def test_the_command_prints_a_row_for_each_layer(command: Any, model: Path, tmp_path: Path) -> None:

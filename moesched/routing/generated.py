@@ -84,7 +84,7 @@ class GeneratedChoices:
         """A random number in [0, 1) for each token, made from where it stands alone."""
         bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
         bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)
-        numbers: Floats = (bits_T >> np.uint64(11)) * 2.0**-53
+        numbers: Floats = (bits_T >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return numbers
 
     def _make_start(self, layer: int, purpose: int) -> Bits:
