@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from small_models import SMALL, small_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7, 7, 7, 20, 30, 40, 50, 60], [100]]
 NEW_TOKENS = 4
+PAGE = Path(__file__).parent.parent / "docs" / "routing.md"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -106,6 +109,21 @@ def test_what_a_request_does_after_its_end_is_not_recorded(
     lengths = [len(prompt) + len(each) - 1 for prompt, each in zip(PROMPTS, kept, strict=True)]
     assert found.request_tokens.tolist() == lengths
     assert (found.chosen[: lengths[0]] == trace.chosen[: lengths[0]]).all()
+
+
+def test_ctrl_c_keeps_what_was_recorded_until_then(model: Path, trace: RoutingTrace) -> None:
+    def interrupt(choices: int, most: int) -> None:
+        if choices == SMALL.layers * (16 + 4 * 10):  # after the prompts' 16 tokens and ten steps
+            os.kill(os.getpid(), signal.SIGINT)
+
+    done = profile_routing(model, PROMPTS, max_new_tokens=500, progress=interrupt)
+    assert done.interrupted
+    lengths = done.trace.request_tokens.tolist()
+    starts, known = np.cumsum([0, *lengths]), np.cumsum([0, *trace.request_tokens])
+    for request, prompt in enumerate(PROMPTS):
+        assert len(prompt) + NEW_TOKENS <= lengths[request] < 500
+        mine = done.trace.chosen[starts[request] :][: len(prompt) + NEW_TOKENS - 1]
+        assert (mine == trace.chosen[known[request] : known[request + 1]]).all()
 
 
 # -- replay
@@ -193,6 +211,11 @@ def test_a_generator_needs_no_model_but_its_shape(command: Any, tmp_path: Path) 
     assert re.search(r"\nmean +0\.71\ndeviation +0\.08\nminimum +0\.22\n", said.out)
     assert re.search(r"\n56 of 256 +25\.2% +18\.7% +21\.9%\n125 of 256 +53\.0% +44\.6% +48\.8%\n", said.out)
     assert read_profile(tmp_path / "made.csv").experts == 8
+
+
+def test_the_page_shows_what_the_command_prints_for_a_generator(command: Any) -> None:
+    said = command("profile-routing", "mixtral-8x7b", "--routing", "popularity")
+    assert f"```\n{said.out.strip()}\n```" in PAGE.read_text()
 
 
 def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,8 @@ Bits = npt.NDArray[np.uint64]
 ORDERS = 64
 """In how many orders a layer's experts are laid out: which ones go together differs between them."""
 
-_WORD = 2**64
-_STRIDE = 0x9E3779B97F4A7C15
-_ORDER, _POINT, _REPEAT = range(3)
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
@@ -49,15 +48,15 @@ class GeneratedChoices:
         self._seed = seed
         self._shares_LE = shares_of(popularity.weights(config.layers, config.experts, seed), config.top_k)
         self._table = cache(self._make_table)
+        self._start = cache(self._make_start)
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
         """The experts (T, k), ascending, of the tokens at these positions of these requests."""
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
-        order_T = np.floor(ORDERS * self._numbers(layer, _ORDER, requests_T, drawn_T))
-        point_T = 1.0 - self._numbers(layer, _POINT, requests_T, drawn_T)
+        order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)
         # Points at distances of 1 on a line on which every expert has its share, at most 1, meet different experts,
         # each as often as it should be met (systematic sampling).
-        start_T = order_T * (self._top_k + 1) + point_T
+        start_T = order_T * (self._top_k + 1) + (1.0 - rest_T)
         table = self._table(layer)
         places_Tk = np.searchsorted(table.ends, start_T[:, None] + np.arange(self._top_k))
         return np.sort(table.experts[places_Tk], axis=1)
@@ -69,12 +68,12 @@ class GeneratedChoices:
         while len(unsettled):
             at = drawn_T[unsettled]
             repeats = self._numbers(layer, _REPEAT, requests_T[unsettled], at) < self.locality
-            unsettled = unsettled[repeats & (at > 0)]
+            unsettled = unsettled[repeats]
             drawn_T[unsettled] -= 1
         return drawn_T
 
     def _make_table(self, layer: int) -> _Table:
-        random = np.random.default_rng((self._seed % _WORD, layer))
+        random = np.random.default_rng((self._seed % 2**64, layer, _TABLE))
         experts = random.permuted(np.tile(np.arange(self.experts), (ORDERS, 1)), axis=1)
         ends = np.cumsum(self._shares_LE[layer][experts], axis=1)
         ends[:, -1] = self._top_k
@@ -83,17 +82,18 @@ class GeneratedChoices:
 
     def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
         """A random number in [0, 1) for each token, made from where it stands alone."""
-        start = np.array([(self._seed * 4 + purpose) % _WORD], dtype=np.uint64)
-        bits = _mix(start)
-        for part in (np.array([layer]), requests_T, positions_T):
-            bits = _mix(bits ^ (part.astype(np.uint64) * np.uint64(_STRIDE)))
-        numbers: Floats = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
+        bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)
+        numbers: Floats = (bits_T >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return numbers
 
+    def _make_start(self, layer: int, purpose: int) -> Bits:
+        random = np.random.default_rng((self._seed % 2**64, layer, purpose))
+        return random.integers(2**64, size=1, dtype=np.uint64)
 
-def _mix(bits: Any) -> Bits:
+
+def _mix(bits: Bits) -> Bits:
     """Every bit of the result depends on every bit of the argument (SplitMix64, Steele et al. 2014)."""
-    bits = bits + np.uint64(_STRIDE)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Bits = bits ^ (bits >> np.uint64(31))

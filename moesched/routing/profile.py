@@ -45,11 +45,6 @@ class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     counts: tuple[tuple[int, ...], ...]
 
-    def by_popularity(self) -> list[tuple[int, int]]:
-        """All (layer, expert), the most often chosen first; of equal ones the lower layer and expert first."""
-        places = [(i, e) for i in range(self.layers) for e in range(self.experts)]
-        return sorted(places, key=lambda place: -self.counts[place[0]][place[1]])
-
 
 def require_shape(source: str, of: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
     """Whether what was recorded of one model can be used for another.
