@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from _random_graph import Problem, Shape, Verdict
+from _random_graph import Shape
+from _random_verdict import Problem, Verdict
 
 from moesched.errors import BadInput, TaskCancelled, TaskFailed
 from moesched.plan import Plan

@@ -18,8 +18,9 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from _random_graph import KINDS, Problem, Shape, Verdict, run_graph
+from _random_graph import Shape, run_graph
 from _random_policy import run_policy
+from _random_verdict import KINDS, Problem, Verdict
 from _results import Stuck, within, write_result
 from rich.progress import track
 

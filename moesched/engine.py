@@ -64,6 +64,7 @@ class Engine:
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         self.lanes = tuple(lanes)
+        self.submit_frames = type(self).submit_frames  # an attribute of its own is found faster
         for index, lane in enumerate(self.lanes):
             lane.index = index
         self.has_streams = any(lane.domain is not None for lane in self.lanes)
@@ -158,11 +159,12 @@ class Engine:
                     ):
                         followers.append(task)
                         waits += 1
-        for other in after:
-            deps.append(other.id)
-            if other.followers is not None:
-                other.followers.append(task)
-                waits += 1
+        if after:
+            for other in after:
+                deps.append(other.id)
+                if other.followers is not None:
+                    other.followers.append(task)
+                    waits += 1
         task.waits = waits
         if lane.in_order:
             lane.queue.append(task)
@@ -232,9 +234,10 @@ class Engine:
         self._settle(task, DONE)
         if lane.in_order:
             queue = lane.queue
-            if not queue or queue[0].state != READY:
+            following = queue[0].state if queue else WAITING
+            if following != READY:
                 lane.running = None
-                if queue and queue[0].state >= DONE:
+                if following >= DONE:
                     self._next(lane)
                 return
             task = queue.popleft()
@@ -401,13 +404,13 @@ class Engine:
         """Give a task its last state and pass the word on, through joins and cancelled tasks, without recursion."""
         task.state = state
         started = self.started
-        settled = [task]
-        for task in settled:
+        at_once: list[Task] = []
+        while True:
             self.settled += 1
             task.operands = None
             if task.waiter is not None:
                 self.awaited.append(task)
-            if task.cause is not None:
+            if state != DONE:
                 self._pass_failure(task)
             followers = task.followers or ()
             task.followers = None
@@ -420,18 +423,18 @@ class Engine:
                 if other.cause is not None:
                     if other.after is None or not self._wait_on_host(other):
                         other.state = CANCELLED
-                        settled.append(other)
+                        at_once.append(other)
                 elif not lane.simple:
                     if lane is _NOWHERE:
                         other.state = DONE
-                        settled.append(other)
+                        at_once.append(other)
                     elif self._halted is None or other.state == ISSUED:
                         self._unblock(other)
                     else:
                         other.cause = self._halted
                         if other.after is None or not self._wait_on_host(other):
                             other.state = CANCELLED
-                            settled.append(other)
+                            at_once.append(other)
                 elif lane.in_order:
                     if lane.running is None and lane.queue[0] is other:
                         lane.queue.popleft()
@@ -447,6 +450,10 @@ class Engine:
                 else:
                     other.state = READY
                     heappush(lane.heap, (other.key, other))
+            if not at_once:
+                return
+            task = at_once.pop(0)
+            state = task.state
 
     def _pass_failure(self, task: Task) -> None:
         """What needs the result of a task that has none will be cancelled; what stood behind it in its lane goes on."""

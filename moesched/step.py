@@ -30,19 +30,7 @@ from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.memory import Pool, Slot, View, Views, describe
 from moesched.models.layout import Page
 from moesched.schedule import STRIDE, HostOutput, Kind, MicroBatch, Schedule
-from moesched.tasks import (
-    DEMAND,
-    DONE,
-    PREFETCH,
-    Block,
-    Decision,
-    HostKernel,
-    Kernel,
-    Lane,
-    PageTransfer,
-    Task,
-    Work,
-)
+from moesched.tasks import DEMAND, DONE, PREFETCH, Block, Decision, HostKernel, Kernel, PageTransfer, Task
 
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 STAGES = ("input", "qkv", "qkv on the host", "attended on the host", "attended", "routed")
@@ -481,41 +469,9 @@ class Step:
         self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
     ) -> tuple[PageTransfer, tuple[Slot, ...]]:
         """The task that moves pages into slots of a pool, and the slots that it reads them from."""
-        origin, reads = self._origin(verb, pages, source)
-        lane, work, slots = self._place(verb, pages, origin, pool)
-        first = pages[0]
-        task = PageTransfer(
-            lane,
-            work,
-            verb,
-            first.layer,
-            -1,
-            first.expert,
-            reads,
-            self.index,
-            pages=tuple(pages),
-            slots=slots,
-        )
-        return task, reads
-
-    def _origin(self, verb: str, pages: Sequence[Page], source: Pool | None) -> tuple[str, tuple[Slot, ...]]:
-        """The memory that pages come from, and their slots there where they do not come from the weights' home."""
-        if source is None:
-            return self._weights, ()
-        table = source.memory.table
-        held = tuple(slot for page in pages if (slot := table.get(page.id)) and slot.pool is source)
-        if len(held) < len(pages):
-            lost = next(page for page in pages if getattr(table.get(page.id), "pool", None) is not source)
-            raise NotResident(
-                f"{verb}: page {describe(lost)} is not in pool {source.name}: bring it there first"
-            )
-        return source.memory.name, held
-
-    def _place(
-        self, verb: str, pages: Sequence[Page], origin: str, pool: Pool
-    ) -> tuple[Lane, Work, tuple[Block, ...]]:
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
+        reads = () if source is None else _held(verb, pages, source)
         if len(pages) > len(pool.slots):
             raise OverBudget(
                 f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
@@ -524,8 +480,12 @@ class Step:
         nbytes = 0
         for page in pages:
             nbytes += page.nbytes
+        origin = self._weights if source is None else source.memory.name
         lane, work = self._schedule.move(origin, pool.memory.name, nbytes, len(slots))
-        return lane, work, slots
+        first = pages[0]
+        task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
+        task.pages, task.slots = tuple(pages), slots
+        return task, reads
 
     def _place_in_layer(self, micro_batch: int) -> Block:
         """Room for what a micro-batch has within a layer, which is another's when it leaves the layer."""
@@ -578,3 +538,17 @@ class Step:
         return OutOfOrder(
             f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {where}"
         )
+
+
+def _held(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
+    """The slots of a pool that hold these pages."""
+    table = source.memory.table
+    held = []
+    for page in pages:
+        slot = table.get(page.id)
+        if slot is None or slot.pool is not source:
+            raise NotResident(
+                f"{verb}: page {describe(page)} is not in pool {source.name}: bring it there first"
+            )
+        held.append(slot)
+    return tuple(held)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+from commands import Said
+
+if TYPE_CHECKING:
+    from runs import Run
 
 # Before any test imports transformers: its models come from the tests themselves, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,21 +39,48 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-class Said(NamedTuple):
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs a command in this process."""
     from moesched.cli.main import main
 
     def run(*arguments: object) -> Said:
+        capfd.readouterr()
         code = main([str(each) for each in arguments])
         return Said(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model whose tokens are bytes."""
+    from small_models import small_model
+
+    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
+
+
+@pytest.fixture(scope="session")
+def no_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model without a tokenizer, with a context of 100 tokens."""
+    from small_models import small_model
+
+    return small_model(tmp_path_factory.mktemp("models") / "no-text", max_positions=100)
+
+
+@pytest.fixture(scope="session")
+def streamed_run() -> Run:
+    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
+    from runs import FORTY_PERCENT, virtual_run
+
+    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
+
+
+@pytest.fixture
+def streamed_trace(streamed_run: Run, tmp_path: Path) -> Path:
+    """The file of that run."""
+    from moesched.trace import write_trace
+
+    path = tmp_path / "trace.json"
+    write_trace(path, streamed_run.recording, streamed_run.about)
+    return path

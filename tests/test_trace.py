@@ -19,20 +19,6 @@ POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 ABOUT = About(driver="virtual", policy="by hand")
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
-    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
-
-
-@pytest.fixture
-def trace(run: Run, tmp_path: Path) -> Path:
-    """The file of that run."""
-    path = tmp_path / "trace.json"
-    write_trace(path, run.recording, run.about)
-    return path
-
-
 # -- what is in the file ---------------------------------------------------------------------------------
 
 
@@ -52,25 +38,29 @@ def test_both_clocks_show_the_same_slices_and_the_same_flows(policy: str) -> Non
     assert edges_of(predicted) == edges_of(measured)
 
 
-def test_a_trace_that_is_read_back_is_the_recording_that_was_written(run: Run, trace: Path) -> None:
-    assert read_trace(trace) == (run.recording, run.about)
+def test_a_trace_that_is_read_back_is_the_recording_that_was_written(
+    streamed_run: Run, streamed_trace: Path
+) -> None:
+    assert read_trace(streamed_trace) == (streamed_run.recording, streamed_run.about)
 
 
-def test_a_trace_says_what_it_is_of(trace: Path) -> None:
-    other = json.loads(trace.read_text())["otherData"]
+def test_a_trace_says_what_it_is_of(streamed_trace: Path) -> None:
+    other = json.loads(streamed_trace.read_text())["otherData"]
     assert (other["policy"], other["model"], other["machine"]) == ("CGOPipe", "mixtral-0.8b", "t4")
     assert (other["driver"], other["figures"]) == ("virtual", "predicted")
     assert other["plan"] == {"micro_batches": 2}
 
 
-def test_a_slice_says_what_moved_and_how_fast_and_which_line_asked_for_it(run: Run, trace: Path) -> None:
-    slices = [event for event in slices_of(events_of(trace)) if event["pid"] > 1]
+def test_a_slice_says_what_moved_and_how_fast_and_which_line_asked_for_it(
+    streamed_run: Run, streamed_trace: Path
+) -> None:
+    slices = [event for event in slices_of(events_of(streamed_trace)) if event["pid"] > 1]
     fetch = next(event for event in slices if event["cat"] == "fetch")
     kernel = next(event for event in slices if event["cat"] == "post_attention")
     args = fetch["args"]
     assert fetch["name"] == f"fetch L{args['layer']} E{args['expert']}"
     assert args["type"] == "PageTransfer"
-    assert args["bytes"] == args["pages"] * run.plan.layout.expert(0, 0)[0].nbytes
+    assert args["bytes"] == args["pages"] * streamed_run.plan.layout.expert(0, 0)[0].nbytes
     assert args["GB/s"] == pytest.approx(args["bytes"] / fetch["dur"] / 1000, rel=1e-3)
     assert re.search(r"cgopipe\.py:\d+$", args["line"])
     args = kernel["args"]
@@ -78,38 +68,49 @@ def test_a_slice_says_what_moved_and_how_fast_and_which_line_asked_for_it(run: R
     assert args["GFLOP/s"] == pytest.approx(args["flops"] / kernel["dur"] / 1000, rel=1e-3)
 
 
-def test_tracks_stand_in_the_order_of_the_lanes_below_the_critical_path(run: Run, trace: Path) -> None:
-    names = [event for event in events_of(trace) if event["name"] == "thread_name"]
+def test_tracks_stand_in_the_order_of_the_lanes_below_the_critical_path(
+    streamed_run: Run, streamed_trace: Path
+) -> None:
+    names = [event for event in events_of(streamed_trace) if event["name"] == "thread_name"]
     shown = [event["args"]["name"] for event in sorted(names, key=lambda event: event["tid"])]
-    assert shown == ["critical path", *(lane.name for lane in run.engine.lanes)]
+    assert shown == ["critical path", *(lane.name for lane in streamed_run.engine.lanes)]
 
 
-def test_pages_held_grow_with_the_slots_that_are_filled_and_stay_when_they_are_overwritten(run: Run) -> None:
-    samples = [sample for sample in run.recording.memory if sample.memory == "gpu"]
+def test_pages_held_grow_with_the_slots_that_are_filled_and_stay_when_they_are_overwritten(
+    streamed_run: Run,
+) -> None:
+    samples = [sample for sample in streamed_run.recording.memory if sample.memory == "gpu"]
     held = [sample.pages for sample in samples]
     slots = [
-        slot for pool in [*run.plan.kept, *run.plan.pools] for slot in pool.slots if slot.memory == "gpu"
+        slot
+        for pool in [*streamed_run.plan.kept, *streamed_run.plan.pools]
+        for slot in pool.slots
+        if slot.memory == "gpu"
     ]
     assert held[0] == 0
     assert held == sorted(held)
     assert held[-1] == sum(slot.nbytes for slot in slots)
-    assert {sample.reserved for sample in samples} == {run.plan.memories["gpu"].used}
+    assert {sample.reserved for sample in samples} == {streamed_run.plan.memories["gpu"].used}
 
 
-def test_a_trace_is_gzipped_only_when_its_name_says_so(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_a_trace_is_gzipped_only_when_its_name_says_so(
+    streamed_run: Run, streamed_trace: Path, tmp_path: Path
+) -> None:
     packed = tmp_path / "trace.json.gz"
-    write_trace(packed, run.recording, run.about)
-    assert gzip.decompress(packed.read_bytes()) == trace.read_bytes()
+    write_trace(packed, streamed_run.recording, streamed_run.about)
+    assert gzip.decompress(packed.read_bytes()) == streamed_trace.read_bytes()
     assert check_trace(packed) == []
-    assert read_trace(packed) == read_trace(trace)
+    assert read_trace(packed) == read_trace(streamed_trace)
 
 
-def test_two_runs_of_the_same_seed_give_the_same_bytes(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_two_runs_of_the_same_seed_give_the_same_bytes(
+    streamed_run: Run, streamed_trace: Path, tmp_path: Path
+) -> None:
     again = virtual_run("cgopipe", budgets=FORTY_PERCENT)
     for name in ("a.json.gz", "b.json.gz"):
         write_trace(tmp_path / name, again.recording, again.about)
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
-    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == trace.read_bytes()
+    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == streamed_trace.read_bytes()
 
 
 def test_a_run_without_tasks_has_a_good_trace(tmp_path: Path) -> None:
@@ -227,28 +228,32 @@ def test_labels_and_paths_of_any_characters_survive(tmp_path: Path) -> None:
 # -- figures ---------------------------------------------------------------------------------------------
 
 
-def test_a_summary_adds_up_to_the_run(run: Run, trace: Path) -> None:
-    summary = summarize(run.recording)
-    assert summary == summarize(read_trace(trace).recording)
-    assert summary.tasks == len(run.recording.slices) == sum(kind.tasks for kind in summary.kinds)
-    assert summary.seconds == run.recording.end / 1e9
+def test_a_summary_adds_up_to_the_run(streamed_run: Run, streamed_trace: Path) -> None:
+    summary = summarize(streamed_run.recording)
+    assert summary == summarize(read_trace(streamed_trace).recording)
+    assert summary.tasks == len(streamed_run.recording.slices) == sum(kind.tasks for kind in summary.kinds)
+    assert summary.seconds == streamed_run.recording.end / 1e9
     assert [step.step for step in summary.steps] == [-1, 0, 1, 2]
-    assert [step.end for step in summary.steps[1:]] == [end / 1e9 for end in run.generation.step_ends]
+    assert [step.end for step in summary.steps[1:]] == [
+        end / 1e9 for end in streamed_run.generation.step_ends
+    ]
     assert [before.end for before in summary.steps[:-1]] == [after.start for after in summary.steps[1:]]
 
 
-def test_lanes_count_what_ran_after_loading(run: Run) -> None:
-    summary = summarize(run.recording)
-    window = (run.recording.end - run.generation.loaded) / 1e9
+def test_lanes_count_what_ran_after_loading(streamed_run: Run) -> None:
+    summary = summarize(streamed_run.recording)
+    window = (streamed_run.recording.end - streamed_run.generation.loaded) / 1e9
     for lane in summary.lanes:
-        slices = [each for each in run.recording.slices if each.lane.name == lane.lane and each.step >= 0]
+        slices = [
+            each for each in streamed_run.recording.slices if each.lane.name == lane.lane and each.step >= 0
+        ]
         busy = sum(each.end - each.start for each in slices) / 1e9
         assert lane.busy_seconds == pytest.approx(busy)
         assert lane.utilization == pytest.approx(busy / window)
         assert lane.nbytes == sum(each.nbytes for each in slices)
 
 
-def test_rates_of_a_kind_are_those_while_it_ran(run: Run) -> None:
-    [fetch] = [kind for kind in summarize(run.recording).kinds if kind.kind == "fetch"]
+def test_rates_of_a_kind_are_those_while_it_ran(streamed_run: Run) -> None:
+    [fetch] = [kind for kind in summarize(streamed_run.recording).kinds if kind.kind == "fetch"]
     assert fetch.gigabytes_per_second == pytest.approx(12, rel=0.01)  # the T4's link, less its latency
-    assert fetch.nbytes == sum(each.nbytes for each in run.recording.slices if each.verb == "fetch")
+    assert fetch.nbytes == sum(each.nbytes for each in streamed_run.recording.slices if each.verb == "fetch")

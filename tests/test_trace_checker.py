@@ -11,23 +11,9 @@ import msgspec
 import pytest
 
 from moesched.errors import BadInput
-from moesched.trace import check_trace, read_trace, write_trace
-from runs import FORTY_PERCENT, Run, virtual_run
+from moesched.trace import check_trace, read_trace
+from runs import Run
 from traces import Event, rewritten, slices_of
-
-
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
-    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
-
-
-@pytest.fixture
-def trace(run: Run, tmp_path: Path) -> Path:
-    """The file of that run."""
-    path = tmp_path / "trace.json"
-    write_trace(path, run.recording, run.about)
-    return path
 
 
 def change(number: int, /, **fields: Any) -> Callable[[list[Event]], object]:
@@ -150,16 +136,16 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_the_checker_finds(name: str, trace: Path) -> None:
+def test_the_checker_finds(name: str, streamed_trace: Path) -> None:
     damage, complaint = DAMAGES[name]
-    with rewritten(trace) as events:
+    with rewritten(streamed_trace) as events:
         damage(events)
-    problems = check_trace(trace)
+    problems = check_trace(streamed_trace)
     assert any(complaint in problem for problem in problems), problems
 
 
-def test_the_checker_finds_what_is_no_trace(tmp_path: Path, trace: Path) -> None:
-    whole = trace.read_bytes()
+def test_the_checker_finds_what_is_no_trace(tmp_path: Path, streamed_trace: Path) -> None:
+    whole = streamed_trace.read_bytes()
     packed = gzip.compress(whole)
     files = {
         "cut.json": (whole[:-1000], "is no trace of moesched: Input data was truncated"),
@@ -177,17 +163,17 @@ def test_the_checker_finds_what_is_no_trace(tmp_path: Path, trace: Path) -> None
     assert "No such file" in problem
 
 
-def test_the_checker_names_some_and_counts_the_others(run: Run, trace: Path) -> None:
-    with rewritten(trace) as events:
+def test_the_checker_names_some_and_counts_the_others(streamed_run: Run, streamed_trace: Path) -> None:
+    with rewritten(streamed_trace) as events:
         for event in events:
             event.pop("bp", None)
-    problems = check_trace(trace)
+    problems = check_trace(streamed_trace)
     assert len(problems) == 6
-    assert problems[-1] == f"... and {run.recording.edges - 5} more like the last"
+    assert problems[-1] == f"... and {streamed_run.recording.edges - 5} more like the last"
 
 
-def test_a_damaged_trace_is_refused_when_it_is_read(trace: Path) -> None:
-    with rewritten(trace) as events:
+def test_a_damaged_trace_is_refused_when_it_is_read(streamed_trace: Path) -> None:
+    with rewritten(streamed_trace) as events:
         change_first("f", ts=msgspec.Raw(b"99999999.000"))(events)
     with pytest.raises(BadInput, match="is damaged: flow 1 has an end outside all slices: record it again"):
-        read_trace(trace)
+        read_trace(streamed_trace)

@@ -103,7 +103,8 @@ class VirtualDriver:
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         now, cost = self.now, self._cost
         while True:
-            for task in started:
+            while started:
+                task = started.pop()
                 task.start = now
                 lane = task.lane
                 duration = task.work.nanoseconds
@@ -111,7 +112,6 @@ class VirtualDriver:
                     duration = nanoseconds(task.work, cost)
                 lane.busy += duration
                 heappush(events, (now + duration, lane.index, task))
-            started.clear()
             if arrived:
                 self._rendezvous.collect()
                 continue

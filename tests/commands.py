@@ -1,0 +1,43 @@
+"""What a command came to, and how a refusal looks."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+RUN_KEYS = {
+    "tokens",
+    "text",
+    "prefill_seconds",
+    "decode_tokens_per_second",
+    "throughput_tokens_per_second",
+    "peak_bytes",
+    "lanes",
+    "policy",
+    "plan",
+}
+"""What the JSON of every run and simulation has."""
+
+SIMULATE = ("simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--workload", "mtbench")
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON value on standard output."""
+        return json.loads(self.out)
+
+
+def refused(said: Said, pattern: str) -> None:
+    """Bad input: exit code 2, one line that says what, and nothing on standard output."""
+    assert said.code == 2
+    assert said.out == ""
+    assert re.fullmatch(r"moesched: [^\n]+\n", said.err), said.err
+    assert re.search(pattern, said.err), said.err

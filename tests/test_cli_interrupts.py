@@ -1,0 +1,72 @@
+"""Ctrl-C during a run keeps what there is so far."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Said
+from moesched.trace import check_trace
+
+
+def interrupt(arguments: list[Any], *, after: str) -> Said:
+    """Run a command in a process of its own and send it Ctrl-C as soon as `after` stands in its output."""
+    command = [sys.executable, "-m", "moesched", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        source = process.stderr if after in LOGGED else process.stdout
+        begun = ""
+        while after not in begun:
+            begun += source.read(1) or pytest.fail(f"ended before it said {after!r}: {process.communicate()}")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        if source is process.stderr:
+            err = begun + err
+        else:
+            out = begun + out
+        return Said(process.returncode, out, err)
+
+
+LOGGED = ("first token",)
+ENDLESS = ("--max-new-tokens", 150_000)
+
+
+def test_ctrl_c_keeps_the_text_so_far(text_model: Path) -> None:
+    said = interrupt(["run", text_model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS], after="abc")
+    assert said.code == 130
+    assert said.out.startswith("abc")
+    assert "tokens/s" in said.out
+    assert re.search(r"^moesched: interrupted after \d+ tokens$", said.err, re.MULTILINE)
+    assert "Traceback" not in said.err
+
+
+def test_ctrl_c_keeps_tokens_and_trace(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESCHED_LOG", "info")
+    trace = tmp_path / "trace.json"
+    arguments = [
+        "run",
+        text_model,
+        "--policy",
+        "cgopipe",
+        "--prompt-ids",
+        "1,2;3;4",
+        "--batch-size",
+        2,
+        *ENDLESS,
+    ]
+    said = interrupt([*arguments, "--json", "--trace", trace], after="first token")
+    assert said.code == 130
+    assert "Traceback" not in said.err
+    assert said.json["interrupted"] is True
+    assert [len(tokens) < 150_000 for tokens in said.json["tokens"]] == [True] * 3
+    assert said.json["tokens"][2] == []
+    assert check_trace(trace) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

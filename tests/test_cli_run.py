@@ -1,0 +1,191 @@
+"""`moesched run`: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from commands import RUN_KEYS, refused
+from moesched.trace import check_trace
+from small_models import SMALL, small_model
+
+POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
+
+
+def test_run_prints_one_json_object_with_what_was_promised(command: Any, text_model: Path) -> None:
+    said = command(
+        "run", text_model, "--policy", "resident", "--prompt", "abc", "--max-new-tokens", 5, "--json"
+    )
+    assert said.code == 0
+    assert said.json.keys() >= RUN_KEYS
+    assert [len(tokens) for tokens in said.json["tokens"]] == [5]
+    assert said.json["policy"] == "resident"
+    assert said.json["lanes"].keys() == {"accelerator", "host", "disk->host"}
+    assert all(lane.keys() == {"busy_seconds", "utilization"} for lane in said.json["lanes"].values())
+    assert said.json["peak_bytes"]["host"] > 0
+    assert said.json["interrupted"] is False
+
+
+def test_text_is_what_the_tokens_spell_and_null_without_a_tokenizer(
+    command: Any, text_model: Path, no_text: Path
+) -> None:
+    said = command(
+        "run", text_model, "--policy", "resident", "--prompt", "abc", "--max-new-tokens", 9, "--json"
+    )
+    tokenizer = Tokenizer.from_file(str(text_model / "tokenizer.json"))
+    assert said.json["text"] == [tokenizer.decode(said.json["tokens"][0])]
+    said = command(
+        "run", no_text, "--policy", "resident", "--prompt-ids", "1", "--max-new-tokens", 2, "--json"
+    )
+    assert said.json["text"] is None
+
+
+def test_weights_may_be_read_through_the_page_cache(command: Any, text_model: Path) -> None:
+    wanted = (
+        "run",
+        text_model,
+        "--policy",
+        "cgopipe",
+        "--prompt-ids",
+        "1,2",
+        "--max-new-tokens",
+        4,
+        "--json",
+    )
+    past, through = command(*wanted), command(*wanted, "--device-set", "direct=false")
+    assert past.json["tokens"] == through.json["tokens"]
+    refused(command(*wanted, "--device-set", "dilation=2"), "device torch has no setting 'dilation'")
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 7)])
+def test_tokens_depend_on_neither_policy_nor_batches(command: Any, text_model: Path, sampling: Any) -> None:
+    wanted = ("run", text_model, "--prompt-ids", "1,2,3;4;5,6;4", "--max-new-tokens", 6, "--json", *sampling)
+    tokens = [command(*wanted, "--policy", policy).json["tokens"] for policy in POLICIES]
+    tokens.append(
+        command(*wanted, "--policy", "resident", "--batch-size", 3, "--micro-batch-size", 2).json["tokens"]
+    )
+    tokens.append(command(*wanted, "--policy", "cgopipe", "--batch-size", 1).json["tokens"])
+    assert all(each == tokens[0] for each in tokens)
+    assert (tokens[0][1] == tokens[0][3]) == (not sampling)
+
+
+def test_more_prompts_than_a_batch_run_as_successive_batches(
+    command: Any, text_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt_ids": [{i}]}}\n' for i in range(7)))
+    said = command(
+        "run", text_model, "--policy", "resident", "--prompts", file, "--batch-size", 3,
+        "--max-new-tokens", 2, "--trace", tmp_path / "trace.json.gz", "--json",
+    )  # fmt: skip
+    assert [len(tokens) for tokens in said.json["tokens"]] == [2] * 7
+    assert len(said.json["text"]) == 7
+    assert said.json["batches"] == 3
+    traces = ("trace.json.gz", "trace.batch2.json.gz", "trace.batch3.json.gz")
+    assert [check_trace(tmp_path / name) for name in traces] == [[], [], []]
+
+
+def test_a_line_that_is_no_prompt_is_told_and_costs_no_other(
+    command: Any, text_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2}\n{"prompt_ids": [3]}\n')
+    wanted = ("run", text_model, "--policy", "resident", "--max-new-tokens", 2, "--json")
+    said = command(*wanted, "--prompts", file)
+    assert said.json["tokens"] == command(*wanted, "--prompt-ids", "1;3").json["tokens"]
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:2: [^\n]*left out[^\n]*\n", said.err)
+    assert said.code == 2
+    file.write_text('{"prompt_ids": [2}\n')
+    refused(command(*wanted, "--prompts", file), r"prompts\.jsonl:1: ")
+
+
+def test_a_stop_token_ends_a_request_and_is_kept(command: Any, text_model: Path, tmp_path: Path) -> None:
+    wanted = ("--policy", "resident", "--prompt-ids", "1;2", "--max-new-tokens", 20, "--json")
+    free = command("run", text_model, *wanted).json["tokens"]
+    stop = free[0][7]
+    stopping = small_model(tmp_path / "stopping", config=SMALL, stop_tokens=(stop,))
+    expected = [each[: each.index(stop) + 1] if stop in each else each for each in free]
+    assert command("run", stopping, *wanted).json["tokens"] == expected
+
+
+def test_a_budget_holds_and_is_reported(command: Any, text_model: Path) -> None:
+    wanted = (
+        "run",
+        text_model,
+        "--prompt-ids",
+        "1;2",
+        "--batch-size",
+        2,
+        "--micro-batch-size",
+        2,
+        "--max-new-tokens",
+        3,
+        "--json",
+    )
+    peak = command(*wanted, "--policy", "resident").json["peak_bytes"]["host"]
+    assert command(*wanted, "--policy", "resident", "--budget", f"host={peak}").code == 0
+    refused(command(*wanted, "--policy", "resident", "--budget", "host=400KB"), "bytes too few")
+    tight = command(*wanted, "--policy", "cgopipe", "--budget", "host=400KB").json
+    assert tight["peak_bytes"]["host"] <= tight["budget_bytes"]["host"] == 400_000
+    assert tight["plan"]["streamed_pages"] > 0
+
+
+def test_one_prompt_is_printed_with_its_text_and_the_figures(command: Any, text_model: Path) -> None:
+    wanted = ("run", text_model, "--policy", "resident", "--prompt", "some words", "--max-new-tokens", 8)
+    text = command(*wanted, "--json").json["text"][0]
+    said = command(*wanted)
+    assert said.out.startswith(f"some words{text}\n")
+    assert "tokens/s" in said.out
+    assert re.search(r"accelerator +[\d.]+ \w?s +[\d.]+ %", said.out)
+    assert re.search(r"host +[\d.]+ KB +[\d.]+ GB", said.out)
+
+
+def test_several_prompts_are_printed_one_after_another(command: Any, text_model: Path) -> None:
+    wanted = (
+        "run",
+        text_model,
+        "--policy",
+        "resident",
+        "--prompt",
+        "ab",
+        "--prompt",
+        "cd",
+        "--max-new-tokens",
+        4,
+    )
+    texts = command(*wanted, "--json").json["text"]
+    assert command(*wanted).out.startswith(f"[0] ab{texts[0]}\n[1] cd{texts[1]}\n")
+
+
+def test_without_a_tokenizer_ids_are_printed(command: Any, no_text: Path) -> None:
+    wanted = ("run", no_text, "--policy", "resident", "--prompt-ids", "3,4", "--max-new-tokens", 3)
+    ids = command(*wanted, "--json").json["tokens"][0]
+    assert command(*wanted).out.startswith(f"3,4 {ids[0]} {ids[1]} {ids[2]}\n")
+
+
+def test_the_report_is_what_json_prints(command: Any, text_model: Path, tmp_path: Path) -> None:
+    said = command(
+        "run", text_model, "--policy", "cgopipe", "--prompt", "a", "--max-new-tokens", 2, "--json",
+        "--report", tmp_path / "report.json",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "report.json").read_text()) == said.json
+
+
+def test_a_policys_settings_reach_it(command: Any, text_model: Path) -> None:
+    wanted = (
+        "run",
+        text_model,
+        "--policy",
+        "cgopipe",
+        "--prompt-ids",
+        "1;2;3",
+        "--max-new-tokens",
+        3,
+        "--json",
+    )
+    assert command(*wanted, "--set", "ahead=1").json["tokens"] == command(*wanted).json["tokens"]

@@ -1,0 +1,101 @@
+"""`moesched simulate`: what it predicts, prints and refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import RUN_KEYS, SIMULATE, refused
+from moesched.trace import check_trace
+
+
+def test_simulate_prints_one_json_object_with_what_was_promised(command: Any) -> None:
+    said = command(*SIMULATE, "--policy", "cgopipe", "--batch-size", 8, "--gen", 3, "--json")
+    assert said.code == 0
+    assert said.json.keys() >= RUN_KEYS - {"tokens", "text"} | {"tasks", "simulated_seconds", "wall_seconds"}
+    assert not said.json.keys() & {"tokens", "text"}
+    assert said.json["plan"]["batch_size"] == 8
+    assert said.json["plan"]["new_tokens"] == 3
+    assert len(said.json["step_seconds"]) == 3
+    assert said.json["simulated_seconds"] > 0
+
+
+def test_the_same_seed_predicts_the_same(command: Any) -> None:
+    wanted = (*SIMULATE, "--policy", "adversarial", "--batch-size", 4, "--gen", 2, "--json")
+    first, again, other = (command(*wanted, "--seed", seed).json for seed in (1, 1, 2))
+    assert first["simulated_seconds"] == again["simulated_seconds"] != other["simulated_seconds"]
+
+
+def test_sizes_that_are_not_given_fit(command: Any) -> None:
+    said = command(*SIMULATE, "--policy", "layer_streaming", "--gen", 2, "--budget", "gpu=900MB", "--json")
+    assert said.json["peak_bytes"]["gpu"] <= 900_000_000
+    assert 1 < said.json["plan"]["batch_size"] < 1024
+    refused(
+        command(*SIMULATE, "--policy", "layer_streaming", "--budget", "gpu=200MB", "--json"), "does not fit"
+    )
+
+
+def test_a_folder_needs_no_weights_to_be_simulated(command: Any, no_text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((no_text / "config.json").read_text())
+    wanted = ("simulate", "--model", tmp_path, "--machine", "t4", "--policy", "resident", "--workload")
+    (tmp_path / "short.toml").write_text('name = "short"\nnew_tokens = [4]\nprompt_tokens = [3, 9]\n')
+    assert command(*wanted, tmp_path / "short.toml", "--json").json["plan"]["batch_size"] == 2
+    refused(command(*wanted, "uniform"), "a prompt of 128 tokens and 32 new ones are more than the context")
+
+
+def test_a_file_of_prompts_is_a_workload(command: Any, no_text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1, 2]}\n{"prompt_ids": [3]}\n')
+    wanted = ("simulate", "--model", no_text, "--machine", "t4", "--policy", "cgopipe", "--workload", file)
+    whole = command(*wanted, "--gen", 2, "--json")
+    assert (whole.code, whole.json["plan"]["batch_size"]) == (0, 2)
+    file.write_text(file.read_text() + "{\n")
+    partly = command(*wanted, "--gen", 2, "--json")
+    assert (partly.code, partly.json["step_seconds"]) == (2, whole.json["step_seconds"])
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:3: [^\n]*left out[^\n]*\n", partly.err)
+
+
+def test_padded_requests_of_several_batches_are_traced_and_printed(command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    said = command(
+        *SIMULATE, "--policy", "flexgen", "--gen", 2, "--requests", 5, "--batch-size", 3, "--padded",
+        "--trace", trace,
+    )  # fmt: skip
+    assert "2 new tokens, padded, 2 batches" in said.out
+    assert [check_trace(trace), check_trace(tmp_path / "trace.batch2.json")] == [[], []]
+
+
+def test_a_prediction_is_traced_and_compared_with_itself(command: Any, tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.json", tmp_path / "report.json"
+    wanted = (*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 2)
+    said = command(*wanted, "--trace", trace, "--report", report)
+    assert "predicted on t4" in said.out
+    assert str(trace) in said.out
+    assert check_trace(trace) == []
+    side_by_side = command("compare", report, trace, "--json").json
+    assert [run["figures"] for run in side_by_side["runs"]] == ["predicted", "predicted"]
+    steps = next(row for row in side_by_side["rows"] if row["name"] == "decode step")
+    assert steps["values"][0] == pytest.approx(steps["values"][1])
+    assert "decode step" in command("compare", report, trace).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "gpt-5"), "no model 'gpt-5': name a folder with a config.json, or one of mixtral-0.8b"),
+        (("--machine", "t5"), "no machine 't5'"),
+        (("--workload", "chat"), "no workload 'chat': name a TOML file or one of mtbench, "),
+        (("--policy", "magic"), "unknown policy 'magic'"),
+        (("--workload", "no.jsonl"), r"cannot read prompts no\.jsonl: No such file"),
+        (("--requests", "0"), "--requests is 0: ask for at least 1"),
+        (("--gen", "0"), "--gen is 0: ask for at least 1 token"),
+        (("--gen", "40000"), "40000 new ones are more than the context of mixtral-0.8b, 32768"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_in_one_line(command: Any, arguments: Any, said: str) -> None:
+    given = dict(zip(SIMULATE[1::2], SIMULATE[2::2], strict=True)) | {"--policy": "resident"}
+    given |= dict([arguments])
+    refused(command("simulate", *(each for pair in given.items() for each in pair), "--json"), said)
