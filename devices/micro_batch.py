@@ -16,7 +16,7 @@ class MicroBatchState:
     Attributes:
         requests: the requests, as the KV cache knows them.
         new: each request's tokens for the next step: its prompt, then the token sampled last.
-        starts: each expert's first row of x_nD and y_nD.
+        starts: each expert's first row of x_nD and y_nD, and their number of rows.
         logits_SV: those of a rank of several, until all ranks' are summed.
     """
 
