@@ -31,7 +31,7 @@ def mixtral(**changes: Any) -> MixtralForCausalLM:
         "max_position_embeddings": 256,
         "initializer_range": 0.3,
     }
-    model: MixtralForCausalLM = _ready(MixtralForCausalLM(MixtralConfig(**(settings | changes))))
+    model: MixtralForCausalLM = ready(MixtralForCausalLM(MixtralConfig(**(settings | changes))))
     return model
 
 
@@ -63,12 +63,22 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
 
     `model.to(bfloat16)` would not do: it rounds the frequencies of the rotary embedding too.
     """
-    return _ready(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype))
+    return ready(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype))
 
 
-def _ready(model: Any) -> Any:
+def ready(model: Any) -> Any:
+    """The model as it can be compared."""
     model.set_experts_implementation("eager")  # the others take no sizes that are odd
     return model.eval()
+
+
+def with_norms(model: Any) -> Any:
+    """The model with norms whose weights differ, from each other and from the 1 that they start as."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.3 * torch.randn(weight.shape))
+    return model
 
 
 def prompts_of(vocabulary: int, lengths: Sequence[int] = (1, 13, 5, 5, 8)) -> list[list[int]]:

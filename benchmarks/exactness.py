@@ -1,8 +1,9 @@
-"""How exact results are: against Hugging Face's Mixtral and DBRX, and from policy to policy to the bit.
+"""How exact results are: against Hugging Face, and from policy to policy to the bit.
 
-    python benchmarks/exactness.py [--mixtrals 60] [--dbrxs 30] [--seeds 20]
+    python benchmarks/exactness.py [--mixtrals 60] [--dbrxs 30] [--qwens 30] [--olmoes 30] [--seeds 20] [--dry-run]
 
-Against Hugging Face: the tiny Mixtral that ships and random models of every shape generate greedily from prompts of
+Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
+to 128 experts, OLMoE) generate greedily from prompts of
 mixed length in one batch. Hugging Face is given the same text at once. In float32 a token counts as wrong where it is
 not the first choice of Hugging Face, unless its first two logits are at most 1e-4 apart.
 
@@ -15,12 +16,13 @@ another expert than float32.
 From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
 with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit.
 
-The result is written to benchmarks/results/exactness.json.
+The result is written to benchmarks/results/exactness.json, or with --dry-run only printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -32,6 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from _dbrxs import random_dbrx
 from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of, random_mixtral
+from _olmoes import random_olmoe
+from _qwens import random_qwen
 from _results import write_result
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from rich.progress import track
@@ -57,13 +61,18 @@ POLICIES = (
     "twiddler",
 )
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)
-DEEP_MIXTRALS = 2
-DEEP_DBRXS = 1
+# Models whose pages are not much smaller than the blocks of a disk, which would fill the budget.
+DEEP_MODELS = (("mixtrals", 0), ("mixtrals", 1), ("dbrxs", 0), ("qwens", 1), ("olmoes", 3))
 DEEP_LAYERS = 4  # so that layers stream while others wait
 SHARE_OF_WEIGHTS = 0.8
 MOST_BFLOAT16 = 2.0
 
-Maker = Callable[[int, int], Any]
+MAKERS: dict[str, Callable[[int, int], Any]] = {
+    "mixtrals": random_mixtral,
+    "dbrxs": random_dbrx,
+    "qwens": random_qwen,
+    "olmoes": random_olmoe,
+}
 
 
 def main() -> int:
@@ -71,25 +80,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mixtrals", type=int, default=60, help="random Mixtrals to compare")
     parser.add_argument("--dbrxs", type=int, default=30, help="random DBRX models to compare")
+    parser.add_argument("--qwens", type=int, default=30, help="random Qwen3-MoE models to compare")
+    parser.add_argument("--olmoes", type=int, default=30, help="random OLMoE models to compare")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
+    parser.add_argument("--dry-run", action="store_true", help="print the result and write no file")
     options = parser.parse_args()
+    counts = {family: getattr(options, family) for family in MAKERS}
+    models = [(family, seed) for family, count in counts.items() for seed in range(count)]
     started = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for Hugging Face: work this small is done sooner by one thread
     with tempfile.TemporaryDirectory() as folder:
-        directories = [TINY, *write_models(Path(folder), options.mixtrals, options.dbrxs, layers=2)]
+        directories = [TINY, *write_models(Path(folder), models, layers=2)]
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
         torch.set_num_threads(threads)
-        deep = [TINY, *write_models(Path(folder), DEEP_MIXTRALS, DEEP_DBRXS, layers=DEEP_LAYERS)]
+        deep = [TINY, *write_models(Path(folder), DEEP_MODELS, layers=DEEP_LAYERS)]
         policies = compare_policies(deep, options.seeds)
     figures: dict[str, Any] = {
         "seconds": round(time.perf_counter() - started, 1),
-        "models": f"tiny-mixtral, {options.mixtrals} random Mixtrals, {options.dbrxs} random DBRX models",
+        "models": f"tiny-mixtral, {counts['mixtrals']} random Mixtrals, {counts['dbrxs']} random DBRX, "
+        f"{counts['qwens']} random Qwen3-MoE and {counts['olmoes']} random OLMoE models",
         "float32": float32_figures([pair.float32 for pair in pairs]),
         "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
         "policies": policies,
     }
-    print(write_result("exactness", figures, "torch", "transformers"))
+    print(
+        json.dumps(figures, indent=2)
+        if options.dry_run
+        else write_result("exactness", figures, "torch", "transformers")
+    )
     return 0 if all(reached(figures)) else 1
 
 
@@ -100,12 +119,11 @@ def reached(figures: dict[str, Any]) -> Iterator[bool]:
     yield figures["policies"]["runs_that_differ"] == 0
 
 
-def write_models(folder: Path, mixtrals: int, dbrxs: int, layers: int) -> list[Path]:
-    """Random models as Hugging Face saves them."""
-    makers: list[tuple[Maker, int]] = [(random_mixtral, seed) for seed in range(mixtrals)]
-    makers += [(random_dbrx, seed) for seed in range(dbrxs)]
+def write_models(folder: Path, models: Sequence[tuple[str, int]], layers: int) -> list[Path]:
+    """Random models, by family and seed, as Hugging Face saves them."""
     directories = []
-    for maker, seed in track(makers, "random models"):
+    for family, seed in track(models, "random models"):
+        maker = MAKERS[family]
         directories.append(folder / f"{maker.__name__}-{seed}-of-{layers}-layers")
         maker(seed, layers).save_pretrained(directories[-1])
     return directories

@@ -38,7 +38,7 @@ class MicroBatchState:
         requests: the requests, as the KV cache knows them.
         new: each request's tokens for the next step: its prompt, then the token sampled last.
         cache: the KV cache that has its requests.
-        starts: each expert's first row of x_nD and y_nD.
+        starts: each expert's first row of x_nD and y_nD, and their number of rows.
         logits_SV: those of a rank of several, until all ranks' are summed.
     """
 
@@ -63,4 +63,4 @@ class MicroBatchState:
 
     def rows_of(self, expert: int) -> range:
         """The rows of x_nD and y_nD that are an expert's."""
-        return range(self.starts[expert], self.starts[expert] + self.grouping.counts[expert])
+        return range(self.starts[expert], self.starts[expert + 1])

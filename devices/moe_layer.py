@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,13 +93,15 @@ class MoELayer:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
             state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
         else:
-            experts_Tk, state.weights_Tk = kernels.route(x_TD, weights["router"], config.top_k)
+            experts_Tk, state.weights_Tk = kernels.route(
+                x_TD, weights["router"], config.top_k, config.weights_sum_to_one
+            )
         self._watchers.routed(task.layer, state, self._first_request, experts_Tk)
         state.grouping = group(experts_Tk, config.experts)
         state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
         state.y_nD = torch.empty_like(state.x_nD)
         counts = state.grouping.counts
-        state.starts = [sum(counts[:expert]) for expert in range(config.experts)]
+        state.starts = list(accumulate(counts, initial=0))
         return {expert: count for expert, count in enumerate(counts) if count}
 
     def run_expert(self, task: Task) -> None:

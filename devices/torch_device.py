@@ -443,6 +443,7 @@ class TorchDevice:
             kv_heads=config.kv_heads,
             eps=config.norm_eps,
             norm_kind=config.norm,
+            qk_norms=(weights["q_norm"][0], weights["k_norm"][0]) if config.qk_norm else None,
             clip=config.clip_qkv,
         )
 

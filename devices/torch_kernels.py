@@ -126,13 +126,17 @@ def project_qkv(
     kv_heads: int,
     eps: float,
     norm_kind: NormKind = "rms",
+    qk_norms: tuple[Tensor, Tensor] | None = None,
     clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
-    qkv: the row blocks of q, then those of k, then those of v. clip: the largest magnitude that these keep.
+    qkv: the row blocks of q, then those of k, then those of v. qk_norms: weights that queries and keys are normalised
+    with, each as many entries together as the weight has. clip: the largest magnitude that all of them keep then.
     """
     x_TX = linear(norm(hidden_TD, norm_D, eps, norm_kind), qkv)
+    if qk_norms is not None:
+        x_TX = _normalise_heads(x_TX, heads, kv_heads, qk_norms, eps)
     if clip is not None:
         x_TX = x_TX.clamp(-clip, clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
@@ -140,6 +144,19 @@ def project_qkv(
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
     q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # which lets go of all that they are parts of
     return q_THd, k_TKd, v_TKd
+
+
+def _normalise_heads(
+    x_TX: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    head = x_TX.shape[1] // (heads + 2 * kv_heads)
+    queries, keys = heads * head, (heads + kv_heads) * head
+    parts = x_TX[:, :queries], x_TX[:, queries:keys]
+    normalised = [
+        rms_norm(part.reshape(len(part), -1, len(weight)), weight, eps).flatten(1)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return torch.cat((*normalised, x_TX[:, keys:]), dim=-1)
 
 
 def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None) -> Tensor:
@@ -221,16 +238,19 @@ def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> T
 # ---------------------------------------------------------------- experts
 
 
-def route(x_TD: Tensor, router: Blocks, top_k: int) -> tuple[Tensor, Tensor]:
-    """The experts of each token (int64, ascending) and their weights (float32, summing to 1), both (T, k).
+def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
+    """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
-    The top-k logits are chosen first and softmaxed then, as Mixtral does. DBRX's softmax over all experts, of which
-    the top k are divided by their sum, comes to the same.
+    For weights that sum to one the top-k logits are softmaxed, as Mixtral does; a softmax over all experts, of which
+    the top k are divided by their sum, comes to the same. The others are what the softmax over all experts gives.
     """
     logits_TE = linear(x_TD.float(), [block.float() for block in router])
     top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
     experts_Tk, order_Tk = experts_Tk.sort(dim=-1)
-    return experts_Tk, top_Tk.gather(-1, order_Tk).softmax(dim=-1)
+    chosen_Tk = top_Tk.gather(-1, order_Tk)
+    if sum_to_one:
+        return experts_Tk, chosen_Tk.softmax(dim=-1)
+    return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:

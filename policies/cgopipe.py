@@ -7,7 +7,7 @@ page between the micro-batches' activations, first into pinned memory, then onto
 from __future__ import annotations
 
 from moesched.memory import Pool
-from moesched.models.layout import Page
+from moesched.models.layout import DENSE, Page
 from moesched.plan import Plan
 from moesched.step import Step
 
@@ -85,12 +85,16 @@ class CGOPipe:
         self._pin(step, self._page(step, i + 1, j))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step."""
+        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step.
+
+        The first one's has the whole dense part, which attention's look-ahead needs soon after.
+        """
         if i == len(step.layers) and step.last:
             return []
         pages = self.streamed[i % len(step.layers)]
-        count = len(step.micro_batches)
-        return pages[len(pages) * j // count : len(pages) * (j + 1) // count]
+        count, dense = len(step.micro_batches), sum(page.expert == DENSE for page in pages)
+        start, stop = (max(dense, len(pages) * share // count) for share in (j, j + 1))
+        return pages[start if j else 0 : stop]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
         if pages and self.pinned:

@@ -88,6 +88,7 @@ class Reference:
             kv_heads=config.kv_heads,
             eps=config.norm_eps,
             norm_kind=config.norm,
+            qk_norms=self.qk_norms(prefix),
             clip=config.clip_qkv,
         )
         cache.append(layer, step, k_TKd, v_TKd)
@@ -98,9 +99,17 @@ class Reference:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)
 
+    def qk_norms(self, prefix: str) -> tuple[Tensor, Tensor] | None:
+        """The weights that queries and keys are normalised with."""
+        if self.config.qk_norm is None:
+            return None
+        return self.weights[prefix + "q_norm"], self.weights[prefix + "k_norm"]
+
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
-        experts_Tk, weights_Tk = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k)
+        experts_Tk, weights_Tk = kernels.route(
+            x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k, self.config.weights_sum_to_one
+        )
         tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, self.config.experts)
         x_nD = x_TD.index_select(0, tokens_n)
         y_nD = torch.empty_like(x_nD)

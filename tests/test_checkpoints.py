@@ -12,7 +12,7 @@ import pytest
 
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
-from moesched.models.config import read_config
+from moesched.models.reading import read_config
 from moesched.models.tensors import tensor_shapes
 
 Weights = dict[str, bytes | tuple[str, list[int], bytes]]

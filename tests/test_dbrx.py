@@ -12,32 +12,30 @@ import msgspec
 import pytest
 import torch
 from _dbrxs import NO_CLIP, dbrx, random_dbrx
-from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of
-from _small_runs import ONE_MEMORY, Generated, generate
+from _mixtrals import hugging_face_logits, load_model, prompts_of
 from safetensors.torch import load_file, save_file
 from transformers import DbrxForCausalLM
 
 import moesched
+from against_hugging_face import STEPS, assert_same_tokens, generated
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.page_reader import DTYPES, PageReader
 from moesched.devices.plain_weights import plain_linear
-from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.config import ModelConfig, read_config
+from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
 from moesched.models.random_model import write_random_model
+from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
-from moesched.plugins import make_policy
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
 
 Tensor = torch.Tensor
 
-STEPS = 6
 SMALL = msgspec.structs.replace(
     SHAPES["dbrx"],
     layers=2,
@@ -60,29 +58,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def generated(directory: Path, dtype: str = "float32", page_bytes: int | None = None) -> Generated:
-    checkpoint = open_checkpoint(directory)
-    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype, page_bytes), keep_logits=True)
-    prompts = prompts_of(checkpoint.config.vocabulary)
-    return generate(
-        device, make_policy("resident"), ONE_MEMORY, prompts, new_tokens=STEPS, micro_batch_size=3
-    )
-
-
-def assert_same_tokens(model: Any, ours: Generated) -> None:
-    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
-    prompts = prompts_of(model.config.vocab_size)
-    decisive = 0
-    for prompt, tokens, logits in zip(prompts, ours.tokens, ours.logits_RSV, strict=True):
-        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-        assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-3)
-        first, second = expected.topk(2, dim=-1).values.unbind(-1)
-        clear = first - second > DECISIVE
-        decisive += int(clear.sum())
-        assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
-    assert decisive > 0.9 * len(prompts) * STEPS
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -449,4 +424,5 @@ def test_what_is_missing_has_the_default_of_hugging_face(tmp_path: Path) -> None
         norm="layer",
         clip_qkv=None,
         form="dbrx",
+        transposed_down=True,
     )

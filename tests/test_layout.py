@@ -34,7 +34,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         experts=experts,
         top_k=draw(st.integers(1, experts)),
         tied_embeddings=draw(st.booleans()),
-        form=draw(st.sampled_from(["llama", "dbrx"])),
+        transposed_down=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from([None, "head", "projection"])),
     )
 
 
@@ -107,7 +108,7 @@ def test_vectors_are_never_cut(layout: WeightLayout) -> None:
     for page in layout.pages:
         for extent in page.extents:
             if extent.tensor.endswith("norm"):
-                assert extent.rows == (0, layout.config.hidden)
+                assert extent.rows == (0, *_paged_shapes(layout.config)[extent.tensor])
 
 
 @given(layout=layouts())
@@ -150,6 +151,8 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
         "mixtral-8x7b": pytest.approx(46.7, abs=0.05),
         "mixtral-8x22b": pytest.approx(140.6, abs=0.05),
         "dbrx": pytest.approx(131.6, abs=0.1),
+        "qwen3-30b-a3b": pytest.approx(30.5, abs=0.05),
+        "olmoe-1b-7b": pytest.approx(6.92, abs=0.005),
     }
 
 

@@ -51,7 +51,14 @@ roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned"
 
 MIXTRAL = msgspec.structs.replace(SMALL, layers=3, name="mixtral")
 DBRX = msgspec.structs.replace(
-    SMALL, layers=3, name="dbrx", form="dbrx", norm="layer", clip_qkv=8.0, rope_theta=5e5
+    SMALL,
+    layers=3,
+    name="dbrx",
+    form="dbrx",
+    transposed_down=True,
+    norm="layer",
+    clip_qkv=8.0,
+    rope_theta=5e5,
 )
 TIED = msgspec.structs.replace(SMALL, layers=2, name="tied", tied_embeddings=True)
 MODELS = {config.name: config for config in (MIXTRAL, DBRX, TIED)}

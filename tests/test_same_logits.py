@@ -45,10 +45,30 @@ CONFIG = ModelConfig(
     dtype="float32",
 )
 DBRX = msgspec.structs.replace(
-    CONFIG, name="dbrx", layers=4, hidden=90, sliding_window=None, norm="layer", clip_qkv=0.2, form="dbrx"
+    CONFIG,
+    name="dbrx",
+    layers=4,
+    hidden=90,
+    sliding_window=None,
+    norm="layer",
+    clip_qkv=0.2,
+    form="dbrx",
+    transposed_down=True,
+)
+OLMOE = msgspec.structs.replace(
+    CONFIG,
+    name="olmoe",
+    layers=4,
+    experts=7,
+    top_k=4,
+    hidden=90,
+    sliding_window=None,
+    qk_norm="projection",
+    weights_sum_to_one=False,
+    form="olmoe",
 )
 # DBRX's pages hold a few rows each: its transposed matrices come in several blocks.
-PAGE_BYTES = {"mixtral": None, "dbrx": 12_000}
+PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": None}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 POLICIES = [
     ("resident", {}),
@@ -80,7 +100,7 @@ class Streamed(TorchDevice):
         return self.fake
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+@pytest.fixture(scope="module", params=[CONFIG, DBRX, OLMOE], ids=lambda config: config.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("models") / request.param.name
     return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))

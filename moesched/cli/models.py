@@ -39,8 +39,8 @@ def random_model(
 ) -> None:
     """See HELP."""
     from moesched.cli.output import Bar, print_json
-    from moesched.models.config import read_config
     from moesched.models.random_model import write_random_model
+    from moesched.models.reading import read_config
     from moesched.units import format_bytes
 
     with Bar(f"writing {directory}") as bar:

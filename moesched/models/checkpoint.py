@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.models.config import ITEM_BYTES, ModelConfig, read_config
-from moesched.models.published import published_tensors
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.published import Published, known_tensors
+from moesched.models.reading import read_config
 from moesched.models.tensors import Shape, tensor_shapes
 
 SINGLE_NAME = "model.safetensors"
@@ -101,10 +100,6 @@ class _Found(msgspec.Struct):
     file_bytes: int
 
 
-Names = Callable[[_Found], Iterator[tuple[str, StoredTensor]]]
-"""The model's tensors that a stored one is or contains, by canonical name; none where it has no use for it."""
-
-
 def open_checkpoint(directory: Path | str) -> Checkpoint:
     """Find every tensor of the model in `directory`: one safetensors file or several with an index.
 
@@ -116,11 +111,11 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     config = read_config(directory)
     shapes = tensor_shapes(config)
     tensors: dict[str, StoredTensor] = {}
-    as_canonical = _dbrx_names(config) if config.form == "dbrx" else partial(_llama_names, config)
+    known = {_without_prefix(name): stored for name, stored in known_tensors(config).items()}
     for found in _find(directory):
-        for name, stored in as_canonical(found):
-            if name in shapes:
-                tensors[name] = _checked(found, stored, shapes[name])
+        _refuse_bias(found)
+        if (stored := known.get(_without_prefix(found.name))) is not None:
+            tensors.update(_parts_of(found, stored))
     _require_all(directory, shapes, tensors)
     return Checkpoint(config, directory, tensors)
 
@@ -184,84 +179,18 @@ def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
 
 # ---------------------------------------------------------------- names
 
-_EXPERT_PART = {
-    "w1": "gate",
-    "w2": "down",
-    "w3": "up",
-    "gate_proj": "gate",
-    "down_proj": "down",
-    "up_proj": "up",
-}
-_GLOBAL = {"embed_tokens.weight": "embedding", "norm.weight": "final_norm", "lm_head.weight": "lm_head"}
-_DENSE = {
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "post_attention_layernorm": "ffn_norm",
-    "block_sparse_moe.gate": "router",
-    "mlp.gate": "router",
-}
-_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
-_EXPERT_NAME = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")
-_MLP_NAME = re.compile(r"mlp\.(gate_proj|down_proj|up_proj)\.weight")
-_FUSED_NAME = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
+
+def _without_prefix(name: str) -> str:
+    """The name as a checkpoint without an LM head has it."""
+    return name.removeprefix("model.")
 
 
-def _dbrx_names(config: ModelConfig) -> Names:
-    published = published_tensors(config)
-
-    def names(found: _Found) -> Iterator[tuple[str, StoredTensor]]:
-        _refuse_bias(found)
-        if found.name in published:
-            yield from _parts_of(found, *published[found.name])
-
-    return names
-
-
-def _llama_names(config: ModelConfig, found: _Found) -> Iterator[tuple[str, StoredTensor]]:
-    """The model's tensors that this stored one is or contains; none where the model has no use for it."""
-    name = found.name.removeprefix("model.")
-    if name in _GLOBAL:
-        yield _GLOBAL[name], _stored(found)
-        return
-    in_layer = _LAYER_NAME.fullmatch(name)
-    if in_layer is None:
-        return
-    prefix, name = f"layers.{in_layer[1]}.", in_layer[2]
-    _refuse_bias(found)
-    if name.removesuffix(".weight") in _DENSE:
-        yield prefix + _DENSE[name.removesuffix(".weight")], _stored(found)
-    elif match := _EXPERT_NAME.fullmatch(name):
-        yield f"{prefix}experts.{match[1]}.{_EXPERT_PART.get(match[2], match[2])}", _stored(found)
-    elif match := _MLP_NAME.fullmatch(name):
-        yield f"{prefix}experts.0.{_EXPERT_PART[match[1]]}", _stored(found)
-    elif match := _FUSED_NAME.fullmatch(name):
-        yield from _fused_parts(
-            config, found, prefix, ("gate", "up") if match[1] == "gate_up_proj" else ("down",)
-        )
-
-
-def _fused_parts(
-    config: ModelConfig, found: _Found, prefix: str, parts: tuple[str, ...]
-) -> Iterator[tuple[str, StoredTensor]]:
-    """Expert after expert, and within an expert part after part."""
-    rows = config.hidden if parts == ("down",) else config.intermediate
-    columns = config.intermediate if parts == ("down",) else config.hidden
-    names = [f"{prefix}experts.{expert}.{part}" for expert in range(config.experts) for part in parts]
-    shape = (config.experts, len(parts) * rows, columns)
-    yield from _parts_of(found, shape, [(name, (rows, columns)) for name in names])
-
-
-def _parts_of(
-    found: _Found, shape: Shape, parts: Iterable[tuple[str, Shape]]
-) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors that lie one after the other in a stored one of that shape."""
+def _parts_of(found: _Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that lie one after the other in a stored one."""
     whole = _stored(found)
-    _require_shape(found, shape)
+    _require_shape(found, published.shape)
     start = whole.offset
-    for name, part in parts:
+    for name, part in published.parts:
         nbytes = math.prod(part) * ITEM_BYTES[whole.dtype]
         yield name, StoredTensor(whole.file, start, part, whole.dtype, nbytes)
         start += nbytes
@@ -293,12 +222,6 @@ def _stored(found: _Found) -> StoredTensor:
 def _refuse_bias(found: _Found) -> None:
     if found.name.endswith(".bias"):
         raise BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
-
-
-def _checked(found: _Found, stored: StoredTensor, shape: Shape) -> StoredTensor:
-    if stored.shape != shape:
-        _require_shape(found, shape)
-    return stored
 
 
 def _require_shape(found: _Found, shape: Shape) -> None:

@@ -22,8 +22,13 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
     """The model as one of `ranks` ranks has it.
 
     Raises:
-        BadInput: something that is cut cannot be cut into so many equal parts.
+        BadInput: something that is cut cannot be cut into so many equal parts, or not at all.
     """
+    if config.qk_norm == "projection" and ranks > 1:
+        raise BadInput(
+            f"{config.name} cannot be cut over {ranks} accelerators, since its queries and keys are normalised over "
+            "all heads together: use --tensor-parallel 1"
+        )
     for what, size in _cut_sizes(config).items():
         if size % ranks:
             fitting = [

@@ -1,7 +1,8 @@
 """Which weight tensors a model has, by canonical name, and their shapes.
 
     embedding, final_norm, lm_head (absent when tied to the embedding)
-    layers.{i}.attention_norm, q, k, v, o, ffn_norm, router (absent in a dense model)
+    layers.{i}.attention_norm, q, k, v, q_norm and k_norm (where there are such), o, ffn_norm,
+        router (absent in a dense model)
     layers.{i}.experts.{e}.gate, up, down
 
 Matrices are stored as (outputs, inputs), so that a row makes one output, or the other way round where `is_transposed`.
@@ -33,9 +34,12 @@ def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         "q": (queries, hidden),
         "k": (keys, hidden),
         "v": (keys, hidden),
-        "o": (hidden, queries),
-        "ffn_norm": (hidden,),
     }
+    if config.qk_norm:
+        together = config.qk_norm == "projection"
+        shapes["q_norm"] = (queries if together else config.head_dim,)
+        shapes["k_norm"] = (keys if together else config.head_dim,)
+    shapes |= {"o": (hidden, queries), "ffn_norm": (hidden,)}
     if config.experts > 1:
         shapes["router"] = (config.experts, hidden)
     return {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}

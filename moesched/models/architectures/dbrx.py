@@ -1,0 +1,171 @@
+"""DBRX: queries, keys and values as one clipped matrix, norms by mean and variance, experts stored transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile, Keys
+
+
+class AttentionKeys(msgspec.Struct):
+    """The keys of attn_config."""
+
+    clip_qkv: float | None = None
+    kv_n_heads: int = 1
+    rope_theta: float | None = None
+
+
+class ActivationKeys(msgspec.Struct):
+    """The keys of ffn_config.ffn_act_fn."""
+
+    name: str = "silu"
+
+
+class FeedForwardKeys(msgspec.Struct):
+    """The keys of ffn_config."""
+
+    ffn_act_fn: ActivationKeys = msgspec.field(default_factory=ActivationKeys)
+    ffn_hidden_size: int = 3584
+    moe_num_experts: int = 4
+    moe_top_k: int = 1
+    moe_normalize_expert_weights: float | None = 1.0
+
+
+class DbrxKeys(Keys, kw_only=True):
+    """The keys of config.json, in part nested. rope_parameters is newer than the published file."""
+
+    d_model: int = 2048
+    n_heads: int = 16
+    n_layers: int = 24
+    max_seq_len: int = 2048
+    attn_config: AttentionKeys = msgspec.field(default_factory=AttentionKeys)
+    ffn_config: FeedForwardKeys = msgspec.field(default_factory=FeedForwardKeys)
+    eos_token_id: int | list[int] | None = None
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """A config.json."""
+    keys = file.keys(DbrxKeys)
+    attention, feed_forward = keys.attn_config, keys.ffn_config
+    file.require("hidden_act", feed_forward.ffn_act_fn.name, "silu", "swish")
+    # Weights that sum to 1 are those of a softmax over the chosen experts alone, which is what the kernel computes.
+    file.require("moe_normalize_expert_weights", feed_forward.moe_normalize_expert_weights, 1.0)
+    return file.build(
+        keys,
+        layers=keys.n_layers,
+        hidden=keys.d_model,
+        intermediate=feed_forward.ffn_hidden_size,
+        heads=keys.n_heads,
+        kv_heads=attention.kv_n_heads,
+        head_dim=keys.d_model // max(keys.n_heads, 1),
+        experts=feed_forward.moe_num_experts,
+        top_k=feed_forward.moe_top_k,
+        norm_eps=1e-5,
+        rope_theta=_rope_theta(file, keys),
+        sliding_window=None,
+        max_positions=keys.max_seq_len,
+        norm="layer",
+        clip_qkv=attention.clip_qkv,
+        form="dbrx",
+        transposed_down=True,
+    )
+
+
+def _rope_theta(file: ConfigFile, keys: DbrxKeys) -> float:
+    published, newer = keys.attn_config.rope_theta, keys.rope_parameters and keys.rope_parameters.rope_theta
+    if published and newer and published != newer:
+        what = f"rope_theta is {published:g} in attn_config and {newer:g} in rope_parameters"
+        raise file.impossible(what, "they must agree")
+    return newer or published or keys.rope_theta
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json's own keys."""
+    # Published files have rope_theta in attn_config alone, where transformers 5 no longer looks for it.
+    return {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "attn_config": {
+            "clip_qkv": config.clip_qkv,
+            "kv_n_heads": config.kv_heads,
+            "model_type": "",
+            "rope_theta": config.rope_theta,
+        },
+        "d_model": config.hidden,
+        "emb_pdrop": 0.0,
+        "ffn_config": {
+            "ffn_act_fn": {"name": "silu"},
+            "ffn_hidden_size": config.intermediate,
+            "model_type": "",
+            "moe_jitter_eps": None,
+            "moe_normalize_expert_weights": 1.0,
+            "moe_num_experts": config.experts,
+            "moe_top_k": config.top_k,
+        },
+        "max_seq_len": config.max_positions,
+        "n_heads": config.heads,
+        "n_layers": config.layers,
+        "output_router_logits": False,
+        "resid_pdrop": 0.0,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """Queries, keys and values in one tensor; a layer's experts one after the other, w2 as (inputs, outputs)."""
+    yield Stored("transformer.wte.weight", ["embedding"])
+    for layer in range(config.layers):
+        block, ours = f"transformer.blocks.{layer}.", f"layers.{layer}."
+        attention = block + "norm_attn_norm."
+        yield Stored(attention + "norm_1.weight", [ours + "attention_norm"])
+        yield Stored(attention + "attn.Wqkv.weight", [ours + part for part in "qkv"])
+        yield Stored(attention + "attn.out_proj.weight", [ours + "o"])
+        yield Stored(attention + "norm_2.weight", [ours + "ffn_norm"])
+        yield Stored(block + "ffn.router.layer.weight", [ours + "router"])
+        for name, part in (("w1", "gate"), ("v1", "up"), ("w2", "down")):
+            experts = [f"{ours}experts.{expert}.{part}" for expert in range(config.experts)]
+            yield Stored(f"{block}ffn.experts.mlp.{name}", experts)
+    yield Stored("transformer.norm_f.weight", ["final_norm"])
+    if not config.tied_embeddings:
+        yield Stored("lm_head.weight", ["lm_head"])
+
+
+SHAPES = (
+    ModelConfig(
+        name="dbrx",
+        layers=40,
+        hidden=6144,
+        intermediate=10752,
+        heads=48,
+        kv_heads=8,
+        head_dim=128,
+        experts=16,
+        top_k=4,
+        vocabulary=100352,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        sliding_window=None,
+        max_positions=32768,
+        tied_embeddings=False,
+        stop_tokens=(100257,),
+        dtype="bfloat16",
+        norm="layer",
+        clip_qkv=8.0,
+        form="dbrx",
+        transposed_down=True,
+    ),
+)
+
+DBRX = Architecture(
+    model_types=("dbrx",),
+    shapes=SHAPES,
+    read=read,
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=lambda config: iter(()),
+)

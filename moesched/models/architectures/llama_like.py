@@ -1,0 +1,110 @@
+"""What the descendants of Llama share: the keys of their config.json and the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from moesched.models.architectures.architecture import Stored
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import Keys
+
+
+class LlamaLikeKeys(Keys, kw_only=True):
+    """The keys of config.json. num_key_value_heads of null: as many as heads. head_dim: else hidden_size / heads."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 131072
+
+
+def settings(keys: LlamaLikeKeys) -> dict[str, Any]:
+    """What these keys say, as a ModelConfig names it."""
+    heads = keys.num_attention_heads
+    return {
+        "layers": keys.num_hidden_layers,
+        "hidden": keys.hidden_size,
+        "intermediate": keys.intermediate_size,
+        "heads": heads,
+        "kv_heads": heads if keys.num_key_value_heads is None else keys.num_key_value_heads,
+        "head_dim": keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim,
+        "norm_eps": keys.rms_norm_eps,
+        "max_positions": keys.max_position_embeddings,
+    }
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The same the other way round, without the size of the experts."""
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+    }
+
+
+# ---------------------------------------------------------------- tensors
+
+
+class ExpertNames(NamedTuple):
+    """What a layer calls its router and experts, and the matrices of an expert."""
+
+    block: str
+    gate: str
+    down: str
+    up: str
+
+
+def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
+    """A tensor for each matrix of each expert, as published checkpoints have them."""
+    yield from global_tensors(config)
+    for layer in range(config.layers):
+        block, ours = f"model.layers.{layer}.{names.block}.", f"layers.{layer}."
+        yield from attention_tensors(config, layer)
+        yield Stored(block + "gate.weight", [ours + "router"])
+        for expert in range(config.experts):
+            for part, name in (("gate", names.gate), ("down", names.down), ("up", names.up)):
+                yield Stored(f"{block}experts.{expert}.{name}.weight", [f"{ours}experts.{expert}.{part}"])
+
+
+def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """Routers, and all experts of a layer as one tensor: how Hugging Face has them in memory, and may save them."""
+    for layer in range(config.layers):
+        block, ours = f"model.layers.{layer}.mlp.", f"layers.{layer}."
+        experts = [f"{ours}experts.{expert}." for expert in range(config.experts)]
+        gate_up = [expert + part for expert in experts for part in ("gate", "up")]
+        yield Stored(block + "gate.weight", [ours + "router"])
+        yield Stored(block + "experts.gate_up_proj", gate_up, stacks=config.experts)
+        yield Stored(block + "experts.down_proj", [expert + "down" for expert in experts], config.experts)
+
+
+def global_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """What is outside the layers."""
+    yield Stored("model.embed_tokens.weight", ["embedding"])
+    yield Stored("model.norm.weight", ["final_norm"])
+    if not config.tied_embeddings:
+        yield Stored("lm_head.weight", ["lm_head"])
+
+
+def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
+    """A layer's attention, and the norms before it and behind it."""
+    theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+    yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
+    for part in "qkv":
+        yield Stored(f"{theirs}self_attn.{part}_proj.weight", [ours + part])
+    if config.qk_norm:
+        for part in ("q_norm", "k_norm"):
+            yield Stored(f"{theirs}self_attn.{part}.weight", [ours + part])
+    yield Stored(theirs + "self_attn.o_proj.weight", [ours + "o"])
+    yield Stored(theirs + "post_attention_layernorm.weight", [ours + "ffn_norm"])

@@ -1,0 +1,131 @@
+"""Mixtral: Mistral's attention, and experts whose weights are a softmax over the chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+
+
+class MixtralKeys(LlamaLikeKeys, kw_only=True):
+    """The keys of config.json."""
+
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """A config.json."""
+    keys = file.keys(MixtralKeys)
+    return file.build(
+        keys,
+        **llama_like.settings(keys),
+        experts=keys.num_local_experts,
+        top_k=keys.num_experts_per_tok,
+        sliding_window=window(file, keys.sliding_window, keys.layer_types),
+    )
+
+
+def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
+    """How far attention sees, which must be the same in all layers."""
+    if len(set(layer_types)) > 1:
+        raise file.unsupported("layer_types", sorted(set(layer_types)), "one kind of layer")
+    return sliding_window
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json's own keys."""
+    return llama_like.config_json(config) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "num_experts_per_tok": config.top_k,
+        "num_local_experts": config.experts,
+        "output_router_logits": False,
+        "sliding_window": config.sliding_window,
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """What published checkpoints hold."""
+    return llama_like.tensors(config, ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3"))
+
+
+SHAPES = (
+    ModelConfig(
+        name="mixtral-0.8b",
+        layers=8,
+        hidden=1024,
+        intermediate=3584,
+        heads=16,
+        kv_heads=4,
+        head_dim=64,
+        experts=8,
+        top_k=2,
+        vocabulary=32000,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        max_positions=32768,
+        tied_embeddings=False,
+        stop_tokens=(2,),
+        dtype="bfloat16",
+    ),
+    ModelConfig(
+        name="mixtral-8x7b",
+        layers=32,
+        hidden=4096,
+        intermediate=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        experts=8,
+        top_k=2,
+        vocabulary=32000,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        max_positions=32768,
+        tied_embeddings=False,
+        stop_tokens=(2,),
+        dtype="bfloat16",
+    ),
+    ModelConfig(
+        name="mixtral-8x22b",
+        layers=56,
+        hidden=6144,
+        intermediate=16384,
+        heads=48,
+        kv_heads=8,
+        head_dim=128,
+        experts=8,
+        top_k=2,
+        vocabulary=32000,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        max_positions=65536,
+        tied_embeddings=False,
+        stop_tokens=(2,),
+        dtype="bfloat16",
+    ),
+)
+
+MIXTRAL = Architecture(
+    model_types=("mixtral",),
+    shapes=SHAPES,
+    read=read,
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=llama_like.fused_tensors,
+)

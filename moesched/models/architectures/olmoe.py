@@ -1,0 +1,101 @@
+"""OLMoE: queries and keys normalised over all heads, and weights of experts that do not sum to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+
+
+class OlmoeKeys(LlamaLikeKeys, kw_only=True):
+    """The keys of config.json."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    eos_token_id: int | list[int] | None = 50279
+    clip_qkv: float | None = None
+    num_experts: int | None = None
+    num_local_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """A config.json."""
+    keys = file.keys(OlmoeKeys)
+    return file.build(
+        keys,
+        **llama_like.settings(keys),
+        experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
+        top_k=keys.num_experts_per_tok,
+        weights_sum_to_one=keys.norm_topk_prob,
+        sliding_window=None,
+        clip_qkv=keys.clip_qkv,
+        qk_norm="projection",
+        form="olmoe",
+    )
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json's own keys."""
+    return llama_like.config_json(config) | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "clip_qkv": config.clip_qkv,
+        "intermediate_size": config.intermediate,
+        "norm_topk_prob": config.weights_sum_to_one,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "output_router_logits": False,
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """What published checkpoints hold."""
+    return llama_like.tensors(config, ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj"))
+
+
+SHAPES = (
+    ModelConfig(
+        name="olmoe-1b-7b",
+        layers=16,
+        hidden=2048,
+        intermediate=1024,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        experts=64,
+        top_k=8,
+        vocabulary=50304,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        sliding_window=None,
+        max_positions=4096,
+        tied_embeddings=False,
+        stop_tokens=(50279,),
+        dtype="bfloat16",
+        qk_norm="projection",
+        weights_sum_to_one=False,
+        form="olmoe",
+    ),
+)
+
+OLMOE = Architecture(
+    model_types=("olmoe",),
+    shapes=SHAPES,
+    read=read,
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=llama_like.fused_tensors,
+)

@@ -1,0 +1,107 @@
+"""Qwen3-MoE: queries and keys normalised head by head, and many small experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moesched.models.architectures import llama_like
+from moesched.models.architectures.architecture import Architecture, Stored
+from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+
+
+class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
+    """The keys of config.json. intermediate_size is that of dense layers, which are refused."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    eos_token_id: int | list[int] | None = None
+    num_experts: int | None = None
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """A config.json."""
+    keys = file.keys(Qwen3MoeKeys)
+    file.require("decoder_sparse_step", keys.decoder_sparse_step, 1)
+    file.require("mlp_only_layers", [*keys.mlp_only_layers], [])
+    settings = llama_like.settings(keys) | {"intermediate": keys.moe_intermediate_size}
+    return file.build(
+        keys,
+        **settings,
+        experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
+        top_k=keys.num_experts_per_tok,
+        weights_sum_to_one=keys.norm_topk_prob,
+        sliding_window=keys.sliding_window if keys.use_sliding_window else None,
+        qk_norm="head",
+        form="qwen3_moe",
+    )
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json's own keys."""
+    return llama_like.config_json(config) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": config.head_dim,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": config.intermediate,
+        "norm_topk_prob": config.weights_sum_to_one,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "output_router_logits": False,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+    }
+
+
+def tensors(config: ModelConfig) -> Iterator[Stored]:
+    """What published checkpoints hold."""
+    return llama_like.tensors(config, ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj"))
+
+
+SHAPES = (
+    ModelConfig(
+        name="qwen3-30b-a3b",
+        layers=48,
+        hidden=2048,
+        intermediate=768,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        experts=128,
+        top_k=8,
+        vocabulary=151936,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        sliding_window=None,
+        max_positions=40960,
+        tied_embeddings=False,
+        stop_tokens=(151645, 151643),
+        dtype="bfloat16",
+        qk_norm="head",
+        form="qwen3_moe",
+    ),
+)
+
+QWEN3_MOE = Architecture(
+    model_types=("qwen3_moe",),
+    shapes=SHAPES,
+    read=read,
+    config_json=config_json,
+    tensors=tensors,
+    other_tensors=llama_like.fused_tensors,
+)

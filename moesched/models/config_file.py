@@ -1,0 +1,195 @@
+"""A Hugging Face config.json: the keys that every model has, and how one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.models.config import DType, ModelConfig
+
+T = TypeVar("T")
+
+NULL_SAYS_SOMETHING = (
+    "sliding_window",
+    "eos_token_id",
+    "num_key_value_heads",
+    "moe_normalize_expert_weights",
+)
+"""Keys whose null is a value. Any other null stands for the default, as a missing key does."""
+
+# float32 is the smaller of our dtypes that holds every float16.
+_DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
+
+
+class Rope(msgspec.Struct):
+    """The settings of the rotary embedding, in either spelling."""
+
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    partial_rotary_factor: float = 1.0
+
+
+class Keys(msgspec.Struct, kw_only=True):
+    """The keys of all models, with Hugging Face's defaults; architectures add their own and other defaults."""
+
+    vocab_size: int = 32000
+    rope_theta: float = 1e4
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+    partial_rotary_factor: float = 1.0
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = 2
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str = "float32"
+
+
+class _GenerationKeys(msgspec.Struct):
+    """generation_config.json, whose stop tokens go before those of config.json."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+class ConfigFile:
+    """The config.json of a directory.
+
+    Raises:
+        BadInput: it cannot be read, or is no JSON object.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "config.json"
+        self._values = _read(self.path)
+
+    @property
+    def model_type(self) -> object:
+        """What says which keys the others are."""
+        return self._values.get("model_type")
+
+    def keys(self, kind: type[T]) -> T:
+        """The keys that an architecture knows. Raises BadInput, naming the one of another type."""
+        return _converted(self.path, self._values, kind)
+
+    def build(self, keys: Keys, **particular: Any) -> ModelConfig:
+        """The configuration that the common keys and an architecture's own settings make.
+
+        Raises:
+            BadInput: it asks for something that the kernels do not compute, or cannot be.
+        """
+        self._refuse_unknown_features(keys)
+        settings: dict[str, Any] = {
+            "name": self.path.parent.resolve().name,
+            "vocabulary": keys.vocab_size,
+            "rope_theta": _rope_theta(keys),
+            "tied_embeddings": keys.tie_word_embeddings,
+            "stop_tokens": self._stop_tokens(keys),
+            "dtype": self._dtype(keys),
+        }
+        config = ModelConfig(**(settings | particular))
+        self._check(config)
+        return config
+
+    def require(self, key: str, value: object, *accepted: object) -> None:
+        """Raise BadInput unless a key has one of the accepted values."""
+        if value not in accepted:
+            raise self.unsupported(key, value, f"{key} {accepted[0]!r}")
+
+    def unsupported(self, key: str, value: object, supported: str) -> BadInput:
+        """A value that the kernels do not compute."""
+        return BadInput(
+            f"{self.path}: {key} is {value!r}, which is not supported; use a checkpoint with {supported}"
+        )
+
+    def impossible(self, what: str, why: str) -> BadInput:
+        """Values that no model has."""
+        return BadInput(f"{self.path}: {what}, but {why}; restore the file that came with the checkpoint")
+
+    def _refuse_unknown_features(self, keys: Keys) -> None:
+        for rope in (keys.rope_parameters, keys.rope_scaling):
+            if rope is not None:
+                rope_type = rope.rope_type or rope.type or "default"
+                if rope_type != "default":
+                    raise self.unsupported("rope_type", rope_type, "rope_type 'default'")
+                self.require("partial_rotary_factor", rope.partial_rotary_factor, 1.0)
+        self.require("partial_rotary_factor", keys.partial_rotary_factor, 1.0)
+        self.require("hidden_act", keys.hidden_act, "silu", "swish")
+        self.require("attention_bias", keys.attention_bias, False)
+        self.require("mlp_bias", keys.mlp_bias, False)
+        if keys.quantization_config is not None:
+            method = keys.quantization_config.get("quant_method")
+            raise self.unsupported("quantization_config", method, "weights in bfloat16, float16 or float32")
+
+    def _stop_tokens(self, keys: Keys) -> tuple[int, ...]:
+        tokens = keys.eos_token_id
+        generation = self.path.with_name("generation_config.json")
+        if generation.is_file():
+            own = _converted(generation, _read(generation), _GenerationKeys).eos_token_id
+            tokens = tokens if own is None else own
+        if tokens is None:
+            return ()
+        return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+    def _dtype(self, keys: Keys) -> DType:
+        name = (keys.dtype or keys.torch_dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise self.unsupported("dtype", name, "bfloat16, float16 or float32")
+        return _DTYPES[name]
+
+    def _check(self, config: ModelConfig) -> None:
+        for field in msgspec.structs.fields(ModelConfig):
+            value = getattr(config, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise self.impossible(f"{field.name} is {value}", "it must be positive")
+        if config.heads % config.kv_heads:
+            what = f"{config.heads} attention heads and {config.kv_heads} key-value heads"
+            raise self.impossible(what, "the second must divide the first")
+        if config.head_dim % 2:
+            raise self.impossible(f"head_dim is {config.head_dim}", "rotary embedding needs an even number")
+        if config.top_k > config.experts:
+            what = f"num_experts_per_tok is {config.top_k}, num_local_experts {config.experts}"
+            raise self.impossible(what, "the first cannot be larger")
+
+
+def _rope_theta(keys: Keys) -> float:
+    nested = [rope.rope_theta for rope in (keys.rope_scaling, keys.rope_parameters) if rope is not None]
+    return next((theta for theta in nested if theta is not None), keys.rope_theta)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        remedy = "give the directory of a Hugging Face checkpoint"
+        raise BadInput(f"{path.parent} has no {path.name}; {remedy}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _broken(path, error) from error
+    return _without_defaults(values)
+
+
+def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """The same without the nulls that stand for a default."""
+    return {
+        key: _without_defaults(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None or key in NULL_SAYS_SOMETHING
+    }
+
+
+def _converted(path: Path, values: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.MsgspecError as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> BadInput:
+    return BadInput(f"{path}: {error}; restore the file that came with the checkpoint")

@@ -1,0 +1,41 @@
+"""Greedy tokens of the torch device beside Hugging Face's, for the same checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from _mixtrals import DECISIVE, hugging_face_logits, prompts_of
+from _small_runs import ONE_MEMORY, Generated, generate
+
+from moesched.devices.torch_device import TorchDevice
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+
+STEPS = 6
+
+
+def generated(directory: Path, dtype: str = "float32", page_bytes: int | None = None) -> Generated:
+    """What the policy without transfers generates from prompts of mixed length."""
+    checkpoint = open_checkpoint(directory)
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype, page_bytes), keep_logits=True)
+    prompts = prompts_of(checkpoint.config.vocabulary)
+    return generate(
+        device, make_policy("resident"), ONE_MEMORY, prompts, new_tokens=STEPS, micro_batch_size=3
+    )
+
+
+def assert_same_tokens(model: Any, ours: Generated) -> None:
+    """Greedy tokens equal Hugging Face's wherever its choice is decisive."""
+    prompts = prompts_of(model.config.vocab_size)
+    decisive = 0
+    for prompt, tokens, logits in zip(prompts, ours.tokens, ours.logits_RSV, strict=True):
+        expected = hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-3)
+        first, second = expected.topk(2, dim=-1).values.unbind(-1)
+        clear = first - second > DECISIVE
+        decisive += int(clear.sum())
+        assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
+    assert decisive > 0.9 * len(prompts) * STEPS

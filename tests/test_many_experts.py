@@ -1,0 +1,307 @@
+"""Qwen3-MoE and OLMoE: equal to Hugging Face's, read from its files, refused where they are out of the ordinary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from _mixtrals import hugging_face_logits, load_model, prompts_of
+from _olmoes import olmoe, random_olmoe
+from _qwens import qwen, random_qwen
+from transformers import AutoModelForCausalLM
+
+from against_hugging_face import STEPS, assert_same_tokens, generated
+from moesched.devices import torch_kernels as kernels
+from moesched.errors import BadInput
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.random_model import write_random_model
+from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
+from moesched.models.tensor_parallel import cut_config
+from reference import Reference, cut_in_three, read_weights
+from reference import generate as generate_in_loops
+
+Tensor = torch.Tensor
+
+
+def small(shape: str, **changes: Any) -> ModelConfig:
+    """A named shape, made small."""
+    sizes = {
+        "layers": 2,
+        "hidden": 48,
+        "intermediate": 20,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "experts": 9,
+        "top_k": 3,
+        "vocabulary": 97,
+        "stop_tokens": (),
+    }
+    return msgspec.structs.replace(SHAPES[shape], **(sizes | changes))
+
+
+SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe-1b-7b")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Work this small is done sooner by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        pytest.param(qwen, {}, id="qwen"),
+        pytest.param(qwen, {"norm_topk_prob": False}, id="qwen, weights do not sum to 1"),
+        pytest.param(qwen, {"num_experts": 128, "num_experts_per_tok": 8}, id="qwen, 8 of 128"),
+        pytest.param(qwen, {"tie_word_embeddings": True}, id="qwen, tied embeddings"),
+        pytest.param(qwen, {"use_sliding_window": True, "sliding_window": 4}, id="qwen, window"),
+        pytest.param(qwen, {"sliding_window": 4}, id="qwen, window that is not used"),
+        pytest.param(olmoe, {}, id="olmoe"),
+        pytest.param(olmoe, {"norm_topk_prob": True}, id="olmoe, weights sum to 1"),
+        pytest.param(olmoe, {"num_experts": 64, "num_experts_per_tok": 8}, id="olmoe, 8 of 64"),
+        pytest.param(olmoe, {"clip_qkv": 0.5}, id="olmoe, clip that bites"),
+        pytest.param(olmoe, {"tie_word_embeddings": True}, id="olmoe, tied embeddings"),
+    ],
+)
+def test_tokens_equal_those_of_hugging_face(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    model = make(**changes)
+    model.save_pretrained(tmp_path)
+    assert_same_tokens(model, generated(tmp_path))
+
+
+@pytest.mark.parametrize("make", [random_qwen, random_olmoe])
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
+    tmp_path: Path, make: Any, seed: int
+) -> None:
+    model = make(seed)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    config = read_config(tmp_path)
+    rows = 4 * max(config.hidden, config.intermediate, config.heads * config.head_dim)
+    assert_same_tokens(model, generated(tmp_path, page_bytes=4 * rows))
+
+
+@pytest.mark.parametrize("make", [qwen, olmoe])
+def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path, make: Any) -> None:
+    ours, theirs = [], []
+    for seed in range(4):  # a token that takes another expert weighs much, so one model would say little
+        torch.manual_seed(seed)
+        make(hidden_size=128, num_hidden_layers=3, initializer_range=0.06).to(torch.bfloat16).save_pretrained(
+            tmp_path
+        )
+        run = generated(tmp_path, "bfloat16")
+        in_bfloat16, in_float32 = (load_model(tmp_path, dtype) for dtype in (torch.bfloat16, torch.float32))
+        for prompt, tokens, logits in zip(prompts_of(97), run.tokens, run.logits_RSV, strict=True):
+            rounded, exact = (
+                hugging_face_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+                for model in (in_bfloat16, in_float32)
+            )
+            theirs.append((rounded - exact).abs())
+            ours.append((logits - exact).abs())
+    assert 0 < torch.cat(ours).mean() <= 2 * torch.cat(theirs).mean()
+
+
+@pytest.mark.parametrize("make", [qwen, olmoe])
+def test_experts_of_a_layer_in_one_tensor_are_the_same_weights(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(2)
+    model = make()
+    model.save_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    single, fused = (
+        read_weights(open_checkpoint(tmp_path / form), torch.float32) for form in ("single", "fused")
+    )
+    assert single.keys() == fused.keys()
+    assert all(torch.equal(single[name], fused[name]) for name in single)
+
+
+@pytest.mark.parametrize("form", SMALL)
+def test_the_device_and_plain_loops_agree(tmp_path: Path, form: str) -> None:
+    directory = write_random_model(SMALL[form], tmp_path / "small", 5, dtype="float32")
+    ours = generated(directory)
+    tokens, logits_SRV = generate_in_loops(Reference(directory, cut=cut_in_three), prompts_of(97), STEPS)
+    assert tokens == ours.tokens
+    assert torch.allclose(logits_SRV.transpose(0, 1), ours.logits_RSV, atol=1e-5)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_weights_that_need_not_sum_to_one_are_shares_of_a_softmax_over_all_experts() -> None:
+    torch.manual_seed(3)
+    x_TD, router = torch.randn(30, 16), torch.randn(9, 16)
+    experts_Tk, weights_Tk = kernels.route(x_TD, [router], 4, sum_to_one=False)
+    shares_TE = (x_TD @ router.T).softmax(-1)
+    assert torch.equal(experts_Tk, shares_TE.topk(4).indices.sort(-1).values)
+    assert torch.allclose(weights_Tk, shares_TE.gather(-1, experts_Tk), atol=1e-6)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: int) -> None:
+    torch.manual_seed(4)
+    x_TD, qkv, cos, sin = torch.randn(5, 12), torch.randn(40, 12), torch.ones(5, 1, 8), torch.zeros(5, 1, 8)
+    norms = torch.rand(8 * together), torch.rand(8)
+    q_THd, k_TKd, v_TKd = kernels.project_qkv(
+        x_TD, torch.ones(12), [qkv], cos, sin, heads=3, kv_heads=1, eps=1e-6, qk_norms=norms
+    )
+    plain = kernels.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
+    groups = plain[:, :24].view(5, -1, 8 * together)
+    scale = groups.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    assert torch.allclose(q_THd.reshape(5, -1), (groups * scale * norms[0]).reshape(5, -1), atol=1e-5)
+    assert torch.allclose(k_TKd[:, 0], kernels.rms_norm(plain[:, 24:32], norms[1], 1e-6), atol=1e-5)
+    assert torch.allclose(v_TKd[:, 0], plain[:, 32:], atol=1e-5)
+
+
+# ---------------------------------------------------------------- random models
+
+
+@pytest.mark.parametrize("form", SMALL)
+def test_hugging_face_loads_a_random_model_with_every_tensor_in_its_place(tmp_path: Path, form: str) -> None:
+    directory = write_random_model(SMALL[form], tmp_path / "small", 5, dtype="float32", shard_bytes=40_000)
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    assert_same_tokens(model, generated(directory))
+
+
+@pytest.mark.parametrize("form", SMALL)
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True, "weights_sum_to_one": False}])
+def test_its_config_reads_back_as_the_shape_that_was_asked_for(
+    tmp_path: Path, form: str, changes: dict[str, Any]
+) -> None:
+    config = msgspec.structs.replace(SMALL[form], dtype="float32", **changes)
+    directory = write_random_model(config, tmp_path / "small", dtype="float32")
+    assert read_config(directory) == msgspec.structs.replace(config, name="small")
+
+
+# ---------------------------------------------------------------- configurations
+
+PUBLISHED = {
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "olmoe-1b-7b": {
+        "architectures": ["OlmoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "eos_token_id": 50279,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 50304,
+    },
+}
+STOP_TOKENS = {"qwen3-30b-a3b": [151645, 151643], "olmoe-1b-7b": 50279}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configuration_is_the_named_shape(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_TOKENS[name]}))
+    assert read_config(tmp_path) == msgspec.structs.replace(SHAPES[name], name=tmp_path.name)
+
+
+@pytest.mark.parametrize(("name", "uses"), [("qwen3-30b-a3b", 3.3e9), ("olmoe-1b-7b", 1.3e9)])
+def test_a_token_uses_the_weights_that_the_name_says(name: str, uses: float) -> None:
+    config = SHAPES[name]
+    expert = 3 * config.hidden * config.intermediate
+    attention = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
+    router = config.experts * config.hidden
+    layer = attention + router + config.top_k * expert
+    assert config.layers * layer + 2 * config.vocabulary * config.hidden == pytest.approx(uses, rel=0.03)
+
+
+def refusal(directory: Path) -> str:
+    """The one line that opening the checkpoint ends with."""
+    with pytest.raises(BadInput) as error:
+        open_checkpoint(directory)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "; " in message, "a remedy follows the complaint"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"mlp_only_layers": [0, 2]}, "mlp_only_layers is [0, 2], which is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, which is not supported"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"num_experts": 2}, "num_experts_per_tok is 3, num_local_experts 2"),
+        ({"num_experts": 0}, "experts is 0"),
+        ({"moe_intermediate_size": 0}, "intermediate is 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    directory = write_random_model(SMALL["qwen3_moe"], tmp_path / "small")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    message = refusal(directory)
+    assert message.startswith(str(directory / "config.json"))
+    assert complaint in message
+
+
+def test_a_norm_over_all_heads_is_not_cut_over_accelerators() -> None:
+    with pytest.raises(BadInput, match="normalised over all heads together: use --tensor-parallel 1"):
+        cut_config(SHAPES["olmoe-1b-7b"], 2)
+    assert cut_config(SHAPES["olmoe-1b-7b"], 1) == SHAPES["olmoe-1b-7b"]
+    assert cut_config(SHAPES["qwen3-30b-a3b"], 4).kv_heads == 1
