@@ -13,7 +13,8 @@ import numpy.typing as npt
 from moesched.errors import BadInput
 from moesched.jobs import run_model
 from moesched.machines import Machine
-from moesched.models.config import ModelConfig, read_config
+from moesched.models.config import ModelConfig
+from moesched.models.reading import read_config
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.watched import Watched
 

@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.jobs import run_model
 from moesched.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.machines import Machine
-from moesched.models.config import read_config
+from moesched.models.reading import read_config
 from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
