@@ -3,9 +3,10 @@
     python benchmarks/plan_search.py
 
 For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
-chooses from is looked at with every size of micro-batches and every number of them on a grid as wide as memory allows.
-Regret is how much more the best of the grid reaches than the planner's choice. The time of the whole command
-`moesched plan` is measured too. Writes results/plan_search-<machine>.json.
+chooses from is looked at with every size of micro-batches, every number of them and, where it splits the KV cache,
+several shares of that on the accelerator, on a grid as wide as memory allows. Mixtral 8x22B over four T4s is there for
+the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the planner's choice.
+The time of the whole command `moesched plan` is measured too. Writes results/plan_search-<machine>.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,26 +22,28 @@ from typing import Any
 from _results import named_for_machine, write_result
 from rich.progress import track
 
+from moesched.accelerators import cut_over_ranks
 from moesched.cost import cost_model
 from moesched.errors import BadInput
-from moesched.machines import load_machine
-from moesched.models.layout import weight_layout
+from moesched.machines import Machine, load_machine
+from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import POLICIES, plan_best
-from moesched.planner.traits import Setting
+from moesched.planner import POLICIES, Setting, plan_best, splits_kv
 from moesched.plugins import find
 from moesched.preview import preview
 from moesched.workloads import load_workload
 
 CASES = [
-    ("t4", 128, False),
-    ("t4", 128, True),
-    ("l4", 64, True),
-    ("a100-80g", 32, False),
+    ("mixtral-8x7b", "t4", 128, False),
+    ("mixtral-8x7b", "t4", 128, True),
+    ("mixtral-8x7b", "l4", 64, True),
+    ("mixtral-8x7b", "a100-80g", 32, False),
+    ("mixtral-8x22b", "t4x4", 128, False),
 ]
-"""Machine, tokens to generate, whether prompts are padded to the longest."""
+"""Model, machine, tokens to generate, whether prompts are padded to the longest."""
 MICRO_BATCHES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
+SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 MOST_REQUESTS = 4096
 REPEATS = 3
 COMMAND = [
@@ -61,27 +65,29 @@ def main() -> None:
     cases = [case(*each) for each in track(CASES, description="planning and trying")]
     commands = [command_seconds() for _ in range(REPEATS)]
     result = {
-        "model": "mixtral-8x7b",
         "workload": "mtbench",
         "cases": cases,
         "worst_regret": max(each["regret"] for each in cases),
-        "search_seconds": median(each["search_seconds"] for each in cases),
+        "search_seconds": median(each["search_seconds"] for each in cases if each["model"] == "mixtral-8x7b"),
         "command_seconds": median(commands),
     }
     print(write_result(named_for_machine("plan_search"), result))
 
 
-def case(machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:
-    """One machine and workload: the planner's choice beside the grid's best."""
-    machine, layout = load_machine(machine_name), weight_layout(SHAPES["mixtral-8x7b"])
+def case(model: str, machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:
+    """One model, machine and workload: the planner's choice beside the grid's best."""
+    config, machine, budgets = cut_over_ranks(SHAPES[model], load_machine(machine_name), None, None)
+    layout = weight_layout(config)
     lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
     if padded:
         lengths = [max(lengths)] * len(lengths)
     started = perf_counter()
-    chosen = plan_best(machine, layout, lengths, new_tokens)
+    chosen = plan_best(machine, layout, lengths, new_tokens, budgets=budgets)
     seconds = perf_counter() - started
-    best = max(grid(machine_name, lengths, new_tokens), key=lambda each: each["tokens_per_second"])
+    tried = grid(machine, layout, lengths, new_tokens, budgets)
+    best = max(tried, key=lambda each: each["tokens_per_second"])
     return {
+        "model": model,
         "machine": machine_name,
         "new_tokens": new_tokens,
         "padded": padded,
@@ -90,6 +96,7 @@ def case(machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:
             "policy": chosen.policy,
             "micro_batch_size": chosen.seen.micro_batch_size,
             "batch_size": chosen.seen.batch_size,
+            "kv_on_gpu": round(chosen.seen.kv_on_gpu, 3),
             "tokens_per_second": round(chosen.seen.throughput, 2),
         },
         "best_of_grid": best,
@@ -97,35 +104,45 @@ def case(machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:
     }
 
 
-def grid(machine_name: str, lengths: list[int], new_tokens: int) -> Iterator[dict[str, Any]]:
+def grid(
+    machine: Machine, layout: WeightLayout, lengths: list[int], new_tokens: int, budgets: dict[str, int]
+) -> Iterator[dict[str, Any]]:
     """All that fits of the grid."""
-    machine, layout = load_machine(machine_name), weight_layout(SHAPES["mixtral-8x7b"])
     for name in POLICIES:
+        policy = find("policies", name)
         setting = Setting(
-            make=find("policies", name),
+            make=policy,
             machine=machine,
             layout=layout,
             lengths=tuple(lengths),
             new_tokens=new_tokens,
             cost=cost_model(machine, layout.dtype),
-            budgets={},
+            budgets=budgets,
+            splits_kv=splits_kv(policy, machine),
         )
-        for size in MICRO_BATCHES:
-            for count in COUNTS:
-                if size * count > len(lengths):
-                    break
-                batch = setting.batch(count, size)
-                try:
-                    plan, policy = setting.plan(batch)
-                except BadInput:
-                    break
-                seen = preview(plan, policy, setting.cost)
-                yield {
-                    "policy": name,
-                    "micro_batch_size": size,
-                    "batch_size": len(batch.prompts),
-                    "tokens_per_second": round(seen.tokens_per_second(batch), 2),
-                }
+        for share, size in product(SHARES if setting.splits_kv else (None,), MICRO_BATCHES):
+            yield from _of_size(name, setting, size, share)
+
+
+def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Iterator[dict[str, Any]]:
+    """All numbers of micro-batches of a size that fit; a share that comes to no whole micro-batch is left out."""
+    for count in COUNTS:
+        if size * count > len(setting.lengths):
+            break
+        if share and not round(share * count):
+            continue
+        batch = setting.batch(count, size)
+        try:
+            plan, policy = setting.plan(batch, kv_on_gpu=share)
+        except BadInput:
+            break
+        yield {
+            "policy": name,
+            "micro_batch_size": size,
+            "batch_size": len(batch.prompts),
+            "kv_on_gpu": round(plan.kv_on_gpu, 3),
+            "tokens_per_second": round(preview(plan, policy, setting.cost).tokens_per_second(batch), 2),
+        }
 
 
 def command_seconds() -> float:

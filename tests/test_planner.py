@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moesched.cli.main import main
 from moesched.cost import cost_model
@@ -17,7 +18,7 @@ from moesched.models.shapes import SHAPES
 from moesched.plan import Plan
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.search import best
-from moesched.planner.traits import Setting, Shape, Share, Traits, learn
+from moesched.planner.traits import Probe, Setting, Shape, Share, Traits, learn
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
 from moesched.preview import preview
@@ -95,6 +96,26 @@ def test_the_search_finds_what_trying_everything_finds(
     assert (found is None) == (not tried)
     if found is not None:
         assert found.throughput == pytest.approx(max(tried), rel=2e-3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(shapes=shapes(), share=st.floats(0, 1))
+def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[Shape], share: float) -> None:
+    traits = Traits(attention_on_gpu=False, kv_on_gpu=False, keeps=1.0, streams=True, buffer=2.0, fetch=0.1)
+    split = [shape for shape in shapes if shape.resident]
+    found = best(replace(setting("cgopipe"), kv_on_gpu=share), traits, split) if split else None
+    if found is not None:
+        assert abs(found.resident - share * found.micro_batches) <= 0.5 + 1e-6
+
+
+def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
+    where = setting("cgopipe")
+    sizes = [Probe(where, size).shape(where.cost) for size in (16, 32)]
+    most = best(where, learn(where), sizes)
+    assert most is not None
+    assert best(where, learn(where), sizes, above=most.throughput) is None
+    again = best(where, learn(where), sizes, above=0.9 * most.throughput)
+    assert again is not None and again.throughput == pytest.approx(most.throughput, rel=1e-3)
 
 
 def throughput(where: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> float | None:

@@ -7,14 +7,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.plan import Plan
 from moesched.preview import Preview, preview
 from moesched.seams import Policy
 
-from .search import Choice, best, filled, least
-from .traits import Probe, Setting, Traits, kept_bytes, learn
+from .search import Choice, best, costed, filled, least
+from .traits import Probe, Setting, Shape, Traits, kept_bytes, learn
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
@@ -69,15 +70,31 @@ class Candidate:
         self._probes: dict[int, Probe] = {}
         coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         self._ladder = sizes or sorted({*coarse, *FINER})
-        rough = self._search(setting, self.traits, coarse)
+        shapes = self._shapes(setting, coarse)
+        rough = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
         size = rough.micro_batch_size
         finer = [other for other in self._ladder if other in coarse or size / 2 < other < size * 2]
-        self.choice = self._search(setting, self.traits, finer, rough)
+        self.choice = best(setting, self.traits, self._shapes(setting, finer), rough.throughput) or rough
 
     def look(self) -> Seen:
-        """The best schedule around the choice: from one to a better one, until no neighbour promises to be better."""
-        tried = {_point(self.choice)}
-        found = self.see(*_point(self.choice))
+        """The best schedule around the choice; where the KV cache may be split, also around the best with none and all.
+
+        Lanes overlap less well where micro-batches differ, which the bound does not know.
+        """
+        found = self._climb(self.choice)
+        if self.setting.splits_kv and self.setting.kv_on_gpu is None:
+            for share in (0.0, 1.0):
+                setting = replace(self.setting, kv_on_gpu=share)
+                shapes = self._shapes(setting, list(self._probes))
+                edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
+                if edge is not None and _point(edge) != _point(self.choice):
+                    found = max(found, self._climb(edge), key=lambda seen: seen.throughput)
+        return found
+
+    def _climb(self, start: Choice) -> Seen:
+        """From one schedule to a better one, until no neighbour promises to be better."""
+        tried = {_point(start)}
+        found = self.see(*_point(start))
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
@@ -123,14 +140,14 @@ class Candidate:
     def bound_with(self, setting: Setting) -> float:
         """The bound if the machine were another one, in tokens per second."""
         traits = self.traits if setting.machine is self.setting.machine else learn(setting)
-        sizes = [self.choice.micro_batch_size, *self._neighbours(self.choice.micro_batch_size)]
-        return self._search(setting, traits, sizes, self.choice).throughput
+        size = self.choice.micro_batch_size
+        shape, *others = self._shapes(setting, [size, *self._neighbours(size)])
+        same = costed(setting, traits, shape, self.choice).throughput
+        better = best(setting, traits, [shape, *others], above=same)
+        return same if better is None else better.throughput
 
-    def _search(
-        self, setting: Setting, traits: Traits, sizes: Sequence[int], start: Choice | None = None
-    ) -> Choice:
-        shapes = [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
-        return best(setting, traits, shapes, start) or least(setting, traits, shapes[0])
+    def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
+        return [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
 
     def _probe(self, size: int) -> Probe:
         if size not in self._probes:

@@ -45,24 +45,21 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, float]
 
 
-def best(
-    setting: Setting, traits: Traits, shapes: Sequence[Shape], start: Choice | None = None
-) -> Choice | None:
-    """The best sizes among these shapes, or None where not even the smallest batch fits.
-
-    start: sizes that fit, of one of these shapes, perhaps found with other costs: the search begins with their λ.
-    """
+def best(setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0) -> Choice | None:
+    """The best sizes among these shapes; None where none fit, or none promise more than `above` tokens per second."""
     programme = _Programme(setting, traits, shapes)
-    found = None
-    if start is not None:
-        shape = next(shape for shape in shapes if shape.size == start.micro_batch_size)
-        found = _choice(setting, traits, shape, start.micro_batches, start.resident, start.kept)
+    found, rate = None, above
     for _ in range(MOST_ROUNDS):
-        choice = programme.solve(found.throughput if found else 0.0)
-        if choice is None or (found and choice.throughput <= found.throughput * (1 + TOLERANCE)):
+        choice = programme.solve(rate)
+        if choice is None or choice.throughput <= rate * (1 + TOLERANCE):
             break
-        found = choice
+        found, rate = choice, choice.throughput
     return found
+
+
+def costed(setting: Setting, traits: Traits, shape: Shape, choice: Choice) -> Choice:
+    """The same sizes with other costs."""
+    return _choice(setting, traits, shape, choice.micro_batches, choice.resident, choice.kept)
 
 
 def least(setting: Setting, traits: Traits, shape: Shape) -> Choice:
