@@ -149,6 +149,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     `deps` are the ids of the tasks that it waits for, the first `inputs` of which it needs the results of.
     `followers` are the tasks that wait for it; None once it has settled.
+    `taken` is when its lane took it, on real hardware: what passes until `start` is the waking of a thread.
     """
 
     lane: Lane
@@ -175,6 +176,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     cause: BaseException | None = None
     code: CodeType | None = None
     instruction: int = -1
+    taken: int = -1
 
     def __await__(self) -> Generator[Task, Any, Any]:
         if self.state < DONE:
