@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched import plugins
+from moesched.contention import LEAST_RATE
 from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.exercise import Gym, Manner, small_model
@@ -39,7 +40,7 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.other_load import OtherLoad
-from moesched.task_times import LEAST_RATE, TaskTimes, point, rounded
+from moesched.task_times import TaskTimes, point, rounded
 from moesched.tasks import Task
 from moesched.units import format_bytes
 
@@ -49,6 +50,7 @@ Step = Callable[[], Call]
 Progress = Callable[[int, int], object]
 
 READ, DISK = "read", "disk->host"
+TOGETHER = (Manner.READING, Manner.ATTENDING, Manner.ATTENDING_AND_READING, Manner.SHARING)
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 MOST_OTHER_CORES = 0.1
 """What others may keep busy meanwhile."""
@@ -83,7 +85,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     scratch: int = 512 << 20
     models: tuple[ModelConfig, ModelConfig] = (
         small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144),
-        small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=13_312),
+        small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=24_576),
     )
     groups: tuple[tuple[int, ...], ...] = (
         (5,),
@@ -95,7 +97,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         (250, 251),
     )
     longest: tuple[tuple[int, ...], ...] = ((1500,),)
-    long: tuple[int, ...] = (5, 6)
+    long: tuple[int, ...] = (2, 3, 5, 6)
     steps: int = 9
     steps_float32: int = 5
     turns: int = 4
@@ -211,7 +213,7 @@ class _Calibration:
             for size in range(len(extent.models)):
                 yield partial(self._serial, size, "bfloat16", turn)
             if turn < extent.turns_together:
-                for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
+                for manner in TOGETHER:
                     yield partial(self._together, manner)
             if turn < extent.turns_float32:
                 for size in range(len(extent.models)):
@@ -323,7 +325,7 @@ class _Calibration:
     def _take_rates(self, manner: Manner, tasks: Sequence[Task]) -> None:
         dtype = DTYPES[0]
         self._take_pairs(self.tasks.rates(self.extent.models[-1], dtype, tasks))
-        if manner is not Manner.SHARING:
+        if manner in (Manner.READING, Manner.ATTENDING):
             self.tasks.add_gaps(tasks)
 
     # -- the outcome -------------------------------------------------------------------------------

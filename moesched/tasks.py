@@ -97,8 +97,10 @@ class Part(NamedTuple):
 
     Attributes:
         operation: the sort, such as "expert" (by weights as they were read) or "kept expert" (by weights that stay).
-        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
-        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages.
+        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
+            of a KV head in a step's.
+        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages;
+            of a step's attention, its KV heads.
         times: how many; not whole where it is an expectation.
     """
 
