@@ -2,8 +2,9 @@
 
     python benchmarks/fidelity.py [--only PART ...] [--policies P ...] [--repeats N]
 
-A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs five
-times (three where times hardly vary: emulated), in turn with the others, and is simulated. Settings `disk-...` run on
+A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs nine
+times (three where times hardly vary: emulated), in turn with the others, and is simulated. Runs during which other
+processes took more than a tenth of a core are done again, up to twice as many runs. Settings `disk-...` run on
 this machine, weights coming from its disk; the simulation uses a calibration made just before, which sees neither
 models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
 
@@ -16,7 +17,7 @@ Two things come of it:
   simulator would choose.
 
 Settings measured with `--only` replace their namesakes in benchmarks/results/fidelity-<machine>.json; the others stay.
-`--only calibration` calibrates and keeps the result for an hour. Each part takes one to four minutes.
+`--only calibration` calibrates and keeps the result for an hour. Each part takes one to seven minutes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
+from _in_turn import measure_in_turn
 from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
 
@@ -52,7 +55,7 @@ from moesched.replayed_run import replay_recording, without_loading
 from moesched.runs import plan_run, run, simulate
 from moesched.trace import Recorder, Recording
 
-REPEATS, EMULATED_REPEATS = 5, 3
+REPEATS, EMULATED_REPEATS = 9, 3
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
 """By how much the emulated machine is slower than a T4: its rates, its host's besides, and the start of anything.
 
@@ -195,7 +198,6 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
 
 def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """All policies in a setting."""
-    runs: dict[str, list[dict[str, float]]] = {}
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         bench = Bench(setting, machine, Path(folder))
@@ -207,13 +209,13 @@ def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: i
         fit = [name for name in names if name not in left_out]
         if not setting.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
-        for _ in range(repeats):
-            for name in fit:
-                runs.setdefault(name, []).append(bench.measure(name))
+        taken = measure_in_turn({name: partial(bench.measure, name) for name in fit}, repeats, 2 * repeats)
         predicted = {name: bench.predict(name) for name in fit}
+    runs = {name: [each.figures for each in done] for name, done in taken.items()}
     return {
         **described(setting),
         "repeats": repeats,
+        "most_other_cores": round(max(each.others for done in taken.values() for each in done), 2),
         "wall_seconds": round(sum(each["wall"] for done in runs.values() for each in done), 1),
         "left_out": left_out,
         "policies": [policy_result(name, done, predicted[name]) for name, done in runs.items()],
