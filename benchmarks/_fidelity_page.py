@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def filled(place: re.Match[str]) -> str:
     return f"{begin}\n{chr(10).join(parts) or missing}\n{end}"
 
 
-def replays(result: dict[str, Any]) -> Iterator[str]:
+def replays(result: dict[str, Any], error: str = "replay_error_percent") -> Iterator[str]:
     """The error of each policy's replays, setting by setting."""
     policies = list(
         dict.fromkeys(each["policy"] for one in result["settings"].values() for each in one["policies"])
@@ -50,8 +51,9 @@ def replays(result: dict[str, Any]) -> Iterator[str]:
     yield " | ".join(["replay's error, %", *policies])
     yield " | ".join(["---", *("---:" for _ in policies)])
     for name, setting in result["settings"].items():
-        errors = {each["policy"]: f"{each['replay_error_percent']:+.2f}" for each in setting["policies"]}
-        yield " | ".join([name, *(errors.get(policy, "does not fit") for policy in policies)])
+        errors = {each["policy"]: f"{each[error]:+.2f}" for each in setting["policies"] if error in each}
+        if errors:
+            yield " | ".join([name, *(errors.get(policy, "does not fit") for policy in policies)])
 
 
 def ranks(result: dict[str, Any]) -> Iterator[str]:
@@ -104,6 +106,7 @@ TABLES: dict[str, tuple[str, Rows]] = {
     "bars": ("fidelity", fidelity),
     "settings": ("fidelity", settings),
     "replays": ("fidelity", replays),
+    "bare_replays": ("fidelity", partial(replays, error="bare_replay_error_percent")),
     "ranks": ("fidelity", ranks),
     "predictions": ("prediction", predictions),
     "memory": ("peak_memory", peak_memory),
