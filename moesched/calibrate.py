@@ -50,7 +50,6 @@ Step = Callable[[], Call]
 Progress = Callable[[int, int], object]
 
 READ, DISK = "read", "disk->host"
-TOGETHER = (Manner.READING, Manner.ATTENDING, Manner.ATTENDING_AND_READING, Manner.SHARING)
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")
 MOST_OTHER_CORES = 0.1
 """What others may keep busy meanwhile."""
@@ -213,7 +212,7 @@ class _Calibration:
             for size in range(len(extent.models)):
                 yield partial(self._serial, size, "bfloat16", turn)
             if turn < extent.turns_together:
-                for manner in TOGETHER:
+                for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
                     yield partial(self._together, manner)
             if turn < extent.turns_float32:
                 for size in range(len(extent.models)):
@@ -325,7 +324,7 @@ class _Calibration:
     def _take_rates(self, manner: Manner, tasks: Sequence[Task]) -> None:
         dtype = DTYPES[0]
         self._take_pairs(self.tasks.rates(self.extent.models[-1], dtype, tasks))
-        if manner in (Manner.READING, Manner.ATTENDING):
+        if manner is not Manner.SHARING:
             self.tasks.add_gaps(tasks)
 
     # -- the outcome -------------------------------------------------------------------------------
