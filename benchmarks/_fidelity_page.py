@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from _pages import DOCS, fill
@@ -37,7 +38,7 @@ def table(name: str) -> str:
     return "\n".join(parts) or f"No result yet: `python benchmarks/{result_name}.py` makes one."
 
 
-def replays(result: dict[str, Any]) -> Iterator[str]:
+def replays(result: dict[str, Any], error: str = "replay_error_percent") -> Iterator[str]:
     """The error of each policy's replays, setting by setting."""
     policies = list(
         dict.fromkeys(each["policy"] for one in result["settings"].values() for each in one["policies"])
@@ -45,8 +46,9 @@ def replays(result: dict[str, Any]) -> Iterator[str]:
     yield " | ".join(["replay's error, %", *policies])
     yield " | ".join(["---", *("---:" for _ in policies)])
     for name, setting in result["settings"].items():
-        errors = {each["policy"]: f"{each['replay_error_percent']:+.2f}" for each in setting["policies"]}
-        yield " | ".join([name, *(errors.get(policy, "does not fit") for policy in policies)])
+        errors = {each["policy"]: f"{each[error]:+.2f}" for each in setting["policies"] if error in each}
+        if errors:
+            yield " | ".join([name, *(errors.get(policy, "does not fit") for policy in policies)])
 
 
 def ranks(result: dict[str, Any]) -> Iterator[str]:
@@ -99,6 +101,7 @@ TABLES: dict[str, tuple[str, Rows]] = {
     "bars": ("fidelity", fidelity),
     "settings": ("fidelity", settings),
     "replays": ("fidelity", replays),
+    "bare_replays": ("fidelity", partial(replays, error="bare_replay_error_percent")),
     "ranks": ("fidelity", ranks),
     "predictions": ("prediction", predictions),
     "memory": ("peak_memory", peak_memory),

@@ -201,7 +201,6 @@ def plan_search(result: dict[str, Any]) -> Iterator[str]:
         ]
         yield f"{workload} | {' | '.join(sides)} | {100 * each['regret']:.1f} %"
     yield f"**seconds of a search** | {result['search_seconds']} | | | |"
-    yield f"**seconds of the whole command** | {result['command_seconds']} | | | |"
 
 
 def command_times(result: dict[str, Any]) -> Iterator[str]:

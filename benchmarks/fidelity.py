@@ -2,8 +2,9 @@
 
     python benchmarks/fidelity.py [--only PART ...] [--policies P ...] [--repeats N]
 
-A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs five
-times (three where times hardly vary: emulated), in turn with the others, and is simulated. Settings `disk-...` run on
+A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs nine
+times (three where times hardly vary: emulated), in turn with the others, and is simulated. Runs during which other
+processes took more than a tenth of a core are done again, up to twice as many runs. Settings `disk-...` run on
 this machine, weights coming from its disk; the simulation uses a calibration made just before, which sees neither
 models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
 
@@ -16,7 +17,7 @@ Two things come of it:
   simulator would choose.
 
 Settings measured with `--only` replace their namesakes in benchmarks/results/fidelity-<machine>.json; the others stay.
-`--only calibration` calibrates and keeps the result for an hour. Each part takes one to four minutes.
+`--only calibration` calibrates and keeps the result for an hour. Each part takes one to seven minutes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
+from _in_turn import measure_in_turn
 from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
 
@@ -50,9 +53,9 @@ from moesched.models.shapes import SHAPES
 from moesched.plan import Plan, split_batch
 from moesched.replayed_run import replay_recording, without_loading
 from moesched.runs import plan_run, run, simulate
-from moesched.trace import Recorder
+from moesched.trace import Recorder, Recording
 
-REPEATS, EMULATED_REPEATS = 5, 3
+REPEATS, EMULATED_REPEATS = 9, 3
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
 """By how much the emulated machine is slower than a T4: its rates, its host's besides, and the start of anything.
 
@@ -173,13 +176,19 @@ class Bench:
         return {
             **times(report.step_seconds),
             "recorded": (recording.end - recording.start) / 1e9,
-            "replayed": replay_recording(recording).end / 1e9,
+            "replayed": _seconds_of(replay_recording(recording, handovers=True)),
+            "replayed bare": replay_recording(recording).end / 1e9,
             "wall": report.wall_seconds,
         }
 
     def predict(self, name: str) -> dict[str, float]:
         """The run on the virtual clock, in seconds."""
         return times(simulate(*self.plan(name, self.device())).step_seconds)
+
+
+def _seconds_of(recording: Recording) -> float:
+    """From the first task's start to the last one's end."""
+    return (recording.end - min(each.start for each in recording.slices)) / 1e9
 
 
 def times(step_seconds: Sequence[float]) -> dict[str, float]:
@@ -189,7 +198,6 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
 
 def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """All policies in a setting."""
-    runs: dict[str, list[dict[str, float]]] = {}
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         bench = Bench(setting, machine, Path(folder))
@@ -201,13 +209,13 @@ def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: i
         fit = [name for name in names if name not in left_out]
         if not setting.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
-        for _ in range(repeats):
-            for name in fit:
-                runs.setdefault(name, []).append(bench.measure(name))
+        taken = measure_in_turn({name: partial(bench.measure, name) for name in fit}, repeats, 2 * repeats)
         predicted = {name: bench.predict(name) for name in fit}
+    runs = {name: [each.figures for each in done] for name, done in taken.items()}
     return {
         **described(setting),
         "repeats": repeats,
+        "most_other_cores": round(max(each.others for done in taken.values() for each in done), 2),
         "wall_seconds": round(sum(each["wall"] for done in runs.values() for each in done), 1),
         "left_out": left_out,
         "policies": [policy_result(name, done, predicted[name]) for name, done in runs.items()],
@@ -241,7 +249,10 @@ def policy_result(
     name: str, runs: Sequence[Mapping[str, float]], predicted: Mapping[str, float]
 ) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
-    errors = [100 * (each["replayed"] / each["recorded"] - 1) for each in runs]
+    errors, bare = (
+        [100 * (each[replayed] / each["recorded"] - 1) for each in runs]
+        for replayed in ("replayed", "replayed bare")
+    )
     sides = {each: Times([one[each] for one in runs], predicted[each]) for each in MEASURES}
     return {
         "policy": name,
@@ -254,6 +265,7 @@ def policy_result(
         "runs": {each: list(side.measured) for each, side in sides.items()},
         "replay_error_percent": round(median(errors), 3),
         "replay_errors_percent": [round(error, 3) for error in errors],
+        "bare_replay_error_percent": round(median(bare), 3),
     }
 
 
@@ -330,7 +342,7 @@ def table(name: str, result: Mapping[str, Any]) -> str:
         lines.append(
             f"  {each['policy']:<18} decode {decode:8.4f} s ± {each['spread']['decode']:.4f}, predicted {said:8.4f} s "
             f"({each['error_percent']['decode']:+6.1f} %); total {each['error_percent']['total']:+6.1f} %; "
-            f"replay {each['replay_error_percent']:+.3f} %"
+            f"replay {each['replay_error_percent']:+.3f} %, bare {each['bare_replay_error_percent']:+.3f} %"
         )
     for measure, order in result["ranking"].items():
         wrong = ", ".join(f"{pair['faster']} before {pair['slower']}" for pair in order["discordant"])

@@ -11,8 +11,6 @@ The time of the whole command `moesched plan` is measured too. Writes results/pl
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from statistics import median
@@ -45,31 +43,16 @@ MICRO_BATCHES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 MOST_REQUESTS = 4096
-REPEATS = 3
-COMMAND = [
-    "plan",
-    "--model",
-    "mixtral-8x7b",
-    "--machine",
-    "t4",
-    "--workload",
-    "mtbench",
-    "--gen",
-    "128",
-    "--json",
-]
 
 
 def main() -> None:
     """Search, try the grid, and write both."""
     cases = [case(*each) for each in track(CASES, description="planning and trying")]
-    commands = [command_seconds() for _ in range(REPEATS)]
     result = {
         "workload": "mtbench",
         "cases": cases,
         "worst_regret": max(each["regret"] for each in cases),
         "search_seconds": median(each["search_seconds"] for each in cases if each["model"] == "mixtral-8x7b"),
-        "command_seconds": median(commands),
     }
     print(write_result(named_for_machine("plan_search"), result))
 
@@ -143,13 +126,6 @@ def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Ite
             "kv_on_gpu": round(plan.kv_on_gpu, 3),
             "tokens_per_second": round(preview(plan, policy, setting.cost).tokens_per_second(batch), 2),
         }
-
-
-def command_seconds() -> float:
-    """The whole command, from its start to its end."""
-    started = perf_counter()
-    subprocess.run([sys.executable, "-m", "moesched", *COMMAND], check=True, capture_output=True)
-    return round(perf_counter() - started, 2)
 
 
 if __name__ == "__main__":

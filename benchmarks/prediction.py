@@ -1,6 +1,6 @@
 """Predicted against measured: models, policies and budgets that the calibration never saw, on this machine.
 
-    python benchmarks/prediction.py [--machine FILE] [--quick]
+    python benchmarks/prediction.py [--machine FILE] [--quick] [--only CASE ...]
 
 The machine is calibrated first, once, unless a machine file is given; the calibration sees no model, policy or budget
 of these cases. The models are random ones, written to the cache folder once. Each case is predicted on the virtual
@@ -15,13 +15,16 @@ What is held to a bar, in medians over the runs:
 
 Other figures, prefill and the mean task of each kind, say where an error comes from. One case runs on the emulated
 accelerator, in the emulated machine's time. --quick takes every other case, three times. It takes about ten minutes.
-The result goes to benchmarks/results/prediction-<machine>.json.
+The result goes to benchmarks/results/prediction-<machine>.json. Cases that are measured with --only, by their numbers
+from 1 on, replace themselves in that file; the others stay. Then a machine file that was calibrated just before
+should be given, the same for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import sys
 import time
@@ -31,7 +34,8 @@ from statistics import mean, median, quantiles
 from typing import Any, Literal
 
 import msgspec
-from _results import named_for_machine, write_result
+from _in_turn import Figures, Run, measure_in_turn
+from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.calibrate import calibrate
@@ -42,7 +46,6 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.other_load import OtherLoad
 from moesched.outcome import Report
 from moesched.plan import Batch, Plan, split_batch
 from moesched.runs import plan_run, run, simulate
@@ -50,14 +53,10 @@ from moesched.tasks import Task
 
 REPEATS = 5
 MOST_RUNS = 12
-MOST_OTHER_CORES = 0.1
 LEAST_BAR_PERCENT = 5.0
 LANE_BAR_PERCENT = 10.0
 EMULATED = "t4"
 DECODE, LANE = "decode", "decode lane "
-
-Figures = dict[str, float]
-"""Seconds: of the whole, the phases, the lanes in decode steps, and the mean task of each kind."""
 
 MIXTRAL = SHAPES["mixtral-0.8b"]
 MODELS: dict[str, ModelConfig] = {
@@ -166,7 +165,7 @@ class Times:
 
 
 def figures(report: Report, times: Times) -> Figures:
-    """What is compared."""
+    """What is compared, in seconds: the whole, the phases, the lanes in decode steps, the mean task of each kind."""
     prefill, *steps = report.step_seconds
     prefill += report.load_seconds - times.first  # starting the driver is nobody's work
     return {
@@ -223,55 +222,22 @@ class Setting:
         return figures(simulate(plan, policy, observers=[times]), times)
 
 
-class Result(msgspec.Struct, kw_only=True):
-    """A case's runs beside its prediction."""
-
-    setting: Setting
-    predicted: Figures
-    runs: list[tuple[float, Figures]] = []
-
-    def counted(self, repeats: int) -> list[tuple[float, Figures]]:
-        """The runs during which others did least, and the cores that those kept busy."""
-        return sorted(self.runs, key=lambda each: each[0])[:repeats]
-
-    def quiet(self) -> int:
-        """How many runs were hardly disturbed."""
-        return sum(cores <= MOST_OTHER_CORES for cores, _ in self.runs)
-
-
-def measure_in_turn(results: Sequence[Result], repeats: int) -> None:
-    """So many undisturbed runs of each case, or as many as may be."""
-    for result in results:
-        result.setting.measure()
-    for turn in range(1, MOST_RUNS + 1):
-        for result in results:
-            if result.quiet() < min(turn, repeats):
-                load = OtherLoad()
-                run_figures = result.setting.measure()
-                result.runs.append((load.cores(), run_figures))
-                print(
-                    f"  {result.setting.case.title}: {run_figures[DECODE]:.3f} s, others {result.runs[-1][0]:.2f}",
-                    flush=True,
-                )
-
-
-def summary(result: Result, repeats: int) -> dict[str, Any]:
+def summary(case: Case, predicted: Figures, runs: Sequence[Run]) -> dict[str, Any]:
     """A case as the result file has it."""
-    counted, predicted = result.counted(repeats), result.predicted
-    measured = {name: median(each[name] for _, each in counted) for name in counted[0][1]}
+    measured = {name: median(run.figures[name] for run in runs) for name in runs[0].figures}
     errors = {
         name: round(100 * (predicted[name] / seconds - 1), 1)
         for name, seconds in measured.items()
         if seconds and name in predicted
     }
-    decodes = [each[DECODE] for _, each in counted]
+    decodes = [run.figures[DECODE] for run in runs]
     first, _, third = quantiles(decodes, n=4, method="inclusive")
     spread = 100 * (third - first) / measured[DECODE]
     bar = max(LEAST_BAR_PERCENT, 2 * spread)
     lanes = [error for name, error in errors.items() if name.startswith(LANE)]
     return {
-        **msgspec.to_builtins(result.setting.case),
-        "other_cores": [round(cores, 2) for cores, _ in counted],
+        **msgspec.to_builtins(case),
+        "other_cores": [round(run.others, 2) for run in runs],
         "measured_decodes": decodes,
         "interquartile_range_percent": round(spread, 1),
         "bar_percent": round(bar, 1),
@@ -296,6 +262,11 @@ def table(case: Case, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tell(case: Case, run: Run) -> None:
+    """Show a run as it ends."""
+    print(f"  {case.title}: {run.figures[DECODE]:.3f} s, others {run.others:.2f}", flush=True)
+
+
 def calibrated(given: Path | None) -> tuple[Machine, float]:
     """The machine, and the seconds that measuring it took."""
     start = time.perf_counter()
@@ -313,19 +284,28 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--machine", type=Path, help="a calibrated machine file; by default one is made")
     parser.add_argument("--quick", action="store_true", help="every other case, three times")
+    numbers = range(1, len(CASES) + 1)
+    parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=[], metavar="CASE")
     options = parser.parse_args(arguments)
-    cases, repeats = (CASES[::2], 3) if options.quick else (CASES, REPEATS)
+    cases: Sequence[Case] = CASES[::2] if options.quick else CASES
+    repeats = 3 if options.quick else REPEATS
+    if options.only:
+        cases = [CASES[number - 1] for number in options.only]
     machine, seconds = calibrated(options.machine)
     settings = [Setting(case, machine) for case in cases]
-    results = [Result(setting=setting, predicted=setting.predict()) for setting in settings]
-    measure_in_turn(results, repeats)
-    summaries = [summary(result, repeats) for result in results]
+    predicted = [setting.predict() for setting in settings]
+    for setting in settings:
+        setting.measure()
+    runs = measure_in_turn({setting.case: setting.measure for setting in settings}, repeats, MOST_RUNS, tell)
+    summaries = [summary(case, said, runs[case]) for case, said in zip(cases, predicted, strict=True)]
     print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
     for case, each in zip(cases, summaries, strict=True):
         print(table(case, each))
+    if options.only:
+        summaries = in_place(cases, summaries)
     held = sum(each["decode_holds"] for each in summaries)
     lanes = sum(each["lanes_hold"] for each in summaries)
-    print(f"decode times within their bars: {held} of {len(cases)}; lanes: {lanes} of {len(cases)}")
+    print(f"decode times within their bars: {held} of {len(summaries)}; lanes: {lanes} of {len(summaries)}")
     report = {
         "command": " ".join(["python benchmarks/prediction.py", *arguments]),
         "calibration": {
@@ -337,11 +317,20 @@ def main(arguments: Sequence[str]) -> None:
         "repeats": repeats,
         "decode_within_bar": held,
         "lanes_within_bar": lanes,
-        "cases": len(cases),
+        "cases": len(summaries),
         "largest_decode_error_percent": max(abs(each["error_percent"][DECODE]) for each in summaries),
         "runs": summaries,
     }
     print(write_result(named_for_machine("prediction"), report, "torch"))
+
+
+def in_place(cases: Sequence[Case], summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These cases' results and those that the file has of the others, in the order of the cases."""
+    file = RESULTS / f"{named_for_machine('prediction')}.json"
+    known: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.exists() else []
+    by_case = {msgspec.convert(each, Case): each for each in known}
+    by_case |= dict(zip(cases, summaries, strict=True))
+    return [by_case[case] for case in CASES if case in by_case]
 
 
 if __name__ == "__main__":

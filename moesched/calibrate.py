@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched import plugins
+from moesched.contention import LEAST_RATE
 from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.exercise import Gym, Manner, small_model
@@ -39,7 +40,7 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.other_load import OtherLoad
-from moesched.task_times import LEAST_RATE, TaskTimes, point, rounded
+from moesched.task_times import TaskTimes, point, rounded
 from moesched.tasks import Task
 from moesched.units import format_bytes
 
@@ -83,7 +84,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     scratch: int = 512 << 20
     models: tuple[ModelConfig, ModelConfig] = (
         small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144),
-        small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=13_312),
+        small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=24_576),
     )
     groups: tuple[tuple[int, ...], ...] = (
         (5,),
@@ -95,7 +96,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         (250, 251),
     )
     longest: tuple[tuple[int, ...], ...] = ((1500,),)
-    long: tuple[int, ...] = (5, 6)
+    long: tuple[int, ...] = (2, 3, 5, 6)
     steps: int = 9
     steps_float32: int = 5
     turns: int = 4

@@ -17,7 +17,7 @@ from moesched.tasks import Part, Work
 
 DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
-ATTENTIONS = ("attention", "attention call", "attention step", "attention prompt")
+ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 
 
 def cost_model(machine: Machine, dtype: str) -> CostModel:
@@ -70,7 +70,7 @@ class Roofline:
 class Calibrated:
     """Costs from a machine's table of measured operations: a work takes the sum of its parts.
 
-    Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured, pair by pair.
+    Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured.
     Work that nothing is known of but its FLOPs and bytes is left to the roofline.
 
     Raises:

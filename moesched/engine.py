@@ -80,6 +80,8 @@ class Engine:
         """Where joins are kept for a trace, which draws edges through them; None keeps none."""
         self.awaits: list[tuple[int, int]] | None = None
         """Where it is kept for a trace what the policy waited for: a task's id, and how many were submitted by then."""
+        self.thoughts: list[tuple[int, int]] | None = None
+        """Where it is kept for a trace how long the policy made idle lanes wait: a task's id, and nanoseconds."""
         self.submitted = 0
         self.settled = 0
         self.joins = 0

@@ -28,7 +28,7 @@ class Manner(Enum):
 
     SERIAL = "one task after the other"
     READING = "pages are fetched while the accelerator computes"
-    ATTENDING = "the host attends for some micro-batches while the accelerator computes for the others"
+    ATTENDING = "the same, while the host attends for some of the micro-batches"
     SHARING = "accelerator and host each compute some of the experts"
 
 
@@ -85,7 +85,7 @@ class Exercise:
 
     async def _schedule(self, step: Step) -> None:
         fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
-        if self.manner is not Manner.READING:
+        if self.manner not in (Manner.READING, Manner.ATTENDING):
             await fetched
         for j in step.micro_batches:
             await self._alone(step.embed(j))
@@ -98,7 +98,7 @@ class Exercise:
         await last
 
     async def _layer(self, step: Step, i: int) -> None:
-        attending = [j for j in self.long if self.manner is Manner.ATTENDING]
+        attending = self.long if self.manner is Manner.ATTENDING else ()
         for j in attending:
             step.pre_attention(i, j)
             step.offload_qkv(i, j)

@@ -3,7 +3,9 @@
 What is taken from the recording is what a run is made of: the tasks in program order and how long each took, who waits
 for whom, the lanes with their discipline and the transfers' classes, and at which handles the policy waited before it
 submitted more. Start times are not taken. So the time of such a replay is what graph and durations explain of the
-recorded time; the rest passed between tasks, in dispatching them and in waiting for the host.
+recorded time; the rest passed between tasks.
+
+What passes between tasks was measured, too, and with `handovers` counts with its means (`moesched.handovers`).
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ import msgspec
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.handovers import Handover, awaits_in_order, mean_handovers
 from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
 from moesched.trace.recording import LaneName, Recording
 
 
-def replay_recording(recording: Recording, durations: Sequence[int] | None = None) -> Recording:
+def replay_recording(
+    recording: Recording, durations: Sequence[int] | None = None, *, handovers: bool = False
+) -> Recording:
     """The run that the virtual driver makes of a recording's graph; it has no memory samples.
 
     Args:
         durations: nanoseconds of each slice; by default as recorded.
+        handovers: whether what lies between tasks takes the mean time of its kind, not none.
 
     Raises:
         BadInput: an edge leads to a task that was submitted later, as no recording of a run has it.
@@ -37,9 +43,12 @@ def replay_recording(recording: Recording, durations: Sequence[int] | None = Non
         name: Lane(name.name, "in_order" if name in recording.in_order else "ready_first")
         for name in recording.lanes
     }
-    engines = [Engine(lane for name, lane in lanes.items() if name.rank == rank) for rank in ranks]
-    replay = _Replay(recording, durations, lanes)
-    driver = VirtualDriver(engines, _AsRecorded())
+    minds = [Lane("policy") for _ in ranks]
+    engines = [
+        Engine([*(lane for name, lane in lanes.items() if name.rank == rank), minds[rank]]) for rank in ranks
+    ]
+    replay = _Replay(recording, durations, lanes, minds, handovers)
+    driver = VirtualDriver(engines, _AsRecorded(), sharing=handovers)
     driver.run(*(replay.submit(rank, engine) for rank, engine in enumerate(engines)))
     return replay.recording()
 
@@ -62,20 +71,35 @@ def without_loading(recording: Recording) -> Recording:
     )
 
 
+_ALONE = Demand(0.0, ())
+
+
 class _AsRecorded:
-    """A cost model that is never asked, since all works bring their nanoseconds with them."""
+    """A cost model that is never asked, since all works bring their nanoseconds with them, and share nothing."""
 
     def work(self, work: Work) -> Demand:
         raise BadInput(f"no duration was recorded of {work.kind}: record the run again")
 
 
 class _Replay:
-    """The tasks of a recording, submitted again."""
+    """The tasks of a recording, submitted again.
 
-    def __init__(self, recording: Recording, durations: Sequence[int], lanes: dict[LaneName, Lane]) -> None:
+    minds: where each rank's policy thinks, if handovers take time.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        durations: Sequence[int],
+        lanes: dict[LaneName, Lane],
+        minds: Sequence[Lane],
+        handovers: bool,
+    ) -> None:
         self._recording = recording
         self._durations = durations
         self._lanes = lanes
+        self._minds = minds
+        self._handovers = mean_handovers(recording) if handovers else [Handover()] * len(recording.slices)
         self._results = [Block("result") for _ in recording.slices]
         self._tasks: list[Task | None] = [None] * len(recording.slices)
 
@@ -83,13 +107,12 @@ class _Replay:
         """A rank's tasks in program order, waiting where its policy had to."""
         slices = self._recording.slices
         mine = sorted((each.id, index) for index, each in enumerate(slices) if each.lane.rank == rank)
-        awaits = sorted(
-            (slices[index].awaited_at, index) for _, index in mine if slices[index].awaited_at >= 0
-        )
-        awaits.reverse()
+        awaits = awaits_in_order(self._recording, rank)[::-1]
         for number, index in mine:
             while awaits and awaits[-1][0] <= number:
                 await self._submitted(awaits.pop()[1])
+            if self._handovers[index].thought > 0:
+                await engine.submit(_thinking(self._minds[rank], self._handovers[index].thought))
             self._submit(engine, index)
 
     def recording(self) -> Recording:
@@ -111,7 +134,8 @@ class _Replay:
 
     def _submit(self, engine: Engine, index: int) -> None:
         each = self._recording.slices[index]
-        work = Work(each.kind, each.resource, nanoseconds=max(1, self._durations[index]))
+        nanoseconds = max(1, self._durations[index])
+        work = _work(each.kind, each.resource, nanoseconds, self._handovers[index].dispatch)
         reads = [self._results[producer] for producer in self._recording.producers[index]]
         if any(block.writer is None for block in reads):
             raise BadInput(
@@ -130,3 +154,12 @@ class _Replay:
         task = self._tasks[index]
         assert task is not None
         return task
+
+
+def _work(kind: str, resource: str, nanoseconds: int, lead: int = 0) -> Work:
+    """A work that takes so long once it has started, and so long before that."""
+    return Work(kind, resource, nanoseconds=lead + nanoseconds, lead=lead, demand=_ALONE)
+
+
+def _thinking(mind: Lane, nanoseconds: int) -> Task:
+    return Kernel(mind, _work("think", "", nanoseconds), "think")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -49,7 +49,7 @@ class Demand(NamedTuple):
         shares: the share of each resource that it takes meanwhile, between 0 and 1, to three decimals, so that
             tasks of nearly the same kind share alike.
         sort: what others that run beside it are slowed by; empty where that was not measured.
-        slowed: its speed beside a task of another sort, relative to being alone, as (sort, speed).
+        slowed: its speed beside tasks of other sorts, relative to being alone, as (`at_once` of the sorts, speed).
         lead: how many of the seconds pass before it starts: until the thread of its lane has it.
     """
 
@@ -58,6 +58,11 @@ class Demand(NamedTuple):
     sort: str = ""
     slowed: tuple[tuple[str, float], ...] = ()
     lead: float = 0.0
+
+
+def at_once(sorts: Iterable[str]) -> str:
+    """What tasks of these sorts are called while they run at once."""
+    return " + ".join(sorted(sorts))
 
 
 class CostModel(Protocol):

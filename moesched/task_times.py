@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import log2
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
+from moesched.contention import Observed, rates_beside
 from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
 from moesched.exercise import KEPT_LAYER
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
+from moesched.seams import at_once
 from moesched.tasks import Part, Task, Work
 
 LEAST_SECONDS = 1e-6
-LEAST_OVERLAP = 0.3
-MOSTLY = 0.9
-LEAST_RATE = 0.05
 
 
 class Group(NamedTuple):
@@ -66,7 +65,7 @@ class TaskTimes:
                 times.setdefault(group, []).append(_seconds(task))
                 self._works.setdefault(group, task.work)
         for group, seconds in times.items():
-            self._times.setdefault(group, []).append(median(seconds))
+            self._times.setdefault(group, []).append(fmean(seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
         """Take in what lies between tasks where nothing else was waited for: on one lane, and from lane to lane."""
@@ -101,7 +100,10 @@ class TaskTimes:
         return median(ratios) if ratios else 1.0
 
     def points(self) -> list[CostPoint]:
-        """The table's points; of several times of one operation, the median counts."""
+        """The table's points: of an operation's times in one run the mean, of several runs the median.
+
+        A lane is busy for the sum of its tasks, so that of tasks that take longer now and then the mean tells.
+        """
         found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
             found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
@@ -109,28 +111,20 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
-        """How fast tasks went on beside tasks of another sort, relative to being alone, by (sort, other sort).
+        """How fast tasks went on beside others, relative to being alone, by (sort, sorts of the others).
 
-        Of a task that took d and was beside another one for o of it, what takes a alone, d - o + o * rate = a. The
-        median over the tasks counts, the longer ones for more. A task that was beside several sorts tells of one only
-        if hardly anything else was beside it, or if no task tells of that one alone. Prefill is left out: what meets a
-        size for the first time may take longer alone.
+        Prefill is left out: what meets a size for the first time may take longer alone.
         """
-        mixed: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        observed: dict[str, list[Observed]] = {}
         for task in tasks:
             alone = self._alone.get(_same(model, dtype, task))
-            if alone is None or task.step == 0:
-                continue
-            overlaps = _overlaps(task, tasks)
-            overlap = sum(overlaps.values())
-            if overlap > LEAST_OVERLAP * _seconds(task):
-                rate = (median(alone) - _seconds(task) + overlap) / overlap
-                for other, shared in overlaps.items():
-                    told = found if shared > MOSTLY * overlap else mixed
-                    told.setdefault((_sort(task), other), []).append((rate, overlap))
+            if alone is not None and task.step > 0:
+                each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
+                observed.setdefault(_sort(task), []).append(each)
         return {
-            pair: min(1.0, max(LEAST_RATE, _weighted_median(each))) for pair, each in (mixed | found).items()
+            (sort, others): rate
+            for sort, group in observed.items()
+            for others, rate in rates_beside(group).items()
         }
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
@@ -163,12 +157,12 @@ class TaskTimes:
         if overheads is not None:
             common, call = overheads
             times = {part.operation: part for part in self._works[group].parts}
-            each = times.get("attention step") or times["attention prompt"]
+            each = times.get("step attention") or times["attention prompt"]
             calls = times["attention call"].times if "attention call" in times else 0
             yield point("attention", group.dtype, 1, 0, common)
             yield point("attention call", group.dtype, 1, 0, call)
             rest = (seconds - common - calls * call) / each.times
-            yield point(each.operation, group.dtype, 1, each.size, rest)
+            yield point(each.operation, group.dtype, each.rows, each.size, rest)
 
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
         """Seconds of any attention task, and of each of its calls: from decode tasks of about the same context.
@@ -179,7 +173,7 @@ class TaskTimes:
         for each, times in self._times.items():
             if each._replace(which=0) == group._replace(which=0, prefill=False):
                 parts = {part.operation: part for part in self._works[each].parts}
-                sequence = parts["attention step"]
+                sequence = parts["step attention"]
                 alike.append((parts["attention call"].times, sequence.times, sequence.size, median(times)))
         single = min((each for each in alike if each[1] == 1), key=lambda each: each[2], default=None)
         joined = max((each for each in alike if each[0] == 1), key=lambda each: each[1], default=None)
@@ -229,25 +223,20 @@ def _sort(task: Task) -> str:
     return ATTENTION if task.verb in ("attention", "cpu_attention") else COMPUTE
 
 
-def _overlaps(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Seconds of the task during which tasks of each sort ran on other lanes."""
-    overlaps: dict[str, float] = {}
-    for other in tasks:
-        if other.lane is not task.lane and other.start < task.end and other.end > task.start:
-            together = (min(other.end, task.end) - max(other.start, task.start)) / 1e9
-            overlaps[_sort(other)] = overlaps.get(_sort(other), 0.0) + together
-    return overlaps
-
-
-def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """The median of (value, weight)."""
-    ordered = sorted(values)
-    half = sum(weight for _, weight in ordered) / 2
-    for value, weight in ordered:
-        half -= weight
-        if half <= 0:
-            return value
-    raise ValueError("the median of nothing")
+def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
+    """Seconds of the task during which others ran on other lanes, by the sorts of those that ran at once."""
+    others = [
+        each
+        for each in tasks
+        if each.lane is not task.lane and each.start < task.end and each.end > task.start
+    ]
+    changes = {task.start, task.end, *(each.start for each in others), *(each.end for each in others)}
+    seconds: dict[str, float] = {}
+    for start, end in pairwise(sorted(each for each in changes if task.start <= each <= task.end)):
+        sorts = [_sort(each) for each in others if each.start <= start and each.end >= end]
+        if sorts:
+            seconds[at_once(sorts)] = seconds.get(at_once(sorts), 0.0) + (end - start) / 1e9
+    return seconds
 
 
 def _seconds(task: Task) -> float:

@@ -97,8 +97,10 @@ class Part(NamedTuple):
 
     Attributes:
         operation: the sort, such as "expert" (by weights as they were read) or "kept expert" (by weights that stay).
-        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
-        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages.
+        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
+            of a KV head in a step's.
+        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages;
+            of a step's attention, its KV heads.
         times: how many; not whole where it is an expectation.
     """
 
@@ -149,6 +151,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     `deps` are the ids of the tasks that it waits for, the first `inputs` of which it needs the results of.
     `followers` are the tasks that wait for it; None once it has settled.
+    `taken` is when its lane took it, on real hardware: what passes until `start` is the waking of a thread.
     """
 
     lane: Lane
@@ -175,6 +178,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     cause: BaseException | None = None
     code: CodeType | None = None
     instruction: int = -1
+    taken: int = -1
 
     def __await__(self) -> Generator[Task, Any, Any]:
         if self.state < DONE:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from moesched.calibrate import DTYPES, Extent, calibrate, measure, speed_beside, undisturbed
+from moesched.contention import Observed, rates_beside
 from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
 from moesched.exercise import small_model
@@ -100,11 +101,11 @@ def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetch
     assert found["route"].rows == 4
 
 
-def test_the_median_over_several_runs_counts_and_within_a_run_the_median() -> None:
+def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None:
     times = TaskTimes()
     for ends in ((1.0, 2.0, 9.0), (0.5, 3.0, 4.0), (7.0, 8.0, 9.0)):
         times.add(MODEL, "bfloat16", [task("route", 0, end) for end in ends])
-    assert [point.seconds for point in times.points()] == [3.0]
+    assert [point.seconds for point in times.points()] == [4.0]
 
 
 def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
@@ -125,7 +126,7 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
         tasks[-1].work = Work("attention", "cpu", flops, nbytes, len(lengths), parts)
     times.add(MODEL, "bfloat16", tasks)
     found = {point.operation: point.seconds for point in times.points()}
-    assert found == {"attention": 2.0, "attention call": 2.0, "attention step": 3.0}
+    assert found == {"attention": 2.0, "attention call": 2.0, "step attention": 3.0}
 
 
 def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
@@ -147,31 +148,61 @@ def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overl
     together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
     rates = times.rates(MODEL, "bfloat16", together)
     # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
-    assert rates == {("compute", "disk->host"): 0.5, ("disk->host", "compute"): 0.75}
+    assert rates == pytest.approx({("compute", "disk->host"): 0.5, ("disk->host", "compute"): 0.75})
 
 
 def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
     times = TaskTimes()
     times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("route", 1, 2)])
     together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
-    assert times.rates(MODEL, "bfloat16", together) == {
-        ("attention", "compute"): 0.5,
-        ("compute", "attention"): 0.5,
-    }
+    assert times.rates(MODEL, "bfloat16", together) == pytest.approx(
+        {("attention", "compute"): 0.5, ("compute", "attention"): 0.5}
+    )
 
 
-def test_a_task_beside_several_sorts_tells_of_one_only_where_nothing_else_does() -> None:
+def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4), task("combine", 4, 8), task("fetch", 0, 4, lane=DISK)])
-    alone_beside_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
-    beside_both = [
+    times.add(
+        MODEL, "bfloat16", [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)]
+    )
+    beside_the_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
+    beside_one_after_the_other = [
         task("combine", 10, 20),
         task("fetch", 10, 15, lane=DISK),
         task("cpu_attention", 15, 20, lane=HOST),
     ]
-    rates = times.rates(MODEL, "bfloat16", alone_beside_fetch + beside_both)
-    assert rates["compute", "disk->host"] == pytest.approx(0.8)
-    assert rates["compute", "attention"] == pytest.approx(0.4)
+    rates = times.rates(MODEL, "bfloat16", beside_the_fetch + beside_one_after_the_other)
+    assert rates["compute", "disk->host"] == pytest.approx(0.8, rel=0.01)
+    assert rates["compute", "attention"] == pytest.approx(0.4, rel=0.01)
+
+
+def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
+    together = [
+        task("route", 0, 10),
+        task("fetch", 0, 10, lane=DISK),
+        task("cpu_attention", 0, 10, lane=HOST),
+    ]
+    assert times.rates(MODEL, "bfloat16", together) == {
+        ("compute", "attention + disk->host"): pytest.approx(0.4)
+    }
+
+
+def test_rates_bring_the_tasks_to_the_right_sum() -> None:
+    """Of tasks that a slow one is among, the mean counts, as the time of their lane is a sum."""
+    others = [Observed(1.0, took, {"compute": took}) for took in (1.0, 1.0, 4.0)]
+    assert rates_beside(others) == {"compute": pytest.approx(3 / 6)}
+
+
+def test_mixes_that_cannot_be_told_apart_have_one_rate() -> None:
+    always_alike = [Observed(1.0, 2.0, {"compute": 1.9, "attention + compute": 0.1})] * 5
+    rates = rates_beside(always_alike)
+    assert rates == pytest.approx({"compute": 0.5, "attention + compute": 0.5})
+
+
+def test_what_was_hardly_seen_beside_a_task_has_no_rate() -> None:
+    assert set(rates_beside([Observed(1.0, 2.0, {"compute": 1.9, "attention": 0.09})])) == {"compute"}
 
 
 def test_tasks_that_hardly_overlap_say_nothing() -> None:

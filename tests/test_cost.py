@@ -130,6 +130,21 @@ def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
     assert fair_rates([kernel, attention, read]) == (0.375, 1.0, 0.875)
 
 
+def test_several_sorts_at_once_slow_as_they_did_together_where_that_was_measured() -> None:
+    costs = measured(
+        contention=[
+            Contention(work="compute", beside="disk->host", rate=0.75),
+            Contention(work="compute", beside="attention", rate=0.5),
+            Contention(work="compute", beside="attention + disk->host", rate=0.25),
+        ]
+    )
+    kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
+    attention = costs.work(Work("attention", "cpu", parts=(Part("attention", 0),)))
+    read = costs.work(Work("disk->host", "disk->host", parts=(Part("disk->host", 10),)))
+    assert fair_rates([read, kernel, attention]) == (1.0, 0.25, 1.0)
+    assert fair_rates([kernel, attention, attention, read])[0] == 0.5 * 0.5 * 0.75
+
+
 def test_measured_slowing_comes_on_top_of_what_resources_hold() -> None:
     one = Demand(1.0, (("link", 1.0),), "copy", (("copy", 0.5),))
     assert fair_rates([one, one]) == (0.25, 0.25)
@@ -193,7 +208,8 @@ def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_pro
     operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
     steps = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))
     assert steps["attention call"].times == 2
-    assert steps["attention step"] == Part("attention step", 25 * operations.kv_bytes / 3, times=3)
+    heads = operations.config.kv_heads
+    assert steps["step attention"] == Part("step attention", 25 * operations.kv_bytes / heads / 3, heads, 3)
     assert operations.attention_step([8, 8, 9]) == operations.attention([(1, 8), (1, 8), (1, 9)])
     prompt = parts(operations.attention([(8, 8), (8, 8)]))["attention prompt"]
     assert (prompt.times, prompt.size) == (2, 4 * 36 * operations.query_width)

@@ -51,7 +51,10 @@ class SharedEngine(Engine):
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self.lock: Any = threading.Lock()
-        self.dispatch: Callable[[], object] = lambda: None
+        self.dispatch: Callable[..., object] = lambda *_: None
+        self.now: Callable[[], int] = lambda: 0
+        self.policy_since = 0
+        """When the policy could go on: the end of what it awaited, or the last time that a lane waited for it."""
         self._submit_locked: Callable[..., Any] = super().submit
         """What `submit` does while it holds the lock, looked up once: `super()` would cost as much as the lock."""
 
@@ -68,7 +71,7 @@ class SharedEngine(Engine):
         try:
             self._submit_locked(task, reads, writes, after, transfer_class)
             if self.started or self.arrived:
-                self.dispatch()
+                self.dispatch(None, self._note_thought(task))
         finally:
             lock.release()
         return task
@@ -82,6 +85,15 @@ class SharedEngine(Engine):
     def lift(self, task: Task, transfer_class: int) -> None:
         with self.lock:
             super().lift(task, transfer_class)
+
+    def _note_thought(self, task: Task) -> int:
+        """Note for a trace how long the policy took to submit a task that a lane was idle for; returns the time."""
+        if self.thoughts is None:
+            return -1
+        now = self.now()
+        self.thoughts.append((task.id, now - self.policy_since))
+        self.policy_since = now
+        return now
 
 
 class RealtimeDriver:
@@ -124,7 +136,7 @@ class RealtimeDriver:
         on_loop = LoopRunner(self, execute)
         for engine in self._engines:
             engine.started, engine.awaited, engine.lock = self._started, self._awaited, self.lock
-            engine.dispatch = self._dispatch
+            engine.dispatch, engine.now = self._dispatch, self._now
             for lane in engine.lanes:
                 lane.index = len(self._owners)
                 self._owners.append(engine)
@@ -136,6 +148,9 @@ class RealtimeDriver:
     @property
     def now(self) -> int:
         """Nanoseconds since the run began."""
+        return self._now()
+
+    def _now(self) -> int:
         return self.clock() - self.origin
 
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
@@ -169,13 +184,16 @@ class RealtimeDriver:
     # -- on the loop -------------------------------------------------------------------------------
 
     def _resume(self, run: PolicyRun) -> None:
+        engine = self._engines[run.rank]
+        if run.awaited is not None:
+            engine.policy_since = run.awaited.end
         run.resume()
         if run.awaited is not None:
-            self._engines[run.rank].policy_waits(run.awaited)
+            engine.policy_waits(run.awaited)
         if run.done:
             with self.lock:
                 if run.error is not None:
-                    self._engines[run.rank].halt(run.error)
+                    engine.halt(run.error)
                 self._rendezvous.leave(run.rank, run.error)
                 self._draining = all(each.done for each in self._runs)
                 self._dispatch()
@@ -219,21 +237,26 @@ class RealtimeDriver:
             engine.fail(task, error)
         for observer in self._observers:
             observer(task)
-        return self._dispatch(mine)
+        return self._dispatch(mine, task.end)
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
         """Tell the engine that a stream took a task in; returns the next task for the runner `mine`."""
         self._owners[task.lane.index].issued(task)
         return self._dispatch(mine)
 
-    def _dispatch(self, mine: Runner | None = None) -> Task | None:
-        """Hand started tasks to their lanes, and settled ones that are awaited to the loop."""
+    def _dispatch(self, mine: Runner | None = None, since: int = -1) -> Task | None:
+        """Hand started tasks to their lanes, and settled ones that are awaited to the loop.
+
+        since: when they might have started: at the end of the task that they waited for, or at their submission; -1
+            where nobody asks.
+        """
         if self._arrived:
             self._rendezvous.collect()
         kept = None
         started = self._started
         if started:
             for task in started:
+                task.taken = since
                 runner = self._runners[task.lane.index]
                 if runner is mine:
                     kept, mine = task, None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import ceil, inf
+from collections.abc import Mapping, Sequence
+from math import ceil, inf, prod
 
-from moesched.seams import Demand
+from moesched.seams import Demand, at_once
 from moesched.tasks import Work
 
 IDLE = -1
@@ -15,7 +15,7 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
     """How fast each task runs, relative to running alone.
 
     All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate and the others
-    rise on, until each is at 1 or held by a resource. Where it was measured how much one sort of work slows another,
+    rise on, until each is at 1 or held by a resource. Where it was measured how much some sorts of work slow another,
     that comes on top.
     """
     rates = [0.0] * len(demands)
@@ -45,11 +45,16 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
             rates[index] = min(level, 1.0)
         rising -= held
     for index, demand in enumerate(demands):
-        slowed = dict(demand.slowed)
-        for other, beside in enumerate(demands):
-            if other != index:
-                rates[index] *= slowed.get(beside.sort, 1.0)
+        if demand.slowed:
+            others = [each.sort for other, each in enumerate(demands) if other != index and each.sort]
+            rates[index] *= _speed_beside(others, dict(demand.slowed))
     return tuple(rates)
+
+
+def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
+    """As measured beside all of them at once, else as if each one slowed what the others have left."""
+    measured = slowed.get(at_once(others))
+    return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
 
 
 class _Mix:

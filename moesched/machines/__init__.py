@@ -115,10 +115,12 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         operation: what was measured, by the names that the parts of a work have.
-        size: of the operation: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention.
+        size: of the operation: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
+            of a KV head in a step's.
         seconds: what it took.
         dtype: of the weights and activations; empty where that does not matter.
-        rows: what weights are multiplied with; of reads and transfers, how many of that size.
+        rows: what weights are multiplied with; of reads and transfers, how many of that size; of a step's attention,
+            how many KV heads.
     """
 
     operation: str
@@ -129,12 +131,13 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sort of work goes on while another runs beside it.
+    """How one sort of work goes on while others run beside it.
 
     Attributes:
-        work, beside: of tasks "compute", "attention", or a link as "source->destination"; of operations by themselves
-            "stream", "copy", "gemv" (a product of one row), "gemm" (of many), "read" (from the disk).
-        rate: speed of the first, relative to being alone.
+        work, beside: the sort, and what runs beside it, several sorts at once joined by " + " in alphabetical order. Of
+            tasks "compute", "attention", or a link as "source->destination"; of operations by themselves "stream",
+            "copy", "gemv" (a product of one row), "gemm" (of many), "read" (from the disk).
+        rate: its speed, relative to being alone.
     """
 
     work: str

@@ -105,7 +105,7 @@ class Operations:
         parts = [Part("attention", 0)]
         if calls:
             parts.append(Part("attention call", 0, times=calls))
-            parts.append(Part("attention step", stepped * self.kv_bytes / steps, times=steps))
+            parts.append(self._attention_steps(stepped, steps))
         if prompts:
             parts.append(
                 Part("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
@@ -125,9 +125,14 @@ class Operations:
         parts = (
             Part("attention", 0),
             Part("attention call", 0, times=calls),
-            Part("attention step", cache / len(totals), times=len(totals)),
+            self._attention_steps(seen, len(totals)),
         )
         return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
+
+    def _attention_steps(self, seen: float, sequences: int) -> Part:
+        """Attention of one new token of each sequence over so many tokens in all: by the bytes of one KV head."""
+        heads = self.config.kv_heads
+        return Part("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
     def output_projection(self, tokens: int) -> Amount:
         """Attention output back to the hidden size, and the residual."""

@@ -54,6 +54,8 @@ class SliceArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
     line: str = ""
     link_class: int = 0
     awaited_at: int = -1
+    dispatch: int = 0
+    thought: int = -1
 
 
 class OtherData(msgspec.Struct):
@@ -231,6 +233,8 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
                 args.line,
                 args.link_class,
                 args.awaited_at,
+                args.dispatch,
+                args.thought,
             )
         )
     return slices

@@ -225,6 +225,10 @@ def _slices(run: _Shown) -> Iterator[str]:
             rates += f',"state":"{each.state}","ticket":{each.ticket}'
         if each.awaited_at >= 0:
             rates += f',"awaited_at":{each.awaited_at}'
+        if each.dispatch:
+            rates += f',"dispatch":{each.dispatch}'
+        if each.thought >= 0:
+            rates += f',"thought":{each.thought}'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'

@@ -27,18 +27,20 @@ class HasPeak(Protocol):
 
 
 class _Rank:
-    """What a recorder knows of one rank: its lanes, its joins, what its policy awaited, its memories, and slots filled
-    before the first task.
+    """What a recorder knows of one rank: its lanes, its joins, what its policy awaited and how long it thought, its
+    memories, and slots filled before the first task.
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak]) -> None:
         self.lanes = engine.lanes
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
+        self.thoughts: list[tuple[int, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
         engine.joined = self.joins
         engine.awaits = self.awaits
+        engine.thoughts = self.thoughts
 
 
 class _Watcher:
@@ -120,7 +122,8 @@ class LastSteps(_Watcher):
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
             if ids:  # a join before all kept tasks stands for none of them
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
-                rank.awaits[:] = [each for each in rank.awaits if each[0] >= min(ids)]
+                for noted in (rank.awaits, rank.thoughts):
+                    noted[:] = [each for each in noted if each[0] >= min(ids)]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
         """Of a task that is not kept, only the slots that it filled are remembered."""
@@ -138,7 +141,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> 
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
     slices = _slices(tasks, lanes)
-    _note_awaits(slices, ranks, numbers)
+    _note_policies(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
         slices,
@@ -189,6 +192,7 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
                 STATE_NAMES[task.state],
                 line,
                 link_class(task.key) if isinstance(task, PageTransfer) else 0,
+                dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
             )
         )
     return slices
@@ -237,11 +241,14 @@ def _numbers(
     return numbers
 
 
-def _note_awaits(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
+def _note_policies(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
     for rank, of_rank in zip(ranks, numbers, strict=False):  # a replay tells of one rank
         for task, submitted in rank.awaits:
             for index in of_rank.of((task,)):
                 slices[index].awaited_at = submitted
+        for task, nanoseconds in rank.thoughts:
+            for index in of_rank.of((task,)):
+                slices[index].thought = nanoseconds
 
 
 def _memory(

@@ -30,6 +30,9 @@ class Slice(msgspec.Struct, gc=False):
         line: the policy line that submitted it, as file:line.
         link_class: the class of a transfer on a ready-first lane; a lower one goes first.
         awaited_at: how many tasks had been submitted when the policy had to wait for it; -1 where it never had to.
+        dispatch: how long its lane had it before it started: its thread had to hear of it and wake up.
+        thought: how long the policy took to submit it while its lane lay idle for it: since the end of what it awaited
+            last, or since the task before this one that has such a time; -1 where nothing waited for the policy.
     """
 
     id: int
@@ -53,6 +56,8 @@ class Slice(msgspec.Struct, gc=False):
     line: str = ""
     link_class: int = 0
     awaited_at: int = -1
+    dispatch: int = 0
+    thought: int = -1
 
 
 class MemorySample(NamedTuple):
