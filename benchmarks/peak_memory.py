@@ -82,6 +82,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "device": "emulated",
         "settings": {"dilation": 64.0},
     },
+    "cpu_ffn on an emulated t4": {
+        "policy": "cpu_ffn",
+        "requests": 16,
+        "prompt": 64,
+        "micro": 4,
+        "machine": "t4",
+        "device": "emulated",
+        "settings": {"dilation": 64.0},
+    },
 }
 MODEL = {"layers": 6, "hidden": 1024, "intermediate": 2560}
 """What differs from mixtral-0.8b; 0.9 GB in bfloat16."""

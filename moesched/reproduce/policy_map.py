@@ -6,6 +6,7 @@ The paper's optimiser and ours here is the performance model alone (Eqs. 12 to 1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 from moesched.hrm import Hierarchy, Level, Split, hierarchy_of, layer_time
 from moesched.lookup import find_shape
@@ -77,10 +78,12 @@ def _splits(layout: WeightLayout, operations: Operations, fast: int, slow: int) 
     weights = sum(page.nbytes for page in layout.pages)
     layer = weights / layout.config.layers
     request = (PROMPT + NEW_TOKENS) * layout.config.layers * operations.kv_bytes
-    for attention_on_gpu in (True, False):
-        for kept in WEIGHTS:
+    dense = sum(page.nbytes for page in layout.pages if page.expert < 0)
+    for attention_on_gpu, ffn_on_gpu in product((True, False), repeat=2):
+        for kept in WEIGHTS if ffn_on_gpu else (0.0,):
             for cached in CACHE if attention_on_gpu else (0.0,):
-                above = fast * (1 - SPARE) - kept * weights - 2 * (1 - kept) * layer - layout.globals_bytes
+                stays = kept * weights + 2 * (1 - kept) * layer if ffn_on_gpu else dense
+                above = fast * (1 - SPARE) - stays - layout.globals_bytes
                 below = slow - (1 - kept) * weights
                 rooms = ((above, cached), (below, 1 - cached))
                 requests = int(min(room / (share * request) for room, share in rooms if share))
@@ -89,6 +92,7 @@ def _splits(layout: WeightLayout, operations: Operations, fast: int, slow: int) 
                         batch_size=requests,
                         micro_batch_size=requests,
                         attention_on_gpu=attention_on_gpu,
+                        ffn_on_gpu=ffn_on_gpu,
                         weights_on_gpu=kept,
                         kv_on_gpu=cached,
                     )
@@ -101,6 +105,7 @@ def _row(link: float, ratio: int, tokens_per_second: float, split: Split) -> dic
         "weights_on_cpu": round(1 - split.weights_on_gpu, 3),
         "kv_on_cpu": round(1 - split.kv_on_gpu, 3),
         "attention_on": "gpu" if split.attention_on_gpu else "cpu",
+        "ffn_on": "gpu" if split.ffn_on_gpu else "cpu",
         "batch_size": split.batch_size,
         "tokens_per_second": rounded(tokens_per_second),
     }
