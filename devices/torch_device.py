@@ -31,6 +31,7 @@ from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
+from .products import Products, make_kernel, rows_for_kernel
 from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
@@ -67,6 +68,9 @@ class TorchDevice:
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
             lie in it, where the system and the files allow that, and copied from it where not.
+        kernel: what multiplies a few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
+            instruction set here, the name of another one, or `torch`.
+        pin: keep each of the expert kernel's threads on a core of its own.
     """
 
     def __init__(
@@ -77,7 +81,13 @@ class TorchDevice:
         accelerator: str = "cpu",
         keep_logits: bool = False,
         direct: bool = True,
+        kernel: str = "auto",
+        pin: bool = False,
     ) -> None:
+        self._kernel = kernel
+        self._kernel_rows = rows_for_kernel(kernel, layout.dtype)
+        self._pin = pin
+        self._products = Products()
         self._accelerator = torch.device(accelerator)
         self._on_cpu = self._accelerator.type == "cpu"
         self.config = checkpoint.config
@@ -179,7 +189,7 @@ class TorchDevice:
         self._check(prompts)
         self._let_go()
         if not self._head:
-            self._start()
+            self._start(plan)
         fast = plan.memory("accelerator")
         missing = self._kept.retain(
             page for pool in plan.kept if pool.memory is fast for page in pool.pages()
@@ -210,12 +220,21 @@ class TorchDevice:
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
-    def _start(self) -> None:
-        """What is the same for all batches: threads, and the weights outside the layers."""
+    def _start(self, plan: Plan) -> None:
+        """What is the same for all batches: threads, who multiplies, and the weights outside the layers."""
+        if self._packing and self._rows_an_expert(plan) <= self._kernel_rows:
+            self._packing = False  # what is packed is torch's alone
+        if not self._packing:
+            self._products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
         self._team = Team(self._cores if self._sharing else 1)
         self._readers = Team(READS_IN_FLIGHT)
         self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
         self._head = self._split_head()
+
+    def _rows_an_expert(self, plan: Plan) -> float:
+        """Rows that an expert has in a decode step of the largest micro-batch, on average: alike for every policy."""
+        largest = max(map(len, plan.batch.micro_batches))
+        return largest * self.config.top_k / self.config.experts
 
     def _let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
@@ -242,6 +261,7 @@ class TorchDevice:
         self._let_go()
         self._kept.retain([])
         self._home = {}
+        self._products.close()
         self._team.close()
         self._readers.close()
         if self._mapped is not None:
@@ -406,6 +426,7 @@ class TorchDevice:
             eps=config.norm_eps,
             norm_kind=config.norm,
             clip=config.clip_qkv,
+            linear=self._products.linear,
         )
 
     def _attention(self, task: Task) -> None:
@@ -430,15 +451,22 @@ class TorchDevice:
         few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED
         counts = self._choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
-        if self._sharing:
-            largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
+        alone = [
+            expert for expert in counts if not self._sharing or counts[expert] <= self._rows_for_all_cores
+        ]
+        for expert in alone:
+            self._use_cores_for_expert(counts[expert])
+            self._apply_expert(state, expert, weights)
+        if len(alone) < len(counts):
+            largest_first = sorted(counts.keys() - alone, key=counts.__getitem__, reverse=True)
             self._team.run([partial(self._apply_expert, state, expert, weights) for expert in largest_first])
-        else:
-            for expert in counts:
-                self._use_cores_for_expert(counts[expert])
-                self._apply_expert(state, expert, weights)
         self._combine(task)
         return counts
+
+    @property
+    def _rows_for_all_cores(self) -> int:
+        """Up to how many rows of an expert all cores work together, by the expert kernel."""
+        return 0 if self.config.transposed_down else self._products.most_rows
 
     def _route(self, task: Task) -> dict[int, int]:
         self._project_output(task)
@@ -447,7 +475,9 @@ class TorchDevice:
     def _project_output(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
-        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], self._residual(state))
+        state.hidden_TD = kernels.output_projection(
+            state.attended_TX, weights["o"], self._residual(state), self._products.linear
+        )
         if self._on_cpu or not task.step:
             del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
 
@@ -485,7 +515,7 @@ class TorchDevice:
         gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
         for start in range(first, end, EXPERT_TILE):
             rows = slice(start, min(start + EXPERT_TILE, end))
-            state.y_nD[rows] = kernels.expert_ffn(state.x_nD[rows], gate, up, down)
+            state.y_nD[rows] = self._products.expert(state.x_nD[rows], gate, up, down)
 
     def _combine(self, task: Task) -> None:
         use_cores(1)
@@ -517,9 +547,9 @@ class TorchDevice:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config = self.config
         x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
-        if not self._sharing:
+        if not self._sharing or len(x_SD) <= self._products.most_rows:
             self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
-            return kernels.linear(x_SD, self._head).float()
+            return self._products.linear(x_SD, self._head).float()
         parts: dict[int, Tensor] = {}
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])
         return torch.cat([parts[n] for n in range(len(self._head))], dim=-1).float()
