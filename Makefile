@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+# Compiled with the installation where a C compiler is there.
+KERNEL := devices/expert_kernel.c devices/expert_tiles.h
 
 SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py)
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
@@ -41,8 +43,8 @@ clean: ## remove what was built and written: wheels, caches, traces, generated m
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv
-	rm -rf $(VENV)
+distclean: clean ## the same, and .venv and the compiled CPU kernel
+	rm -rf $(VENV) devices/_expert_kernel*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -50,6 +52,7 @@ $(BIN)/python:
 	@echo "Setting up $(VENV): once, a few minutes"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+$(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'from moesched.devices.expert_kernel import availability; print(availability())'
 	@touch $@

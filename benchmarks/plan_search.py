@@ -6,7 +6,7 @@ For Mixtral 8x7B on several machines, padded and not, the planner searches and p
 chooses from is looked at with every size of micro-batches, every number of them and, where it splits the KV cache,
 several shares of that on the accelerator, on a grid as wide as memory allows. Mixtral 8x22B over four T4s is there for
 the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the planner's choice.
-The time of the whole command `moesched plan` is measured too. Writes results/plan_search-<machine>.json.
+Writes results/plan_search-<machine>.json.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from moesched.tasks import HostKernel, Task
 from .copies import moved
 from .micro_batch import HostRows, MicroBatchState
 from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
+from .products import Products
 from .watchers import Watchers
 
 HOST = torch.device("cpu")
@@ -29,6 +30,7 @@ class HostExperts:
         weights: the tensors that a view shows.
         use_cores_for: sets the number of cores for a product of so many rows with so many weights.
         there: runs the experts of the accelerator.
+        products: multiplies.
         watchers: are told of an expert before it runs.
     """
 
@@ -40,6 +42,7 @@ class HostExperts:
         weights: WeightsOf,
         use_cores_for: UseCores,
         there: MoELayer,
+        products: Products,
         watchers: Watchers,
     ) -> None:
         self._expert_weights = config.hidden * config.intermediate
@@ -48,6 +51,7 @@ class HostExperts:
         self._weights = weights
         self._use_cores_for = use_cores_for
         self._there = there
+        self._products = products
         self._watchers = watchers
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "offload_routed": self._offload,
@@ -71,7 +75,7 @@ class HostExperts:
         x_nD, y_nD = state.on_host.rows(pinned=self._pinned)
         rows = state.rows_of(task.expert)
         self._use_cores_for(len(rows), self._expert_weights)
-        apply_expert(x_nD, y_nD, rows, task.expert, weights)
+        apply_expert(x_nD, y_nD, rows, task.expert, weights, self._products)
 
     def _load(self, task: Task) -> None:
         """Copy the rows of the experts that ran here; those of neighbours in one piece."""

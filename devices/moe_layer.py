@@ -16,6 +16,7 @@ from moesched.tasks import Task
 from . import torch_kernels as kernels
 from .kept_pages import Weights
 from .micro_batch import MicroBatchState
+from .products import Products
 from .team import Team, use_cores
 from .torch_kernels import Tensor
 from .watchers import Watchers
@@ -38,6 +39,7 @@ class MoELayer:
         residual: what is added to the sum of a micro-batch's experts.
         use_cores_for: sets the number of cores for a product of so many rows with so many weights.
         team: whose cores share out the experts of a layer, if they do.
+        products: multiplies.
         watchers: are told which experts were chosen, and before they run.
         first_request: how many requests came in the batches before.
     """
@@ -51,6 +53,7 @@ class MoELayer:
         residual: Callable[[MicroBatchState], Tensor],
         use_cores_for: UseCores,
         team: Team | None,
+        products: Products,
         watchers: Watchers,
         first_request: int,
     ) -> None:
@@ -61,6 +64,7 @@ class MoELayer:
         self._residual = residual
         self._use_cores_for = use_cores_for
         self._team = team
+        self._products = products
         self._watchers = watchers
         self._first_request = first_request
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
@@ -75,13 +79,13 @@ class MoELayer:
         counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
         self._watchers.applied(task.layer, state, counts, weights)
-        if self._team is not None:
-            largest_first = sorted(counts, key=counts.__getitem__, reverse=True)
-            self._team.run([partial(self._apply, state, expert, weights) for expert in largest_first])
-        else:
-            for expert in counts:
-                self._use_cores_for_expert(counts[expert])
-                self._apply(state, expert, weights)
+        shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
+        for expert in counts.keys() - shared:
+            self._use_cores_for_expert(counts[expert])
+            self._apply(state, expert, weights)
+        if self._team is not None and shared:
+            shared.sort(key=counts.__getitem__, reverse=True)
+            self._team.run([partial(self._apply, state, expert, weights) for expert in shared])
         self.combine(task)
         return counts
 
@@ -121,16 +125,23 @@ class MoELayer:
         del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
         state.on_host = None
 
+    def _is_shared_out(self, rows: int) -> bool:
+        """Whether a core of its own takes an expert of so many rows; the expert kernel has all cores at each."""
+        by_kernel = rows <= self._products.most_rows and not self._config.transposed_down
+        return self._team is not None and not by_kernel
+
     def _use_cores_for_expert(self, tokens: int) -> None:
         self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
 
     def _apply(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
-        apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights)
+        apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights, self._products)
 
 
-def apply_expert(x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights) -> None:
+def apply_expert(
+    x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights, products: Products
+) -> None:
     """Put into these rows of y what an expert makes of those of x."""
     gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
     for start in rows[::EXPERT_TILE]:
         tile = slice(start, min(start + EXPERT_TILE, rows.stop))
-        y_nD[tile] = kernels.expert_ffn(x_nD[tile], gate, up, down)
+        y_nD[tile] = products.expert(x_nD[tile], gate, up, down)

@@ -15,11 +15,16 @@ Job = Callable[[], object]
 _own = threading.local()
 
 
-def usable_cores() -> int:
-    """The cores that this process may use."""
+def affinity() -> list[int]:
+    """The numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many those are."""
+    return len(affinity())
 
 
 def use_cores(count: int) -> None:

@@ -32,6 +32,7 @@ from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
+from .products import Products, make_kernel, rows_for_kernel
 from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
@@ -63,6 +64,9 @@ class TorchDevice:
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
             lie in it, where the system and the files allow that, and copied from it where not.
+        kernel: what multiplies a few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
+            instruction set here, the name of another one, or `torch`.
+        pin: keep each of the expert kernel's threads on a core of its own.
     """
 
     def __init__(
@@ -73,7 +77,13 @@ class TorchDevice:
         accelerator: str = "cpu",
         keep_logits: bool = False,
         direct: bool = True,
+        kernel: str = "auto",
+        pin: bool = False,
     ) -> None:
+        self._kernel = kernel
+        self._kernel_rows = rows_for_kernel(kernel, layout.dtype)
+        self._pin = pin
+        self._products = Products()
         self._accelerator = torch.device(accelerator)
         self._on_cpu = self._accelerator.type == "cpu"
         self.config = checkpoint.config
@@ -182,7 +192,7 @@ class TorchDevice:
         self._check(prompts)
         self._let_go()
         if not self._head:
-            self._start()
+            self._start(plan)
         fast = plan.memory("accelerator")
         missing = self._kept.retain(
             page for pool in plan.kept if pool.memory is fast for page in pool.pages()
@@ -221,12 +231,21 @@ class TorchDevice:
             for request in state.requests:
                 cache.open(request, plan.batch.prompts[request] + plan.batch.new_tokens)
 
-    def _start(self) -> None:
-        """What is the same for all batches: threads, and the weights outside the layers."""
+    def _start(self, plan: Plan) -> None:
+        """What is the same for all batches: threads, who multiplies, and the weights outside the layers."""
+        if self._packing and self._rows_an_expert(plan) <= self._kernel_rows:
+            self._packing = False  # what is packed is torch's alone
+        if not self._packing:
+            self._products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
         self._team = Team(self._cores if self._sharing else 1)
         self._readers = Team(READS_IN_FLIGHT)
         self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
         self._head = self._split_head()
+
+    def _rows_an_expert(self, plan: Plan) -> float:
+        """Rows that an expert has in a decode step of the largest micro-batch, on average: alike for every policy."""
+        largest = max(map(len, plan.batch.micro_batches))
+        return largest * self.config.top_k / self.config.experts
 
     def _let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
@@ -251,6 +270,7 @@ class TorchDevice:
         self._let_go()
         self._kept.retain([])
         self._home = {}
+        self._products.close()
         self._team.close()
         self._readers.close()
         if self._mapped is not None:
@@ -342,6 +362,7 @@ class TorchDevice:
             self._residual,
             self._use_cores_for,
             self._team if self._sharing else None,
+            self._products,
             self._watchers,
             self._first_request,
         )
@@ -354,6 +375,7 @@ class TorchDevice:
             self._weights,
             self._use_cores_for,
             self._moe,
+            self._products,
             self._watchers,
         )
 
@@ -445,6 +467,7 @@ class TorchDevice:
             norm_kind=config.norm,
             qk_norms=(weights["q_norm"][0], weights["k_norm"][0]) if config.qk_norm else None,
             clip=config.clip_qkv,
+            linear=self._products.linear,
         )
 
     def _attention(self, task: Task) -> None:
@@ -470,7 +493,9 @@ class TorchDevice:
     def _project_output(self, task: Task) -> None:
         state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
-        state.hidden_TD = kernels.output_projection(state.attended_TX, weights["o"], self._residual(state))
+        state.hidden_TD = kernels.output_projection(
+            state.attended_TX, weights["o"], self._residual(state), self._products.linear
+        )
         if self._on_cpu or not task.step:
             del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
 
@@ -500,9 +525,9 @@ class TorchDevice:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config = self.config
         x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
-        if not self._sharing:
+        if not self._sharing or len(x_SD) <= self._products.most_rows:
             self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
-            return kernels.linear(x_SD, self._head).float()
+            return self._products.linear(x_SD, self._head).float()
         parts: dict[int, Tensor] = {}
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])
         return torch.cat([parts[n] for n in range(len(self._head))], dim=-1).float()

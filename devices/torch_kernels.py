@@ -12,7 +12,7 @@ is a transpose, or packed (see `packed_weights.py`). Hidden states have the weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from .plain_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
+Linear = Callable[[Tensor, Blocks], Tensor]
 
 QUERY_TILE = 512  # queries per mask, so that a mask's size grows with the cache and not with its square
 
@@ -128,11 +129,13 @@ def project_qkv(
     norm_kind: NormKind = "rms",
     qk_norms: tuple[Tensor, Tensor] | None = None,
     clip: float | None = None,
+    linear: Linear = linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
     qkv: the row blocks of q, then those of k, then those of v. qk_norms: weights that queries and keys are normalised
     with, each as many entries together as the weight has. clip: the largest magnitude that all of them keep then.
+    linear: what multiplies.
     """
     x_TX = linear(norm(hidden_TD, norm_D, eps, norm_kind), qkv)
     if qk_norms is not None:
@@ -230,7 +233,9 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
     return seen if window is None else seen & (key > query - window)
 
 
-def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> Tensor:
+def output_projection(
+    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, linear: Linear = linear
+) -> Tensor:
     """The attention's output brought back to the hidden size and added to the residual."""
     return residual_TD + linear(attention_TX, o)
 

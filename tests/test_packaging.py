@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PLUGIN_FOLDERS = ("devices", "policies", "transports")
-GENERATED = ("__pycache__", "*.pyc", "*.egg-info")
+COMPILED = "_expert_kernel*"
+GENERATED = ("__pycache__", "*.pyc", "*.egg-info", COMPILED)
+COMPILER = sysconfig.get_config_var("CC").split()[0]
 OPTIONAL_LIBRARIES = ("mlx",)
 
 
@@ -34,7 +37,7 @@ def files_to_ship() -> Iterator[tuple[Path, Path]]:
             folders[:] = [name for name in folders if name != "__pycache__"]
             for name in names:
                 path = Path(directory, name)
-                if path.suffix != ".pyc" and not path.is_symlink():
+                if path.suffix != ".pyc" and not path.match(COMPILED) and not path.is_symlink():
                     yield path, inside / path.relative_to(ROOT / folder)
 
 
@@ -83,9 +86,12 @@ def test_constraints_pin_every_dependency_within_its_bounds() -> None:
         assert pinned in requirement.specifier, f"{requirement} is pinned to {pinned}"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["with a C compiler", "without one"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from an sdist built from a copy of the tree, without the network."""
+    compiler = {"with a C compiler": {}, "without one": {"CC": "no-such-compiler"}}[request.param]
+    if not compiler and not shutil.which(COMPILER):
+        pytest.skip(f"this machine has no {COMPILER}")
     source = tmp_path_factory.mktemp("source")
     for folder in ("moesched", *PLUGIN_FOLDERS):
         shutil.copytree(
@@ -95,8 +101,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     built = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **compiler}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("no-such-compiler" in done.stdout + done.stderr) == bool(compiler), "the reason is in plain sight"
     [path] = built.glob("*.whl")
     return path
 
@@ -105,7 +112,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert shipped == {inside.as_posix() for _, inside in files_to_ship()}
+    compiled = {name for name in shipped if Path(name).match(COMPILED)}
+    assert shipped - compiled == {inside.as_posix() for _, inside in files_to_ship()}
+    assert {Path(name).parent for name in compiled} <= {Path("moesched", "devices")}
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_multiplies_with_the_kernel_or_says_why_not(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    built = any(tmp_path.glob(f"moesched/devices/{COMPILED}"))
+    command = [sys.executable, "-P", "-c", SAY_WHETHER_BUILT]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    said = "CPU expert kernel: " if built else "no CPU expert kernel, torch does without: it was not compiled"
+    assert done.stdout.startswith(said), done.stderr
+
+
+SAY_WHETHER_BUILT = "from moesched.devices.expert_kernel import availability; print(availability())"
 
 
 IMPORT_EVERYTHING = f"""

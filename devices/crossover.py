@@ -1,0 +1,129 @@
+"""Up to how many rows the CPU expert kernel is faster than torch on this machine: measured once, and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import cache, partial
+from importlib.metadata import version
+from itertools import cycle
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import torch
+
+from moesched.machines.local import cache_folder
+
+from . import torch_kernels as kernels
+from .expert_kernel import ExpertKernel
+from .packed_weights import pack, packing_pays
+from .team import Team, usable_cores
+from .torch_kernels import Blocks, Tensor
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+OUTPUTS, INPUTS = 2048, 1024
+COLD_BYTES = 96 << 20
+"""Of all matrices together, so that no cache still holds one when it is used again."""
+TURNS = 5
+
+
+@cache
+def most_rows(variant: str) -> int:
+    """The number of rows up to which the kernel wins; from the file in the cache folder, measured where it has none."""
+    kept = _kept()
+    here = _here(variant)
+    if here not in kept:
+        kept[here] = measure_most_rows(variant)
+        _keep(kept)
+    return kept[here]
+
+
+def measure_again(variant: str) -> None:
+    """Measure anew, for all runs from the next process on; this one goes on with what it has used."""
+    _keep(_kept() | {_here(variant): measure_most_rows(variant)})
+
+
+def measure_most_rows(variant: str) -> int:
+    """The largest of ROWS up to which the kernel takes no longer than torch; 0 if it does so with a single row.
+
+    Each multiplies as many matrices as there are cores: the kernel one after the other on all cores, torch as the
+    device has it, each on a core of its own and packed where that pays.
+    """
+    # On a thread of its own, as the number of cores that torch uses is the thread's.
+    with ThreadPoolExecutor(1, "crossover") as thread:
+        return thread.submit(_measure, variant).result()
+
+
+@torch.inference_mode()
+def _measure(variant: str) -> int:
+    won = 0
+    with closing(ExpertKernel(ROWS[-1], variant)) as kernel, closing(Team(usable_cores())) as team:
+        for rows, ours, theirs in _contests(kernel, team):
+            if _fastest(ours) > _fastest(theirs):
+                break
+            won = rows
+    return won
+
+
+Call = Callable[[], object]
+
+
+def _contests(kernel: ExpertKernel, team: Team) -> Iterator[tuple[int, Call, Call]]:
+    """Numbers of rows, and the same products by the kernel and by torch."""
+    generator = torch.Generator().manual_seed(1)
+    count = COLD_BYTES // (2 * OUTPUTS * INPUTS)
+    matrices = [torch.randn(OUTPUTS, INPUTS, generator=generator).bfloat16() for _ in range(count)]
+    plain = cycle(matrices)
+    torchs = cycle([pack(each) for each in matrices] if packing_pays() else matrices)
+    for rows in ROWS:
+        x_TD = torch.randn(rows, INPUTS, generator=generator).bfloat16()
+        ours = [partial(_multiply, kernel.linear, x_TD, plain)] * team.cores
+        theirs = [partial(_multiply, kernels.linear, x_TD, torchs)] * team.cores
+        yield rows, partial(_one_by_one, ours), partial(team.run, theirs)
+
+
+def _multiply(linear: Callable[[Tensor, Blocks], Tensor], x_TD: Tensor, matrices: Iterator[Tensor]) -> Tensor:
+    return linear(x_TD, [next(matrices)])
+
+
+def _one_by_one(calls: list[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _fastest(call: Call) -> float:
+    call()
+    times = []
+    for _ in range(TURNS):
+        start = perf_counter()
+        call()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def _here(variant: str) -> str:
+    return f"{variant}, {usable_cores()} cores, torch {version('torch')}"
+
+
+def _file() -> Path:
+    return cache_folder() / "expert-kernel.json"
+
+
+def _kept() -> dict[str, int]:
+    try:
+        return msgspec.json.decode(_file().read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _keep(rows: dict[str, int]) -> None:
+    """Leave it for the processes to come, where there is somewhere to leave it."""
+    path = _file()
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgspec.json.encode(rows))
+        unfinished.replace(path)

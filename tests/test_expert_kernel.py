@@ -1,0 +1,206 @@
+"""The CPU expert kernel: right, and equal to the bit however rows, row blocks and threads are divided."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moesched.devices import crossover
+from moesched.devices.expert_kernel import ExpertKernel, availability, variants
+from moesched.devices.products import Products
+from moesched.devices.torch_device import TorchDevice
+from moesched.errors import BadInput
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+
+Tensor = torch.Tensor
+
+MOST_ROWS = 32
+TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
+
+needs_kernel = pytest.mark.skipif(not variants(), reason=availability())
+
+
+def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
+
+
+@pytest.fixture(params=variants() or ["none"])
+def variant(request: pytest.FixtureRequest) -> str:
+    """Every instruction set that this processor has."""
+    name: str = request.param
+    if name == "none":
+        pytest.skip(availability())
+    return name
+
+
+@pytest.fixture
+def kernel(variant: str) -> Iterator[ExpertKernel]:
+    with closing(ExpertKernel(MOST_ROWS, variant, threads=2)) as kernel:
+        yield kernel
+
+
+# Larger and smaller than what a thread takes at a time, a step, and a panel of x; whole numbers of them and not.
+SHAPES = [(256, 4096), (100, 600), (33, 45), (8, 9000), (1, 1), (130, 1031)]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_product_is_right(kernel: ExpertKernel, outputs: int, inputs: int) -> None:
+    x_TD, weight_ND = random(MOST_ROWS, inputs), random(outputs, inputs, 2)
+    exact_TN = x_TD.double() @ weight_ND.double().T
+    error = (kernel.linear(x_TD, [weight_ND]).double() - exact_TN).abs()
+    assert (error <= exact_TN.abs() * 2**-8 + 1e-5 * inputs**0.5).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_row_has_the_same_bits_whatever_the_other_rows(
+    kernel: ExpertKernel, outputs: int, inputs: int
+) -> None:
+    x_TD, weight_ND = random(MOST_ROWS, inputs), random(outputs, inputs, 2)
+    together = kernel.linear(x_TD, [weight_ND])
+    for rows in range(1, MOST_ROWS):
+        assert torch.equal(kernel.linear(x_TD[:rows], [weight_ND]), together[:rows])
+    assert torch.equal(kernel.linear(x_TD.flip(0), [weight_ND]), together.flip(0))
+
+
+@pytest.mark.parametrize("cuts", [[1], [5, 6, 40], [16, 32, 48, 64, 80, 96]])
+def test_row_blocks_have_the_same_bits_as_the_whole_matrix(kernel: ExpertKernel, cuts: list[int]) -> None:
+    x_TD, weight_ND = random(7, 77), random(100, 77, 2)
+    blocks = [block.clone() for block in weight_ND.tensor_split(cuts)]
+    assert torch.equal(kernel.linear(x_TD, blocks), kernel.linear(x_TD, [weight_ND]))
+
+
+def test_the_number_of_threads_does_not_show_in_the_bits(variant: str) -> None:
+    x_TD = random(5, 512)
+    gate, up, down = random(1500, 512, 2), random(1500, 512, 3), random(512, 1500, 4)
+    outcomes = []
+    for threads in (1, 2, 3, 8):
+        with closing(ExpertKernel(MOST_ROWS, variant, threads)) as kernel:
+            outcomes += [kernel.expert(x_TD, [gate], [up], [down]) for _ in range(5)]
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 16, 32])
+@pytest.mark.parametrize(("hidden", "width"), [(96, 200), (33, 45), (512, 130)])
+def test_an_expert_is_as_close_to_exact_as_torch_is(
+    kernel: ExpertKernel, rows: int, hidden: int, width: int
+) -> None:
+    x_nD = random(rows, hidden)
+    gate, up, down = (
+        random(*shape, seed, 0.1)
+        for seed, shape in enumerate([(width, hidden), (width, hidden), (hidden, width)])
+    )
+    x, g, u, d = (each.double() for each in (x_nD, gate, up, down))
+    exact = (F.silu(x @ g.T) * (x @ u.T)) @ d.T
+    ours = kernel.expert(x_nD, [gate], [up], [down]).double() - exact
+    theirs = Products().expert(x_nD, [gate], [up], [down]).double() - exact
+    assert ours.square().mean() <= theirs.square().mean() * 1.1
+
+
+def test_a_gate_far_out_gives_no_nan(kernel: ExpertKernel) -> None:
+    x_nD = torch.tensor([[1000.0, -1000.0], [0.0, 1e15], [-1e30, 0.0]]).bfloat16()
+    one, up = torch.eye(2).bfloat16(), torch.full((2, 2), 1e-3).bfloat16()
+    silu = F.silu(x_nD.double())
+    expected = silu * (x_nD.double() @ up.double().T)
+    assert torch.allclose(kernel.expert(x_nD, [one], [up], [one]).double(), expected, rtol=0.01)
+
+
+def test_nan_and_infinity_stay_what_they_are(kernel: ExpertKernel) -> None:
+    x_TD = torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0], [1.0, 2.0]]).bfloat16()
+    got = kernel.linear(x_TD, [torch.eye(2).bfloat16()[:1] + 0.0, torch.ones(1, 2).bfloat16()])
+    assert got[0].isnan().all()
+    assert got[1, 1].isinf()
+    assert got[2].tolist() == [1.0, 3.0]
+
+
+def test_rows_of_x_may_lie_apart(kernel: ExpertKernel) -> None:
+    wide, weight_ND = random(6, 200), random(40, 90, 2)
+    assert torch.equal(
+        kernel.linear(wide[:, 7:97], [weight_ND]), kernel.linear(wide[:, 7:97].contiguous(), [weight_ND])
+    )
+    transposed = random(90, 6).T
+    assert torch.equal(
+        kernel.linear(transposed, [weight_ND]), kernel.linear(transposed.contiguous(), [weight_ND])
+    )
+
+
+def test_several_lanes_may_call_at_once(kernel: ExpertKernel) -> None:
+    x_TD, weight_ND = random(3, 2048), random(900, 2048, 2)
+    expected = kernel.linear(x_TD, [weight_ND])
+    equal: list[bool] = []
+
+    def call() -> None:
+        equal.extend(torch.equal(kernel.linear(x_TD, [weight_ND]), expected) for _ in range(50))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal == [True] * 200
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("x_TD", "blocks"),
+    [
+        pytest.param(random(9, 8), [random(5, 8)], id="too many rows"),
+        pytest.param(random(0, 8), [random(5, 8)], id="no rows"),
+        pytest.param(random(2, 8).float(), [random(5, 8).float()], id="float32"),
+        pytest.param(random(2, 8), [random(8, 5).T], id="transposed"),
+        pytest.param(random(2, 8), [random(5, 4), random(5, 4)], id="column blocks"),
+    ],
+)
+def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None:
+    with closing(ExpertKernel(8, threads=1)) as kernel:
+        assert not kernel.takes(x_TD, blocks)
+        products = Products(kernel)
+        assert torch.equal(products.linear(x_TD, blocks), Products().linear(x_TD, blocks))
+
+
+@needs_kernel
+def test_a_forked_process_does_the_work_alone() -> None:
+    script = """
+import os, torch
+from moesched.devices.expert_kernel import ExpertKernel
+kernel = ExpertKernel(8, threads=2)
+x, weight = torch.ones(1, 1024).bfloat16(), torch.ones(1024, 1024).bfloat16()
+kernel.linear(x, [weight])
+child = os.fork()
+if not child:
+    os._exit(0 if (kernel.linear(x, [weight]) == 1024).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+kernel.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_kernel_that_is_not_there_is_refused_with_those_that_are() -> None:
+    checkpoint = open_checkpoint(TINY)
+    with pytest.raises(BadInput, match="kernel is 'gpu': give one of auto, torch"):
+        TorchDevice(checkpoint, weight_layout(checkpoint.config), kernel="gpu")
+
+
+@needs_kernel
+def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
+    crossover.measure_again("portable")
+    [file] = (tmp_path / "cache").iterdir()
+    [(here, rows)] = msgspec.json.decode(file.read_bytes()).items()
+    assert here.startswith("portable, ")
+    assert rows in (0, *crossover.ROWS)
+    file.write_bytes(msgspec.json.encode({here: 7}))
+    crossover.most_rows.cache_clear()
+    assert crossover.most_rows("portable") == 7
+    crossover.most_rows.cache_clear()
