@@ -1,4 +1,4 @@
-"""The MoE FFN on the CPU and attention on the GPU: F_g = 0 and A_g = 1 in MoE-Lightning's search (section 4.2).
+"""The MoE FFN on the CPU: F_g = 0 in MoE-Lightning's search (section 4.2), with attention where the KV cache is.
 
 No expert's weights move while tokens are decoded: hidden states go to the CPU and come back. Prompts have rows enough
 for the weights to be worth their way, so in prefill experts stream to the GPU.
@@ -12,18 +12,24 @@ from moesched.tasks import Task
 
 from .expert_placement import keep_dense, leave_on_host
 from .expert_streaming import ExpertStreaming
+from .placement import split_kv
 
 
 class CpuFFN(ExpertStreaming):
-    """The CPU runs a micro-batch's experts while the GPU attends for the others.
+    """The CPU runs a micro-batch's experts while the GPU does all else for the others.
 
     Settings:
         together: how many experts are moved in one transfer in prefill.
         ahead: how many transfers may be under way while the experts of another are in use.
+        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
+    def __init__(self, together: int = 2, ahead: int = 1, kv_on_gpu: float = 1.0) -> None:
+        super().__init__(together, ahead)
+        self.kv_on_gpu = kv_on_gpu
+
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
+        split_kv(plan, self.kv_on_gpu)
         plan.run_experts_on_host()
         keep_dense(plan)
         self.held = leave_on_host(plan)
@@ -47,9 +53,14 @@ class CpuFFN(ExpertStreaming):
             step.sample(j)
 
     def _launch(self, step: Step, i: int, j: int) -> Task:
-        """What the accelerator does for a micro-batch before its experts are known."""
+        """All that comes before a micro-batch's experts."""
         step.pre_attention(i, j)
-        step.attention(i, j)
+        if step.kv_on_accelerator(j):
+            step.attention(i, j)
+        else:
+            step.offload_qkv(i, j)
+            step.cpu_attention(i, j)
+            step.load_hidden(i, j)
         routing = step.route(i, j)
         step.offload_routed(i, j)
         return routing

@@ -60,6 +60,8 @@ class ExpertStreaming:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
                 step.attention(i, j)
+                if not step.kv_on_accelerator(j):
+                    step.offload_kv(i, j)
             routing = [step.route(i, j) for j in step.micro_batches]
             self._let_go(step, (i, -1))
             routed = [await handle for handle in routing]

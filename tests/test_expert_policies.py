@@ -31,7 +31,12 @@ from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed
 
 T4 = load_machine("t4")
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
-POLICIES = ["cpu_ffn", "layer_split", "twiddler"]
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("cpu_ffn", {}),
+    ("cpu_ffn", {"kv_on_gpu": 0.5}),
+    ("layer_split", {}),
+    ("twiddler", {}),
+]
 
 # -- placement -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +230,14 @@ def test_cpu_ffn_moves_weights_for_prompts_only() -> None:
     assert {task.step for task in ended.tasks if task.verb == "fetch"} == {0}
 
 
+@pytest.mark.parametrize(
+    ("share", "verbs"), [(0.0, {"cpu_attention"}), (0.5, {"cpu_attention", "attention"})]
+)
+def test_cpu_ffn_attends_where_the_cache_is(share: float, verbs: set[str]) -> None:
+    tasks = decode_tasks("cpu_ffn", settings={"kv_on_gpu": share})
+    assert {task.verb for task in tasks} & {"cpu_attention", "attention"} == verbs
+
+
 def spans(tasks: list[Task], *verbs: str) -> Iterator[tuple[int, int]]:
     return ((task.start, task.end) for task in tasks if task.verb in verbs)
 
@@ -277,7 +290,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
 @pytest.mark.parametrize(
     ("kind", "machine", "weights"),
     [
@@ -289,7 +302,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     ],
 )
 def test_logits_are_those_of_resident_to_the_bit(
-    checkpoint: Checkpoint, kind: type[TorchDevice], machine: Machine, weights: float, policy: str, dtype: str
+    checkpoint: Checkpoint,
+    kind: type[TorchDevice],
+    machine: Machine,
+    weights: float,
+    policy: str,
+    settings: dict[str, Any],
+    dtype: str,
 ) -> None:
     layout = weight_layout(checkpoint.config, dtype, PAGE_BYTES[checkpoint.config.name])
     sizes: dict[str, Any] = {"new_tokens": 4, "micro_batch_size": 2}
@@ -301,15 +320,17 @@ def test_logits_are_those_of_resident_to_the_bit(
         **sizes,
     )
     device = kind(checkpoint, layout, keep_logits=True)
-    got = generate(device, make_policy(policy), machine, PROMPTS, weights=weights, **sizes)
+    got = generate(device, make_policy(policy, settings), machine, PROMPTS, weights=weights, **sizes)
     if isinstance(device, Streamed):
         device.fake.close()
     assert got.tokens == expected.tokens
     assert same_bits(got.logits_RSV, expected.logits_RSV)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_emulated_device_gives_the_same_logits(checkpoint: Checkpoint, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+def test_the_emulated_device_gives_the_same_logits(
+    checkpoint: Checkpoint, policy: str, settings: dict[str, Any]
+) -> None:
     layout = weight_layout(checkpoint.config, "float32", PAGE_BYTES[checkpoint.config.name])
     sizes: dict[str, Any] = {"new_tokens": 3, "micro_batch_size": 2}
     expected = generate(
@@ -320,7 +341,7 @@ def test_the_emulated_device_gives_the_same_logits(checkpoint: Checkpoint, polic
         **sizes,
     )
     device: Any = EmulatedDevice(checkpoint, layout, dilation=2.0, keep_logits=True)
-    got = generate(device, make_policy(policy), SLOW_CPU, PROMPTS, weights=0.8, **sizes)
+    got = generate(device, make_policy(policy, settings), SLOW_CPU, PROMPTS, weights=0.8, **sizes)
     assert same_bits(got.logits_RSV, expected.logits_RSV)
 
 

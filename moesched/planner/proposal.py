@@ -162,7 +162,7 @@ def _sizes(best: Best) -> Sizes:
         policy=best.policy,
         batch_size=best.seen.batch_size,
         micro_batch_size=best.seen.micro_batch_size,
-        attention_on_gpu=best.attention_on_gpu,
+        attention_on_gpu=best.attention_on_gpu or best.seen.kv_on_gpu == 1,
         ffn_on_gpu=best.ffn_on_gpu,
         weights_on_gpu=best.seen.weights_on_gpu,
         kv_on_gpu=best.seen.kv_on_gpu,
