@@ -41,12 +41,14 @@ class Batch(msgspec.Struct, frozen=True):
         new_tokens: tokens to generate for each request.
         micro_batches: the requests of each micro-batch, by index.
         first_request: how many requests of the run came in the batches before.
+        beams: sequences that each request has in decode.
     """
 
     prompts: tuple[int, ...]
     new_tokens: int
     micro_batches: tuple[tuple[int, ...], ...]
     first_request: int = 0
+    beams: int = 1
 
     @property
     def cache_tokens(self) -> int:
@@ -55,7 +57,19 @@ class Batch(msgspec.Struct, frozen=True):
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
         """What these requests have in the KV cache at the end, in whole blocks."""
-        return sum(cached_tokens(self.prompts[request] + self.new_tokens) for request in requests)
+        return sum(
+            cached_tokens_of_beams(self.prompts[request], self.new_tokens, self.beams) for request in requests
+        )
+
+    def longest_at_end(self, requests: Iterable[int]) -> int:
+        """What all sequences of these requests have in the KV cache at the end, if none shared blocks with others."""
+        return self.beams * sum(
+            cached_tokens(self.prompts[request] + self.new_tokens) for request in requests
+        )
+
+    def sequences(self, requests: Sequence[int]) -> int:
+        """How many sequences these requests have in decode."""
+        return self.beams * len(requests)
 
     @property
     def largest(self) -> int:
@@ -66,6 +80,12 @@ class Batch(msgspec.Struct, frozen=True):
 def cached_tokens(length: int) -> int:
     """What a request of so many tokens takes of the KV cache, in whole blocks."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
+    """What a request takes of the KV cache, in whole blocks: all its beams share the full blocks of the prompt."""
+    shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
 
 
 def split_batch(
@@ -228,7 +248,7 @@ class Plan:
         self.kv_slots = slots
         if self.machine.unified:
             return
-        longest = max(map(self.batch.tokens_at_end, self.batch.micro_batches))
+        longest = max(map(self.batch.longest_at_end, self.batch.micro_batches))
         self.kv_slot_bytes = longest * self.operations.kv_bytes
         for fast in self.accelerators:
             fast.reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
@@ -279,10 +299,10 @@ class Plan:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)
-            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._prompt_tokens)
+            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._tokens)
             fast.reserve("hidden states of all micro-batches", stay)
-            sequences = max(map(len, self.batch.micro_batches))
-            self._workspace = workspace_bytes(self.operations, max(self._prompt_tokens), sequences)
+            sequences = max(map(self.batch.sequences, self.batch.micro_batches))
+            self._workspace = workspace_bytes(self.operations, max(self._tokens), sequences)
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
@@ -292,13 +312,22 @@ class Plan:
         prompts = self.batch.prompts
         return [sum(prompts[request] for request in requests) for requests in self.batch.micro_batches]
 
+    @property
+    def _tokens(self) -> list[int]:
+        """Tokens of each micro-batch, in prefill or in decode, whichever are more."""
+        decode = map(self.batch.sequences, self.batch.micro_batches)
+        return list(map(max, self._prompt_tokens, decode))
+
     def _reserve_layers(self) -> None:
         """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
-        largest_first = sorted(self._prompt_tokens, reverse=True)
+        largest_first = sorted(self._tokens, reverse=True)
         count = len(largest_first)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
         prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
-        decode = sum(layer_bytes(self.operations, len(requests)) for requests in self.batch.micro_batches)
+        decode = sum(
+            layer_bytes(self.operations, self.batch.sequences(requests))
+            for requests in self.batch.micro_batches
+        )
         for fast in self.accelerators:
             fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
             if self.in_flight < count:

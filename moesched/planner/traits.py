@@ -36,6 +36,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         lengths: prompt lengths in tokens, of as many requests as a batch may have.
         budgets: bytes by memory; the machine's capacities where nothing is said.
         slot_bytes: what a page takes in a slot of the device at hand.
+        beams: sequences that each request has in decode.
     """
 
     make: Callable[[], Policy]
@@ -46,11 +47,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     cost: CostModel
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None = None
+    beams: int = 1
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
         lengths = self.lengths[: micro_batches * size]
-        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size))
+        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size, beams=self.beams))
 
     def plan(self, batch: Batch, budgets: dict[str, int] | None = None) -> tuple[Plan, Policy]:
         """The policy's plan of a batch.
