@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,24 @@ def test_beams_share_the_full_blocks_of_a_prompt() -> None:
 
 def test_a_width_that_memory_does_not_reach_is_told_with_one_that_fits(tmp_path: Path) -> None:
     directory = small_model(tmp_path / "m", layers=2)
-    arguments = {"budgets": {"host": 40_000_000}, "max_new_tokens": 2000, "batch_size": 1}
-    prompts = [list(range(1, 50))]
-    with pytest.raises(BadInput, match=r"does not fit: .* or use --beams (\d+), which fits") as error:
-        moesched.run_model(directory, prompts, sampling=Sampling(beams=120), **arguments)
-    width = int(str(error.value).split("--beams ")[1].split(",")[0])
+
+    def refusal(beams: int) -> str:
+        with pytest.raises(BadInput) as error:
+            moesched.run_model(
+                directory,
+                [list(range(1, 50))],
+                sampling=Sampling(beams=beams),
+                max_new_tokens=2000,
+                batch_size=1,
+                budgets={"host": 40_000_000},
+            )
+        return str(error.value)
+
+    told = re.search(r"does not fit: .* or use --beams (\d+), which fits$", refusal(120))
+    assert told is not None
+    width = int(told[1])
     assert 1 < width < 120
-    arguments |= {"policy": "resident", "machine": "auto"}
-    with pytest.raises(BadInput):
-        moesched.run_model(directory, prompts, sampling=Sampling(beams=width + 1), **arguments)
+    assert refusal(width + 1).endswith(f"or use --beams {width}, which fits")
 
 
 def test_more_continuations_than_tokens_are_refused(tmp_path: Path) -> None:
