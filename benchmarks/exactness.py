@@ -13,6 +13,10 @@ same. Now and then rounding sends a token to another expert, on either side. Tha
 of luck, so they are pooled over all models, and given apart for the positions up to which neither side has taken
 another expert than float32.
 
+Beam search: Hugging Face's `generate` and ours, on some of these models, with widths from 4 to 16, several length
+penalties, with early stopping and without. The best sequence must be the same, and its score to 1e-4. Models whose
+attention sees one token only are left out: Hugging Face's KV cache keeps all tokens there.
+
 From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
 with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit.
 
@@ -32,6 +36,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from _beams import hugging_face_beams, searched
 from _dbrxs import random_dbrx
 from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of, random_mixtral
 from _olmoes import random_olmoe
@@ -44,6 +49,7 @@ from moesched.devices.torch_device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
+from moesched.sampling import Sampling
 from moesched.tasks import Task
 
 Tensor = torch.Tensor
@@ -65,6 +71,10 @@ MACHINES = (ONE_MEMORY, TWO_MEMORIES)
 DEEP_MODELS = (("mixtrals", 0), ("mixtrals", 1), ("dbrxs", 0), ("qwens", 1), ("olmoes", 3))
 DEEP_LAYERS = 4  # so that layers stream while others wait
 SHARE_OF_WEIGHTS = 0.8
+BEAM_WIDTHS = (4, 8, 12, 16)
+LENGTH_PENALTIES = (1.0, 0.0, 2.0)
+BEAM_MODELS = 6  # of each family
+SAME_SCORE = 1e-4
 MOST_BFLOAT16 = 2.0
 
 MAKERS: dict[str, Callable[[int, int], Any]] = {
@@ -93,6 +103,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         directories = [TINY, *write_models(Path(folder), models, layers=2)]
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
+        beams = compare_beams(directories[1:])
         torch.set_num_threads(threads)
         deep = [TINY, *write_models(Path(folder), DEEP_MODELS, layers=DEEP_LAYERS)]
         policies = compare_policies(deep, options.seeds)
@@ -102,6 +113,7 @@ def main() -> int:
         f"{counts['qwens']} random Qwen3-MoE and {counts['olmoes']} random OLMoE models",
         "float32": float32_figures([pair.float32 for pair in pairs]),
         "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
+        "beams": beams,
         "policies": policies,
     }
     print(
@@ -116,6 +128,8 @@ def reached(figures: dict[str, Any]) -> Iterator[bool]:
     """Each bar in turn."""
     yield figures["float32"]["wrong_tokens"] == 0
     yield all(each["ratio"] <= MOST_BFLOAT16 for each in figures["bfloat16"]["all_positions"].values())
+    yield figures["beams"]["other_sequences"] == 0
+    yield figures["beams"]["largest_difference_of_scores"] <= SAME_SCORE
     yield figures["policies"]["runs_that_differ"] == 0
 
 
@@ -336,6 +350,43 @@ def pooled(models: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
             "ratio": round(error(ours) / error(theirs), 3),
         }
         for name, error in ERRORS.items()
+    }
+
+
+# ---------------------------------------------------------------- beam search
+
+
+def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
+    """Our best sequences and their scores beside those that Hugging Face's `generate` finds."""
+    chosen = [
+        directory
+        for directory in directories
+        if int(directory.name.split("-")[1]) < BEAM_MODELS
+        and open_checkpoint(directory).config.sliding_window != 1
+    ]
+    searches, others, largest = 0, [], 0.0
+    for number, directory in enumerate(track(chosen, "beam search")):
+        sampling = Sampling(
+            beams=BEAM_WIDTHS[number % len(BEAM_WIDTHS)],
+            length_penalty=LENGTH_PENALTIES[number % len(LENGTH_PENALTIES)],
+            early_stopping=number % 2 == 1,
+        )
+        config = open_checkpoint(directory).config
+        prompts = prompts_of(config.vocabulary, [13, 2, 5])
+        model = load_model(directory, torch.float32)
+        ours = searched(directory, prompts, sampling, new_tokens=NEW_TOKENS)
+        for prompt, tokens, score in zip(prompts, *ours, strict=True):
+            theirs, their_score = hugging_face_beams(model, prompt, sampling, config.stop_tokens, NEW_TOKENS)
+            searches += 1
+            largest = max(largest, abs(score - their_score))
+            if tokens != theirs:
+                others.append(f"{directory.name}, {sampling.beams} beams, prompt of {len(prompt)}")
+    return {
+        "searches": searches,
+        "widths": BEAM_WIDTHS,
+        "other_sequences": len(others),
+        "others": others[:20],
+        "largest_difference_of_scores": largest,
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import msgspec
@@ -32,10 +34,15 @@ class _Run(NamedTuple):
 
 
 class _Gather(NamedTuple):
-    """A sequence whose blocks are scattered: its slots, to be copied together."""
+    """Sequences of one length whose blocks are scattered: the slots of their blocks, to be copied together.
+
+    Each begins with a block of its own, as in the cache, for the same bits as from there.
+    """
 
     queries: int
-    slots_L: Tensor
+    length: int
+    blocks: list[int]
+    slots: Tensor | None = None
 
 
 class KVStep(NamedTuple):
@@ -63,8 +70,8 @@ class BlockedKV:
     """Keys and values of all layers, (layers, 2, slots, K, d), and which blocks of slots each sequence has.
 
     A sequence may reserve blocks for its final length when it is opened, which keeps them together and its
-    views free of copies, or take them as it grows. Blocks are taken and given back by one thread; `append`
-    and `views` may run on others, for steps that were extended before.
+    views free of copies, or take them as it grows. Sequences that `reorder` made share full blocks. `append` and
+    `views` may run beside all else, for steps that were extended before.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class BlockedKV:
         self.slots = torch.empty(shape, dtype=dtype, device=device)
         self._free = _FreeBlocks(blocks)
         self._sequences: dict[int, _Sequence] = {}
+        self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -123,8 +131,40 @@ class BlockedKV:
         """
         states = [self._sequences[sequence] for sequence in sequences]
         past = tuple(state.length for state in states)
-        self._grow(states, [length + tokens for length, tokens in zip(past, new, strict=True)])
+        with self._lock:
+            self._grow(states, [length + tokens for length, tokens in zip(past, new, strict=True)])
         return self._step(tuple(sequences), states, past, tuple(new))
+
+    def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
+        """Replace sequences by others that go on with what those have: heirs[i] with that of sequences[parents[i]].
+
+        Full blocks are shared, of a partly filled one every heir but the first gets a copy, before it is written to.
+
+        Raises:
+            OutOfBlocks: there are not enough for the copies.
+        """
+        with self._lock:
+            before = [self._sequences.pop(sequence) for sequence in sequences]
+            copies: list[tuple[int, _Sequence]] = []
+            followed: set[int] = set()
+            for heir, parent in zip(heirs, parents, strict=True):
+                state = before[parent]
+                if parent in followed:
+                    full, rest = divmod(state.length, self.block_size)
+                    split_off = _Sequence(state.length, state.blocks[:full])
+                    self._free.share(split_off.blocks)
+                    if rest:
+                        copies.append((state.blocks[full], split_off))
+                    state = split_off
+                followed.add(parent)
+                self._sequences[heir] = state
+            for number, state in enumerate(before):
+                if number not in followed:
+                    self._free.give_back(state.blocks)
+            self._free.require(len(copies))
+            for _, state in copies:
+                state.blocks += self._free.take(1, after=state.blocks[-1] if state.blocks else -1)
+        self._copy_blocks([(source, state.blocks[-1]) for source, state in copies])
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the new tokens' keys and values of one layer."""
@@ -139,6 +179,18 @@ class BlockedKV:
         return [self._view(self.slots[layer], part) for part in step.parts]
 
     # ------------------------------------------------------------ inside
+
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            sources, targets = (
+                indices(self._slots_of_blocks(blocks), self.slots.device)
+                for blocks in zip(*pairs, strict=True)
+            )
+            self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
+
+    def _slots_of_blocks(self, blocks: Sequence[int]) -> list[int]:
+        size = self.block_size
+        return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -183,23 +235,28 @@ class BlockedKV:
         for state, queries in zip(states, new, strict=True):
             needed = self._blocks_for(state.length)
             first = state.blocks[0] if needed else 0
-            if state.blocks[:needed] != list(range(first, first + needed)):
-                slots = indices(self._slots_of(state, 0, state.length), self.slots.device)
-                parts.append(_Gather(queries, slots))
-                continue
-            alone = _Run(queries, state.length, 1, first * self.block_size, 0)
+            alone: _Run | _Gather
+            if state.blocks[:needed] == list(range(first, first + needed)):
+                alone = _Run(queries, state.length, 1, first * self.block_size, 0)
+            else:
+                alone = _Gather(queries, state.length, state.blocks[:needed])
             joined = _join(parts[-1], alone) if parts else None
             if joined is None:
                 parts.append(alone)
             else:
                 parts[-1] = joined
-        return parts
+        return [self._located(part) if isinstance(part, _Gather) else part for part in parts]
+
+    def _located(self, part: _Gather) -> _Gather:
+        return part._replace(slots=indices(self._slots_of_blocks(part.blocks), self.slots.device))
 
     def _view(self, slots: Tensor, part: _Run | _Gather) -> KVView:
-        if isinstance(part, _Gather):
-            keys, values = (half.index_select(0, part.slots_L)[None] for half in slots)
-            return KVView(keys, values, part.queries)
         _, _, kv_heads, head_dim = slots.shape
+        if isinstance(part, _Gather):
+            room = self._blocks_for(part.length) * self.block_size
+            shape = (-1, room, kv_heads, head_dim)
+            keys, values = (half.index_select(0, part.slots).view(shape)[:, : part.length] for half in slots)
+            return KVView(keys, values, part.queries)
         slot = kv_heads * head_dim
         shape = (part.sequences, part.length, kv_heads, head_dim)
         strides = (part.distance * slot, slot, head_dim, 1)
@@ -209,10 +266,19 @@ class BlockedKV:
         return KVView(keys, values, part.queries)
 
 
-def _join(run: _Run | _Gather, alone: _Run) -> _Run | None:
-    """The run with one more sequence, where the sequence continues its pattern."""
-    if isinstance(run, _Gather) or (run.queries, run.length) != (alone.queries, alone.length):
+def _join(part: _Run | _Gather, alone: _Run | _Gather) -> _Run | _Gather | None:
+    """The part with one more sequence, where that is of its sort."""
+    if (part.queries, part.length) != (alone.queries, alone.length):
         return None
+    if isinstance(part, _Run) and isinstance(alone, _Run):
+        return _join_runs(part, alone)
+    if isinstance(part, _Gather) and isinstance(alone, _Gather):
+        return part._replace(blocks=part.blocks + alone.blocks)
+    return None
+
+
+def _join_runs(run: _Run, alone: _Run) -> _Run | None:
+    """The run with one more sequence, where the sequence continues its pattern."""
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):
         return None
@@ -225,6 +291,7 @@ class _FreeBlocks:
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks
         self._is_free = bytearray(b"\1" * blocks)
+        self._further_users: Counter[int] = Counter()
 
     def require(self, blocks: int) -> None:
         if blocks > self.count:
@@ -247,7 +314,14 @@ class _FreeBlocks:
         self.count -= blocks
         return taken
 
+    def share(self, blocks: list[int]) -> None:
+        """One more user of blocks that somebody has; they are free when all have given them back."""
+        self._further_users.update(blocks)
+
     def give_back(self, blocks: list[int]) -> None:
         for block in blocks:
-            self._is_free[block] = 1
-        self.count += len(blocks)
+            if self._further_users[block]:
+                self._further_users[block] -= 1
+            else:
+                self._is_free[block] = 1
+                self.count += 1

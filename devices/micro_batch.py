@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from moesched.beams import BeamSearch
+
 from .kv_cache import BlockedKV, KVStep
 from .torch_kernels import Grouping, Tensor
 
@@ -36,14 +38,27 @@ class MicroBatchState:
 
     Attributes:
         requests: the requests, as the KV cache knows them.
-        new: each request's tokens for the next step: its prompt, then the token sampled last.
+        sequences: what the requests have in the KV cache, request after request: one sequence each, later one a beam.
+        new: each sequence's tokens for the next step: its prompt, then the token sampled last.
+        searches: the beam search of each request; none without beams.
+        parents: the sequence that each one of the next step goes on from, by its place among those of this step.
         cache: the KV cache that has its requests.
         starts: each expert's first row of x_nD and y_nD, and their number of rows.
         logits_SV: those of a rank of several, until all ranks' are summed.
     """
 
-    def __init__(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        searches: Sequence[BeamSearch],
+        beams: int,
+    ) -> None:
         self.requests = tuple(requests)
+        self.beams = beams
+        self.sequences = tuple(request * beams for request in requests)
+        self.searches = searches
+        self.parents: list[int] = []
         self.new = [list(prompts[request]) for request in requests]
         self.cache: BlockedKV
         self.step: KVStep

@@ -32,7 +32,7 @@ class RankSide:
         vocabulary: int,
         states: Sequence[MicroBatchState],
         head: Callable[[MicroBatchState], Tensor],
-        draw: Callable[[MicroBatchState, Tensor], list[int]],
+        draw: Callable[[MicroBatchState, Tensor], Any],
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -61,6 +61,6 @@ class RankSide:
         state.logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
         state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
 
-    def _sample(self, task: Task) -> list[int]:
+    def _sample(self, task: Task) -> Any:
         state = self._states[task.micro_batch]
         return self._draw(state, state.logits_SV)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moesched.beams import BeamSearch, Standing
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -15,7 +16,7 @@ from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Plan
-from moesched.sampling import Sampling, sample
+from moesched.sampling import Sampling, require_numbers, sample
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task
 
@@ -117,6 +118,7 @@ class TorchDevice:
             "fetch": self._fetch,
             "pin": self._fetch,
             "embed": self._embed,
+            "reorder": self._reorder,
             "pre_attention": self._pre_attention,
             "attention": self._attention,
             "cpu_attention": self._attention,
@@ -205,7 +207,10 @@ class TorchDevice:
             self._kept.expect(missing, self._staging(missing, plan.staged))
         self._sampling = sampling
         self._first_request = plan.batch.first_request
-        self._states = [MicroBatchState(requests, prompts) for requests in plan.batch.micro_batches]
+        self._states = [
+            MicroBatchState(requests, prompts, self._searches(plan, requests), plan.batch.beams)
+            for requests in plan.batch.micro_batches
+        ]
         for role in KV_ROLES:
             self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
         self._moe = self._moe_layer()
@@ -220,7 +225,7 @@ class TorchDevice:
         wait_for_copies(self._accelerator)
 
     def _open_cache(self, plan: Plan, micro_batches: Sequence[int], device: torch.device) -> None:
-        """One KV cache for these micro-batches, with room for all tokens of each request."""
+        """One KV cache for these micro-batches, with room for all tokens of each request, of all its beams."""
         if not micro_batches:
             return
         states = [self._states[number] for number in micro_batches]
@@ -228,8 +233,10 @@ class TorchDevice:
         cache = BlockedKV(self.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=self._dtype, device=device)
         for state in states:
             state.cache = cache
-            for request in state.requests:
-                cache.open(request, plan.batch.prompts[request] + plan.batch.new_tokens)
+            for request, sequence in zip(state.requests, state.sequences, strict=True):
+                # Beams take blocks as they grow.
+                new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
+                cache.open(sequence, plan.batch.prompts[request] + new_tokens)
 
     def _start(self, plan: Plan) -> None:
         """What is the same for all batches: threads, who multiplies, and the weights outside the layers."""
@@ -443,10 +450,23 @@ class TorchDevice:
         small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._dtype.itemsize <= ONE_CORE_BYTES
         use_cores(1 if small else self._cores)
 
+    def _searches(self, plan: Plan, requests: Sequence[int]) -> list[BeamSearch]:
+        if plan.batch.beams == 1:
+            return []
+        return [BeamSearch(self._sampling, self.config.stop_tokens, plan.batch.new_tokens) for _ in requests]
+
+    def _reorder(self, task: Task) -> None:
+        """Have every beam go on from the one that it came from."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
+        state.cache.reorder(state.sequences, state.parents, heirs)
+        state.sequences = tuple(heirs)
+
     def _embed(self, task: Task) -> None:
         use_cores(1)
         state = self._states[task.micro_batch]
-        state.step = state.cache.extend(state.requests, [len(tokens) for tokens in state.new])
+        state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, self.config.head_dim, self.config.rope_theta)
         ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
@@ -503,23 +523,36 @@ class TorchDevice:
         """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
         return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
 
-    def _sample(self, task: Task) -> list[int]:
+    def _sample(self, task: Task) -> list[int] | list[Standing]:
         state = self._states[task.micro_batch]
         return self._draw(state, self._last_logits(state))
 
     def _last_logits(self, state: MicroBatchState) -> Tensor:
         return self._logits(state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator)))
 
-    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int]:
-        """The next token of each sequence."""
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
+        """The next token of each sequence, or how far each request's beam search has come."""
         logits_SV = logits_SV.cpu()
         if self._keep_logits:
-            self.logits.append((state.requests, logits_SV))
+            self.logits.append((state.sequences, logits_SV))
         positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
-        requests = [self._first_request + request for request in state.requests]
+        rows = len(positions) // len(state.requests)
+        requests = [self._first_request + request for request in state.requests for _ in range(rows)]
+        if state.searches:
+            require_numbers(logits_SV.numpy(), requests, positions)
+            return self._advance(state, logits_SV)
         tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
         state.new = [[token] for token in tokens]
         return tokens
+
+    def _advance(self, state: MicroBatchState, logits_SV: Tensor) -> list[Standing]:
+        state.parents, state.new = [], []
+        for search, logits in zip(state.searches, logits_SV.chunk(len(state.searches)), strict=True):
+            first = len(state.parents) // state.beams * len(logits)
+            moves = search.advance(logits.numpy())
+            state.parents += [first + parent for parent in moves.parents]
+            state.new += [[token] for token in moves.tokens]
+        return [search.standing for search in state.searches]
 
     def _logits(self, last_SD: Tensor) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""

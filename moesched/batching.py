@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.plan import Batch, cached_tokens
+from moesched.plan import Batch, cached_tokens_of_beams
 
 
 class Sizes(NamedTuple):
@@ -18,12 +18,14 @@ class Sizes(NamedTuple):
         micro_batch_size: requests that share a kernel, at most.
         cache_tokens: what a micro-batch may have in the KV cache at the end, in whole blocks; None sets no limit.
         kv_on_gpu: the share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
+        beams: sequences that each request has in decode.
     """
 
     batch_size: int
     micro_batch_size: int
     cache_tokens: int | None = None
     kv_on_gpu: float | None = None
+    beams: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -45,6 +47,7 @@ def place(
     micro_batches: int,
     micro_batch_size: int,
     cache_tokens: int | None = None,
+    beams: int = 1,
 ) -> Placed:
     """Algorithm 2 of MoE-Lightning (Appendix A.2): the longest prompt goes to the micro-batch with the fewest tokens.
 
@@ -59,6 +62,7 @@ def place(
         micro_batches: how many there may be.
         micro_batch_size: requests that each may have.
         cache_tokens: what each may have in the KV cache at the end; None sets no limit.
+        beams: sequences that each request has in decode.
 
     Returns:
         Every request, once. Within a micro-batch they keep their order; no micro-batch is empty.
@@ -72,7 +76,7 @@ def place(
             left.append(request)
             continue
         tokens, part = open_parts[0]
-        needed = cached[part] + cached_tokens(prompts[request] + new_tokens)
+        needed = cached[part] + cached_tokens_of_beams(prompts[request], new_tokens, beams)
         if cache_tokens is not None and needed > cache_tokens:
             left.append(request)
             continue
@@ -102,9 +106,11 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: Sizes, first_reques
             micro_batches=sizes.micro_batches,
             micro_batch_size=sizes.micro_batch_size,
             cache_tokens=sizes.cache_tokens,
+            beams=sizes.beams,
         )
         if not placed.left:
-            return Batch(tuple(taken), new_tokens, tuple(map(tuple, placed.micro_batches)), first_request)
+            parts = tuple(map(tuple, placed.micro_batches))
+            return Batch(tuple(taken), new_tokens, parts, first_request, sizes.beams)
         taken = taken[: len(taken) - (len(placed.left) + 1) // 2]
     raise BadInput(
         f"a prompt of {prompts[0]} tokens and {new_tokens} new ones are more than the {sizes.cache_tokens} tokens of "

@@ -5,8 +5,10 @@ The same coroutine runs under both drivers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 
+from moesched.beams import Standing
 from moesched.schedule import Schedule
 from moesched.seams import Policy
 from moesched.step import Step
@@ -22,7 +24,8 @@ class Generation:
         on_tokens: told of each micro-batch's new tokens, by request, as they come.
 
     Attributes:
-        tokens: generated tokens, by request; a stop token ends a request and is kept.
+        tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
+        scores: the best beam's score, by request; empty without beam search.
         loaded: when the weights that stay were loaded; nanoseconds.
         busy_loading: how long each lane had been busy by then; nanoseconds.
         step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
@@ -37,6 +40,8 @@ class Generation:
         on_tokens: OnTokens | None = None,
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in schedule.plan.batch.prompts]
+        self._beams = schedule.plan.batch.beams
+        self.scores: list[float] = [-math.inf] * len(self.tokens) if self._beams > 1 else []
         self.loaded = 0
         self.busy_loading: dict[str, int] = {}
         self.step_ends: list[int] = []
@@ -76,6 +81,9 @@ class Generation:
         """Wait for a step's tokens and hand them out."""
         for batch, sample in zip(self._schedule.micro_batches, samples, strict=True):
             values = await sample
+            if self._beams > 1:
+                self._take_in(batch.requests, values)
+                continue
             fresh = {}
             for request, token in zip(batch.requests, values, strict=True):
                 if request not in self._stopped:
@@ -86,3 +94,15 @@ class Generation:
             if self._on_tokens is not None and fresh:
                 self._on_tokens(fresh)
         self.step_ends.append(max(sample.end for sample in samples))
+
+    def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
+        """How far beam search has come. Tokens are handed out when they will not change any more."""
+        for request, (tokens, score, done) in zip(requests, standings, strict=True):
+            if request in self._stopped:
+                continue
+            self.tokens[request], self.scores[request] = list(tokens), score
+            if done:
+                self._stopped.add(request)
+                if self._on_tokens is not None:
+                    for token in tokens:
+                        self._on_tokens({request: token})

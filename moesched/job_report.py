@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded")
-        of_runs = ("tokens", "text", "interrupted", "bytes_read", "emulation")
+        of_runs = ("tokens", "scores", "text", "interrupted", "bytes_read", "emulation")
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
@@ -77,6 +78,9 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     text = None if first.text is None else [each for report in reports for each in report.text or []]
     if tokens is not None:
         tokens += [[] for _ in range(requests - len(tokens))]
+    scores = None if first.scores is None else [each for report in reports for each in report.scores or []]
+    if scores is not None:
+        scores += [-math.inf] * (requests - len(scores))
     if text is not None:
         text += [""] * (requests - len(text))
     counts = [count for report in reports for count in _token_counts(report)]
@@ -98,6 +102,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         wall_seconds=sum(report.wall_seconds for report in reports),
         simulated_seconds=None if first.measured else sum(each.simulated_seconds or 0.0 for each in reports),
         tokens=tokens,
+        scores=scores,
         text=text,
         interrupted=any(report.interrupted for report in reports) or len(reports) < batches,
         kinds=_merge_kinds([kind for report in reports for kind in report.kinds]),

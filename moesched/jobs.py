@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from moesched import runs
 from moesched.accelerators import cut_over_ranks
 from moesched.batch_reports import Reports
@@ -91,7 +93,9 @@ def run_model(
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
     if not encoded:
         raise BadInput("no prompts were given: give at least one")
-    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel)
+    beams = 1 if sampling is None else sampling.beams
+    _require_continuations(beams, config)
+    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams)
     lengths = list(map(len, encoded))
     reports = Reports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
@@ -129,6 +133,7 @@ def simulate_model(
     padded: bool = False,
     dtype: str | None = None,
     seed: int = 0,
+    beams: int = 1,
     routing: str | None = None,
     routing_settings: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
@@ -149,6 +154,7 @@ def simulate_model(
             request once where the workload says which they are.
         padded: every prompt counts as the longest of the workload (MoE-Lightning(p), FlexGen and DeepSpeed there).
         seed: of the order of prompts and of the routing.
+        beams: the width of a beam search; every search goes on to the last token.
         routing: where each token's experts come from: a profile (.csv), a trace (.npz) or a generator's name (see
             `moesched.routing.sources`); by default any expert is as likely as any other.
         routing_settings: the generator's own, such as its locality.
@@ -168,7 +174,8 @@ def simulate_model(
     count = all_told or batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel)
+    _require_continuations(beams, config)
+    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel, beams)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
@@ -190,8 +197,10 @@ class _Job:
         budgets: Mapping[str, int | str] | None,
         device: str | None = None,
         tensor_parallel: int | None = None,
+        beams: int = 1,
     ) -> None:
         self.policy = policy
+        self.beams = beams
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
         cut, self.machine, self.budgets = cut_over_ranks(
@@ -222,18 +231,46 @@ class _Job:
             slot_bytes=slot_bytes,
             splits_kv=self.splits_kv,
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
+            beams=self.beams,
         )
-        sizes = choose_sizes(
-            setting, batch_size=batch_size, micro_batch_size=micro_batch_size, successive=successive
-        )
+        try:
+            sizes = choose_sizes(
+                setting, batch_size=batch_size, micro_batch_size=micro_batch_size, successive=successive
+            )
+        except BadInput as error:
+            raise (
+                error if self.beams == 1 else self._too_wide(error, setting.batch(1, 1), slot_bytes)
+            ) from error
         if sizes.kv_on_gpu is not None:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
 
     def plan(self, batch: Batch, slot_bytes: Callable[[Page], int]) -> tuple[Plan, Policy]:
-        """A policy made anew, and its plan."""
+        """A policy made anew, and its plan.
+
+        Raises:
+            BadInput: it does not fit; of several beams the message says how many would.
+        """
         policy: Policy = self.make()
-        return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
+        try:
+            return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
+        except BadInput as error:
+            raise (error if batch.beams == 1 else self._too_wide(error, batch, slot_bytes)) from error
+
+    def _too_wide(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
+        """The same complaint, with the largest width that fits."""
+
+        def fits(beams: int) -> bool:
+            narrower = replace(batch, beams=beams)
+            try:
+                runs.plan_run(self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes)
+            except BadInput:
+                return False
+            return True
+
+        width = next((beams for beams in range(batch.beams - 1, 0, -1) if fits(beams)), None)
+        remedy = "not even one beam fits" if width is None else f"or use --beams {width}, which fits"
+        return BadInput(f"{error}; {remedy}")
 
     def run(
         self,
@@ -336,6 +373,19 @@ class _Job:
 def _require_some(new_tokens: int, option: str) -> None:
     if new_tokens < 1:
         raise BadInput(f"{option} is {new_tokens}: ask for at least 1 token")
+
+
+def _require_continuations(beams: int, config: ModelConfig) -> None:
+    """Raise BadInput where beam search has fewer tokens to choose from than it compares."""
+    if beams < 1:
+        raise BadInput(f"--beams is {beams}: give 1 for no beam search, or more")
+    compared = beams * max(2, 1 + len(config.stop_tokens))
+    if beams > 1 and compared > config.vocabulary:
+        most = config.vocabulary // max(2, 1 + len(config.stop_tokens))
+        raise BadInput(
+            f"--beams {beams} compares {compared} continuations, but the vocabulary of {config.name} has "
+            f"{config.vocabulary} tokens: use --beams {most}"
+        )
 
 
 def _require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:

@@ -17,6 +17,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         tokens: generated tokens, by request.
         busy: how long each lane was busy after loading.
         tasks: how many tasks were submitted.
+        scores: of the best beam, by request; empty without beam search.
     """
 
     loaded: int
@@ -24,6 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[list[int]]
     busy: dict[str, int]
     tasks: int
+    scores: list[float] = []
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -83,6 +85,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     streamed_pages: int
     kv_on_gpu: float
     discipline: str
+    beams: int = 1
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +96,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         emulation: how the machine was emulated; None where it was there, or was only predicted.
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
+        scores: of each request's best beam; None without beam search.
         process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes
             and what the allocator keeps of those that were given back; None where not all memories are the host's.
     """
@@ -113,6 +117,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     simulated_seconds: float | None = None
     tokens: list[list[int]] | None = None
+    scores: list[float] | None = None
     text: list[str] | None = None
     interrupted: bool = False
     emulation: Emulation | None = None
@@ -159,6 +164,7 @@ def make_report(
         wall_seconds=wall_seconds,
         simulated_seconds=None if measured else last,
         tokens=outcome.tokens if measured else None,
+        scores=(outcome.scores or None) if measured else None,
         interrupted=interrupted,
         emulation=emulation,
     )
@@ -174,6 +180,7 @@ def _plan_report(plan: Plan) -> PlanReport:
         streamed_pages=len(plan.layout.pages) - kept,
         kv_on_gpu=plan.kv_on_gpu,
         discipline=plan.discipline,
+        beams=plan.batch.beams,
     )
 
 

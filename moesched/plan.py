@@ -49,12 +49,14 @@ class Batch(msgspec.Struct, frozen=True):
         new_tokens: tokens to generate for each request.
         micro_batches: the requests of each micro-batch, by index.
         first_request: how many requests of the run came in the batches before.
+        beams: sequences that each request has in decode.
     """
 
     prompts: tuple[int, ...]
     new_tokens: int
     micro_batches: tuple[tuple[int, ...], ...]
     first_request: int = 0
+    beams: int = 1
 
     @property
     def cache_tokens(self) -> int:
@@ -63,7 +65,19 @@ class Batch(msgspec.Struct, frozen=True):
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
         """What these requests have in the KV cache at the end, in whole blocks."""
-        return sum(cached_tokens(self.prompts[request] + self.new_tokens) for request in requests)
+        return sum(
+            cached_tokens_of_beams(self.prompts[request], self.new_tokens, self.beams) for request in requests
+        )
+
+    def longest_at_end(self, requests: Iterable[int]) -> int:
+        """What all sequences of these requests have in the KV cache at the end, if none shared blocks with others."""
+        return self.beams * sum(
+            cached_tokens(self.prompts[request] + self.new_tokens) for request in requests
+        )
+
+    def sequences(self, requests: Sequence[int]) -> int:
+        """How many sequences these requests have in decode."""
+        return self.beams * len(requests)
 
     @property
     def largest(self) -> int:
@@ -74,6 +88,12 @@ class Batch(msgspec.Struct, frozen=True):
 def cached_tokens(length: int) -> int:
     """What a request of so many tokens takes of the KV cache, in whole blocks."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
+    """What a request takes of the KV cache, in whole blocks: all its beams share the full blocks of the prompt."""
+    shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
 
 
 def split_batch(
@@ -272,7 +292,7 @@ class Plan:
         self.kv_slots = slots if loaded else 0
         if self.machine.unified or not loaded:
             return
-        longest = max(map(self.batch.tokens_at_end, loaded))
+        longest = max(map(self.batch.longest_at_end, loaded))
         self.kv_slot_bytes = longest * self.operations.kv_bytes
         for fast in self.accelerators:
             fast.reserve(f"{slots} slots for keys and values", slots * self.kv_slot_bytes)
@@ -286,9 +306,11 @@ class Plan:
         self.experts_on_host = True
         if self.machine.unified:
             return
-        tokens = sorted(self._prompt_tokens, reverse=True)
+        tokens = sorted(self._tokens, reverse=True)
         within = sum(host_rows_bytes(self.operations, each) for each in tokens[: self.in_flight])
-        decode = sum(host_rows_bytes(self.operations, len(each)) for each in self.batch.micro_batches)
+        decode = sum(
+            host_rows_bytes(self.operations, self.batch.sequences(each)) for each in self.batch.micro_batches
+        )
         host = self.memory("host")
         host.reserve("rows of experts on the host", max(within, decode))
         host.reserve("workspace of experts on the host", expert_workspace_bytes(self.operations, tokens[0]))
@@ -345,10 +367,10 @@ class Plan:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)
-            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._prompt_tokens)
+            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._tokens)
             fast.reserve("hidden states of all micro-batches", stay)
-            sequences = max(map(len, self.batch.micro_batches))
-            self._workspace = workspace_bytes(self.operations, max(self._prompt_tokens), sequences)
+            sequences = max(map(self.batch.sequences, self.batch.micro_batches))
+            self._workspace = workspace_bytes(self.operations, max(self._tokens), sequences)
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
@@ -358,13 +380,22 @@ class Plan:
         prompts = self.batch.prompts
         return [sum(prompts[request] for request in requests) for requests in self.batch.micro_batches]
 
+    @property
+    def _tokens(self) -> list[int]:
+        """Tokens of each micro-batch, in prefill or in decode, whichever are more."""
+        decode = map(self.batch.sequences, self.batch.micro_batches)
+        return list(map(max, self._prompt_tokens, decode))
+
     def _reserve_layers(self) -> None:
         """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
-        largest_first = sorted(self._prompt_tokens, reverse=True)
+        largest_first = sorted(self._tokens, reverse=True)
         count = len(largest_first)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
         prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
-        decode = sum(layer_bytes(self.operations, len(requests)) for requests in self.batch.micro_batches)
+        decode = sum(
+            layer_bytes(self.operations, self.batch.sequences(requests))
+            for requests in self.batch.micro_batches
+        )
         for fast in self.accelerators:
             fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
             if self.in_flight < count:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from moesched.beams import Standing
 from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
@@ -170,6 +171,7 @@ def _outcome(generation: Generation, engine: Engine) -> Outcome:
         loaded=generation.loaded,
         step_ends=generation.step_ends,
         tokens=generation.tokens,
+        scores=generation.scores,
         busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
         tasks=engine.submitted - engine.joins,
     )
@@ -280,7 +282,10 @@ def decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
     def perform(task: Task) -> Any:
         if task.verb == "route":
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-        return [0] * len(batches[task.micro_batch])
+        requests = batches[task.micro_batch]
+        if plan.batch.beams > 1:
+            return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)
+        return [0] * len(requests)
 
     return perform
 

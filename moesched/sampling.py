@@ -21,6 +21,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     top_k: only from the k most likely tokens. top_p: only from the fewest tokens that together have that
     probability, after top_k. Tokens as likely as the last one that is let in are let in too.
+    beams: with more than one, by beam search (see `beams.py`) of that width; what has ended is compared by its log
+    probability over its length to the power of length_penalty, and with early_stopping the search ends when as many
+    sequences as there are beams have ended.
     Raises BadInput, naming the setting, where a value makes no sense.
     """
 
@@ -28,6 +31,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -38,6 +44,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise BadInput(f"top-p is {self.top_p}; give a probability above 0, at most 1")
         if not 0 <= self.seed < 2**64:
             raise BadInput(f"seed is {self.seed}; give a whole number from 0 to 2**64 - 1")
+        if self.beams < 1:
+            raise BadInput(f"beams is {self.beams}; give 1 for no beam search, or more")
+        if self.beams > 1 and self.temperature:
+            raise BadInput(
+                f"temperature is {self.temperature}, but beam search draws nothing; leave one of the two out"
+            )
+        if not math.isfinite(self.length_penalty):
+            raise BadInput(f"length-penalty is {self.length_penalty}; give a number, 0 for none")
 
 
 def sample(
@@ -48,17 +62,22 @@ def sample(
     requests: each row's index among all requests of the run. positions: the place that its token will have in
     its sequence. Raises MoeschedError where logits are no numbers.
     """
-    largest_S = logits_SV.max(axis=1)
-    if not np.isfinite(largest_S).all():
-        row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
-        what = f"the logits of request {requests[row]} at position {positions[row]} are no numbers"
-        raise MoeschedError(f"{what}; check the checkpoint's weights, or try --dtype float32")
+    require_numbers(logits_SV, requests, positions)
     if sampling.temperature == 0:
         return [int(token) for token in logits_SV.argmax(axis=1)]
     return [
         _draw(probabilities(logits, sampling), uniform(sampling.seed, request, position))
         for logits, request, position in zip(logits_SV, requests, positions, strict=True)
     ]
+
+
+def require_numbers(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
+    """Raise MoeschedError where logits are no numbers."""
+    largest_S = logits_SV.max(axis=1)
+    if not np.isfinite(largest_S).all():
+        row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
+        what = f"the logits of request {requests[row]} at position {positions[row]} are no numbers"
+        raise MoeschedError(f"{what}; check the checkpoint's weights, or try --dtype float32")
 
 
 def uniform(seed: int, request: int, position: int) -> float:

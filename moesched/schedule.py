@@ -10,7 +10,7 @@ from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
-from moesched.plan import Plan
+from moesched.plan import KV_BLOCK_TOKENS, Plan
 from moesched.rank_tasks import RankTasks
 from moesched.stages import Stage
 from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
@@ -255,9 +255,9 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
     """Set a micro-batch's works that are the same in all steps of a kind."""
     plan = schedule.plan
     operations = schedule.operations
-    sequences = len(batch.requests)
-    tokens = sequences
+    sequences = tokens = plan.batch.sequences(batch.requests)
     if kind == "prefill":
+        sequences = len(batch.requests)
         tokens = sum(plan.batch.prompts[request] for request in batch.requests)
     batch.works_at = []
     for stage in schedule.stages:
@@ -265,6 +265,12 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
         works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
         for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
             works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
+        if plan.batch.beams > 1:
+            cached_at = accelerator if batch.kv_on_accelerator else stage.processors["host"]
+            tokens_of_half_blocks = (
+                sequences * KV_BLOCK_TOKENS // 2
+            )  # what beams do not share with their parents
+            works["reorder"] = schedule.work("reorder", cached_at, tokens_of_half_blocks, operations.copy_kv)
         if not schedule.unified:
             fast, slow = stage.memory, plan.memory("host").name
             works["offload_qkv"] = schedule.move(fast, slow, tokens * operations.qkv_bytes)[1]
@@ -277,7 +283,8 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
 def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     """Set a micro-batch's works that grow from step to step."""
     prompts = schedule.plan.batch.prompts
-    lengths = [prompts[request] + index for request in batch.requests]
+    beams = schedule.plan.batch.beams if index else 1
+    lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
     tokens = len(lengths) if index else sum(lengths)
     if index:
         amount = schedule.operations.attention_step(lengths)

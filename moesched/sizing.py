@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
-from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Batch, Plan, cached_tokens
+from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Batch, Plan, cached_tokens_of_beams
 from moesched.planner.candidate import Candidate, Seen
 from moesched.planner.traits import Setting
 from moesched.preview import preview
@@ -46,10 +46,11 @@ def choose_sizes(
             raise BadInput(f"{option} is {size}: give 1 or more")
     count = len(setting.lengths)
     if batch_size is None and count > 1:
-        found = _search(setting, micro_batch_size, successive)
+        found = _search(setting, micro_batch_size, successive)._replace(beams=setting.beams)
         return _fit_all(setting, found) if successive else found
     batch_size = min(batch_size or 1, count)
-    return Sizes(batch_size, min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size))
+    size = min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size)
+    return Sizes(batch_size, size, beams=setting.beams)
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:
@@ -93,7 +94,8 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
         if cached := plan.cached_by(role):
             tokens = sum(at_end[number] for number in cached) + plan.free(role) // token
             shares.append(tokens // len(cached) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS)
-    return max(min(shares), *at_end, cached_tokens(max(setting.lengths) + setting.new_tokens))
+    alone = cached_tokens_of_beams(max(setting.lengths), setting.new_tokens, setting.beams)
+    return max(min(shares), *at_end, alone)
 
 
 def _fit_all(setting: Setting, sizes: Sizes) -> Sizes:

@@ -11,6 +11,8 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
     ATTENDED --post_attention--> INPUT of the next layer
     ATTENDED --route--> ROUTED --run_expert for each expert, then combine--> INPUT of the next layer
 
+With several beams, `embed` of a decode step is preceded by a task that has every beam continue the one it came from.
+
 Experts may run on the host, between `offload_routed`, which takes all routed rows there, and `load_routed`, which
 brings back what those experts made of them.
 
@@ -122,6 +124,11 @@ class Step:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
         batch.tag = self._base
         lane = batch.stage.lane
+        if self.index and self._schedule.plan.batch.beams > 1:
+            at_home, kernel = (lane, Kernel) if batch.kv_on_accelerator else (self._host, HostKernel)
+            work = batch.works["reorder"]
+            reorder = kernel(at_home, work, "reorder", -1, micro_batch, -1, None, self.index)
+            self._submit(reorder, (batch.tokens,), (batch.positions, *batch.kv))
         batch.last = task = Kernel(lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index)
         return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 

@@ -11,7 +11,9 @@ from moesched.errors import BadInput
 from moesched.plan import cached_tokens
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=60)
-SIZES = st.builds(Sizes, st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(112, 400))
+SIZES = st.builds(
+    Sizes, st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(336, 800), beams=st.integers(1, 3)
+)
 
 
 def test_the_longest_prompt_goes_to_the_micro_batch_with_the_fewest_tokens() -> None:

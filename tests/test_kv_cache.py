@@ -175,3 +175,83 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
     for sequence in lengths:
         cache.close(sequence)
     assert cache.free_blocks == 12
+
+
+def test_heirs_go_on_with_what_their_parents_have() -> None:
+    cache = small_cache(blocks=12)
+    for sequence in (0, 1, 2):
+        cache.open(sequence)
+    fill(cache, [0, 1, 2], [6, 6, 6])
+    cache.reorder([0, 1, 2], [1, 1, 0], [10, 11, 12])
+    assert [contents(cache, heir)[0] // 1000 for heir in (10, 11, 12)] == [1, 1, 0]
+    fill(cache, [10, 11, 12], [1, 1, 1])
+    assert contents(cache, 10) == [*marks(1, 6), 10_006.0]
+    assert contents(cache, 11) == [*marks(1, 6), 11_006.0]
+    assert contents(cache, 12) == [*marks(0, 6), 12_006.0]
+
+
+def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:
+    cache = small_cache(blocks=8)
+    cache.open(0)
+    fill(cache, [0], [10])
+    cache.reorder([0], [0, 0, 0], [0, 1, 2])
+    assert cache.free_blocks == 8 - 3 - 2
+    for heir in (0, 1, 2):
+        cache.close(heir)
+    assert cache.free_blocks == 8
+
+
+def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> None:
+    cache = small_cache(blocks=4)
+    for sequence in (0, 1):
+        cache.open(sequence)
+    fill(cache, [0, 1], [6, 6])
+    assert cache.free_blocks == 0
+    cache.reorder([0, 1], [1, 1], [0, 1])
+    assert cache.free_blocks == 1
+    assert contents(cache, 0) == contents(cache, 1) == marks(1, 6)
+
+
+def test_a_copy_without_a_free_block_is_refused() -> None:
+    cache = small_cache(blocks=2)
+    cache.open(0)
+    fill(cache, [0], [6])
+    with pytest.raises(OutOfBlocks, match="0 free blocks of 2, 1 are needed"):
+        cache.reorder([0], [0, 0], [0, 1])
+
+
+def test_scattered_sequences_of_one_length_are_one_view() -> None:
+    cache = small_cache(blocks=12)
+    cache.open(0)
+    fill(cache, [0], [6])
+    cache.reorder([0], [0, 0, 0], [0, 1, 2])
+    fill(cache, [0, 1, 2], [3, 3, 3])
+    views = cache.views(0, cache.extend([1, 2], [0, 0]))
+    assert [view.keys_SLKd.shape for view in views] == [(2, 9, 3, 4)]
+    assert views[0].keys_SLKd[1, 6:, 0, 0].tolist() == [2006.0, 2007.0, 2008.0]
+
+
+def test_random_reorders_keep_what_each_sequence_has() -> None:
+    chosen = random.Random(5)
+    cache = small_cache(blocks=40)
+    cache.open(0)
+    expected: dict[int, list[float]] = {0: []}
+    for _ in range(60):
+        sequences = list(expected)
+        new = [chosen.randint(1, 2)] * len(sequences)
+        before = {sequence: len(expected[sequence]) for sequence in sequences}
+        fill(cache, sequences, new)
+        for sequence in sequences:
+            fresh = range(before[sequence], before[sequence] + new[0])
+            expected[sequence] = expected[sequence] + [sequence * 1000.0 + position for position in fresh]
+        if before[sequences[0]] > 20:
+            for sequence in sequences:
+                cache.close(sequence)
+            assert cache.free_blocks == 40
+            cache.open(0)
+            expected = {0: []}
+            continue
+        parents = [chosen.randrange(len(sequences)) for _ in range(4)]
+        cache.reorder(sequences, parents, range(4))
+        expected = {heir: expected[sequences[parent]] for heir, parent in enumerate(parents)}
+        assert all(contents(cache, heir) == held for heir, held in expected.items())

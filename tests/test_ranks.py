@@ -27,6 +27,7 @@ from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.ranks import Rank, open_devices
 from moesched.runs import plan_run, run
+from moesched.sampling import Sampling
 from moesched.tasks import Task, Work
 from moesched.trace import Recorder
 from reference import Reference, generate
@@ -60,8 +61,9 @@ DBRX = msgspec.structs.replace(
     clip_qkv=8.0,
     rope_theta=5e5,
 )
+QWEN = msgspec.structs.replace(SMALL, layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
 TIED = msgspec.structs.replace(SMALL, layers=2, name="tied", tied_embeddings=True)
-MODELS = {config.name: config for config in (MIXTRAL, DBRX, TIED)}
+MODELS = {config.name: config for config in (MIXTRAL, DBRX, QWEN, TIED)}
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
 NEW_TOKENS = 4
 PER_GPU = {"gpu": 320_000}
@@ -156,6 +158,20 @@ def test_two_accelerators_give_the_tokens_of_one(folder: Path, model: str, polic
     report = run_two(folder, model, policy=policy)
     assert report.tensor_parallel == 2
     assert report.tokens == expected(folder / model)
+
+
+def test_heads_that_are_normalised_one_by_one_are_cut_too(folder: Path) -> None:
+    report = run_two(folder, "qwen", policy="resident", budgets={})
+    assert report.tokens == expected(folder / "qwen")
+
+
+def test_two_accelerators_find_the_beams_of_one(folder: Path) -> None:
+    sampling = Sampling(beams=3, length_penalty=0.0)
+    one, two = (
+        run_two(folder, "mixtral", sampling=sampling, budgets={}, tensor_parallel=ranks) for ranks in (1, 2)
+    )
+    assert two.tokens == one.tokens
+    assert two.scores == pytest.approx(one.scores, abs=1e-4)
 
 
 def test_an_lm_head_that_is_the_embedding_is_cut_too(folder: Path) -> None:

@@ -67,8 +67,8 @@ OLMOE = msgspec.structs.replace(
     weights_sum_to_one=False,
     form="olmoe",
 )
-# DBRX's pages hold a few rows each: its transposed matrices come in several blocks.
-PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": None}
+# Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
+PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 POLICIES = [
     ("resident", {}),

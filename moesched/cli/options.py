@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moesched.prompts import Prompt
 
 SIZES = Group("Sizes and budgets", sort_key=2)
+BEAMS = Group("Beam search", sort_key=4)
 OUTPUT = Group("Output", sort_key=9)
 
 Json = Annotated[
@@ -79,6 +80,9 @@ BatchSize = Annotated[
 MicroBatchSize = Annotated[
     int | None,
     Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
+]
+Beams = Annotated[
+    int, Parameter(group=BEAMS, metavar="N", help="Go on with the N likeliest sequences of each prompt.")
 ]
 Routing = Annotated[
     str | None,

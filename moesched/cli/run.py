@@ -91,6 +91,21 @@ def run(
     seed: Annotated[
         int, Parameter(group=SAMPLING, help="Of the random numbers that tokens are drawn with.")
     ] = 0,
+    beams: options.Beams = 1,
+    length_penalty: Annotated[
+        float,
+        Parameter(
+            group=options.BEAMS,
+            metavar="X",
+            help="A sequence's log probability is divided by its length to this power.",
+        ),
+    ] = 1.0,
+    early_stopping: Annotated[
+        bool,
+        Parameter(
+            group=options.BEAMS, negative="", help="End when as many sequences as there are beams have ended."
+        ),
+    ] = False,
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     budget: options.Budgets = (),
@@ -141,7 +156,15 @@ def run(
                 settings=parse_settings(settings),
                 max_new_tokens=max_new_tokens,
                 dtype=dtype,
-                sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+                sampling=Sampling(
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    seed=seed,
+                    beams=beams,
+                    length_penalty=length_penalty,
+                    early_stopping=early_stopping,
+                ),
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 device=device,

@@ -74,6 +74,11 @@ class Operations:
         moved = 2 * tokens * self.hidden_bytes
         return Amount(0, moved, (Part("embed", moved),))
 
+    def copy_kv(self, tokens: int) -> Amount:
+        """Keys and values of all layers copied within the KV cache."""
+        moved = 2 * tokens * self.kv_bytes * self.config.layers
+        return Amount(0, moved, (Part("embed", moved),))
+
     def pre_attention(self, tokens: int) -> Amount:
         """Norm, QKV projection, rotary embedding."""
         hidden, query, key = self.config.hidden, self.query_width, self.key_width

@@ -41,6 +41,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         slot_bytes: what a page takes in a slot of the device at hand.
         splits_kv: whether the policy can be told the share of the KV cache that stays on the accelerator.
         kv_on_gpu: that share, where it is not to be searched.
+        beams: sequences that each request has in decode.
     """
 
     make: Callable[..., Policy]
@@ -53,11 +54,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: Callable[[Page], int] | None = None
     splits_kv: bool = False
     kv_on_gpu: float | None = None
+    beams: int = 1
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
         lengths = self.lengths[: micro_batches * size]
-        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size))
+        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size, beams=self.beams))
 
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
