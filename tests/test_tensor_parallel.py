@@ -67,7 +67,10 @@ def plan_on(
 # -- the cut ---------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(sorted(SHAPES)), st.sampled_from([2, 4]))
+CUT = sorted(name for name, config in SHAPES.items() if config.qk_norm != "projection")
+
+
+@given(st.sampled_from(CUT), st.sampled_from([2, 4]))
 def test_all_ranks_together_have_every_weight(name: str, ranks: int) -> None:
     config = SHAPES[name]
     whole, cut = tensor_shapes(config), tensor_shapes(cut_config(config, ranks))
@@ -79,12 +82,14 @@ def test_all_ranks_together_have_every_weight(name: str, ranks: int) -> None:
             "ffn_norm",
             "final_norm",
             "router",
+            "q_norm",
+            "k_norm",
         )
         smaller = [few * ranks == all_ for few, all_ in zip(cut[tensor], shape, strict=True)]
         assert sum(smaller) == (0 if kept else 1), tensor
 
 
-@given(st.sampled_from(sorted(SHAPES)), st.sampled_from([2, 4]), st.integers(1, 300))
+@given(st.sampled_from(CUT), st.sampled_from([2, 4]), st.integers(1, 300))
 def test_ranks_share_out_the_work_of_products_and_attention(name: str, ranks: int, tokens: int) -> None:
     whole, cut = (
         Operations(config, "bfloat16") for config in (SHAPES[name], cut_config(SHAPES[name], ranks))
