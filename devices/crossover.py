@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache, partial
@@ -42,8 +42,9 @@ def most_rows(variant: str) -> int:
 
 
 def measure_again(variant: str) -> None:
-    """Measure anew, for all runs from the next process on; this one goes on with what it has used."""
+    """Measure anew, and keep that for all runs to come."""
     _keep(_kept() | {_here(variant): measure_most_rows(variant)})
+    most_rows.cache_clear()
 
 
 def measure_most_rows(variant: str) -> int:
@@ -73,13 +74,12 @@ Call = Callable[[], object]
 
 def _contests(kernel: ExpertKernel, team: Team) -> Iterator[tuple[int, Call, Call]]:
     """Numbers of rows, and the same products by the kernel and by torch."""
-    generator = torch.Generator().manual_seed(1)
     count = COLD_BYTES // (2 * OUTPUTS * INPUTS)
-    matrices = [torch.randn(OUTPUTS, INPUTS, generator=generator).bfloat16() for _ in range(count)]
+    matrices = [torch.full((OUTPUTS, INPUTS), 0.01, dtype=torch.bfloat16) for _ in range(count)]
     plain = cycle(matrices)
     torchs = cycle([pack(each) for each in matrices] if packing_pays() else matrices)
     for rows in ROWS:
-        x_TD = torch.randn(rows, INPUTS, generator=generator).bfloat16()
+        x_TD = torch.full((rows, INPUTS), 0.01, dtype=torch.bfloat16)
         ours = [partial(_multiply, kernel.linear, x_TD, plain)] * team.cores
         theirs = [partial(_multiply, kernels.linear, x_TD, torchs)] * team.cores
         yield rows, partial(_one_by_one, ours), partial(team.run, theirs)
@@ -89,7 +89,7 @@ def _multiply(linear: Callable[[Tensor, Blocks], Tensor], x_TD: Tensor, matrices
     return linear(x_TD, [next(matrices)])
 
 
-def _one_by_one(calls: list[Call]) -> None:
+def _one_by_one(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
 

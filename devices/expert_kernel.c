@@ -25,7 +25,7 @@ enum {
     MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once */
     PANEL_BYTES = 24 << 10,  /* of x: stay in the first-level cache while rows of weights pass */
     MOST_OUTPUTS = 64,       /* outputs that a thread takes at a time */
-    CHUNK_BYTES = 128 << 10, /* and bytes of weights, about: a few of them fit the second-level cache */
+    CHUNKS = 4,              /* of each thread, at least, where there is enough: the last ones to end are soon done */
     ALONE_BYTES = 128 << 10, /* up to so many bytes of weights, the others are not called */
     SPIN_NANOSECONDS = 50000,
 };
@@ -472,10 +472,10 @@ static void place_rows(const Variant *variant, const Product *product, const uin
     for (int row = 0; row < product->batch; row++) variant->place_row(product, row, x + row * stride);
 }
 
-static int64_t chunk_of(int64_t inputs) {
-    int64_t rows = CHUNK_BYTES / (inputs * (int64_t)sizeof(uint16_t)) / 8 * 8;
-    rows = rows < 8 ? 8 : rows;
-    return rows > MOST_OUTPUTS ? MOST_OUTPUTS : rows;
+/* Outputs that a thread takes at a time: whole tiles, as long as there are any. */
+static int64_t chunk_of(const Team *team, int64_t outputs) {
+    const int64_t share = outputs / (CHUNKS * (team->helpers + 1)) / MOST_TILE_ROWS * MOST_TILE_ROWS;
+    return share < MOST_TILE_ROWS ? MOST_TILE_ROWS : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
 }
 
 int moesched_most_batch(void) { return MOST_BATCH; }
@@ -491,7 +491,7 @@ int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs,
     if (!memory) return -1;
     give_scratch(variant, &job.last, memory);
     place_rows(variant, &job.last, x, stride);
-    Task task = {.job = &job, .parts = 1, .shares = {{variant->project, outputs, chunk_of(inputs), 0, 0}}};
+    Task task = {.job = &job, .parts = 1, .shares = {{variant->project, outputs, chunk_of(team, outputs), 0, 0}}};
     run(team, &task);
     free(memory);
     return 0;
@@ -514,8 +514,8 @@ int moesched_expert(Team *team, int64_t batch, int64_t hidden, int64_t width, co
     place_rows(variant, &job.gate, x, stride);
     Task task = {.job = &job,
                  .parts = 2,
-                 .shares = {{variant->gate, width, chunk_of(2 * hidden), 0, 0},
-                            {variant->project, hidden, chunk_of(width), 0, 0}}};
+                 .shares = {{variant->gate, width, chunk_of(team, width), 0, 0},
+                            {variant->project, hidden, chunk_of(team, hidden), 0, 0}}};
     run(team, &task);
     free(memory);
     return 0;

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
         library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer]
         library.moesched_free_team.restype = None
         library.moesched_free_team.argtypes = [pointer]
-        shape = [pointer, number, number, number, pointer, number]
+        shape: list[Any] = [pointer, number, number, number, pointer, number]
         library.moesched_product.argtypes = [*shape, text, pointer]
         library.moesched_expert.argtypes = [*shape, text, text, text, pointer]
         return library

@@ -78,12 +78,14 @@ INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t
     static TARGET void ISA(tiles_##C)(const uint16_t *weights, int64_t rows, int64_t stride, const char *x,           \
                                       int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {                \
         int64_t row = 0;                                                                                               \
-        for (; row + TILE_ROWS(C) <= rows; row += TILE_ROWS(C))                                                        \
-            ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, TILE_ROWS(C) * stride, x, steps, rest,          \
+        for (; row + TILE_ROWS(C) <= rows; row += TILE_ROWS(C)) {                                                      \
+            /* What comes after the last ones is another thread's, perhaps. */                                         \
+            const int64_t ahead = row + 2 * TILE_ROWS(C) <= rows ? TILE_ROWS(C) * stride : 0;                          \
+            ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, ahead, x, steps, rest,                          \
                       sums + row * sums_stride, sums_stride);                                                          \
+        }                                                                                                              \
         for (; row < rows; row++)                                                                                      \
-            ISA(tile)(1, C, weights + row * stride, stride, stride, x, steps, rest, sums + row * sums_stride,          \
-                      sums_stride);                                                                                    \
+            ISA(tile)(1, C, weights + row * stride, stride, 0, x, steps, rest, sums + row * sums_stride, sums_stride); \
     }
 TILES(1)
 TILES(2)

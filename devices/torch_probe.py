@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
-from . import torch_kernels as kernels
 from .arena import aligned_bytes, round_down
+from .crossover import measure_again
 from .direct_file import DirectFile
+from .expert_kernel import AUTO, variants
 from .packed_weights import pack, packing_pays
 from .page_reader import DTYPES
+from .products import Products, make_kernel, rows_for_kernel
 from .team import Team
 from .torch_device import READS_IN_FLIGHT
 
@@ -39,9 +41,13 @@ class TorchProbe:
         torch.set_num_threads(threads)
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
+        if variants():
+            measure_again(variants()[0])
+        self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16"), pin=False))
 
     def close(self) -> None:
-        """End the threads that read, and close the files."""
+        """End the threads, and close the files."""
+        self._products.close()
         self._readers.close()
         for file in self._files.values():
             file.close()
@@ -65,7 +71,7 @@ class TorchProbe:
 
         def of_rows(rows: int) -> Call:
             x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
-            return lambda: kernels.linear(x_TD, next(blocks))
+            return lambda: self._products.linear(x_TD, next(blocks))
 
         return of_rows
 

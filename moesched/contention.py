@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,12 +9,10 @@ import numpy as np
 
 LEAST_OVERLAP = 0.3
 """How much of a task must have been beside others for it to tell anything."""
-LEAST_SHARE = 0.05
-"""How much of the time beside others what is told of must make up."""
 LEAST_RATE = 0.05
-PRIOR_SECONDS = 0.003
-"""How much observation it takes to tell a mix's rate from that of all mixes together: mixes that come in the same
-proportions in every task cannot be told apart, and least squares alone would give one what it takes from another."""
+PRIOR_SECONDS = 0.005
+"""How much observation it takes to tell a mix's rate from that of all mixes together: mixes that were hardly seen, or
+come in the same proportions in every task, would else be given what another one is robbed of."""
 
 
 class Observed(NamedTuple):
@@ -40,16 +37,12 @@ def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
     inverse of o: for a single mix they bring the tasks' times to the right sum, which is what a lane's busy time is.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
-    seconds: Counter[str] = Counter()
-    for each in overlapping:
-        seconds.update(each.beside)
-    mixes = [mix for mix, shared in seconds.items() if shared >= LEAST_SHARE * seconds.total()]
-    observed = [each for each in overlapping if any(mix in each.beside for mix in mixes)]
-    if not observed:
+    if not overlapping:
         return {}
-    beside = np.array([[each.beside.get(mix, 0.0) for mix in mixes] for each in observed])
+    mixes = sorted({mix for each in overlapping for mix in each.beside})
+    beside = np.array([[each.beside.get(mix, 0.0) for mix in mixes] for each in overlapping])
     overlap = beside.sum(axis=1)
-    left = np.array([each.alone - each.took for each in observed]) + overlap
+    left = np.array([each.alone - each.took for each in overlapping]) + overlap
     weights = 1 / np.sqrt(overlap)
     prior = np.sqrt(PRIOR_SECONDS) * np.eye(len(mixes))
     of_all = left.sum() / overlap.sum()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Every run of a test checks the engine's transitions and the memory's books.
 os.environ["MOESCHED_VALIDATE"] = "1"
+# Nothing that was calibrated or kept on this machine, and nothing that tests calibrate is left there.
+os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
+atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)

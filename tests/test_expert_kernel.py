@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,14 +14,17 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from _small_runs import ONE_MEMORY, generate
 
 from moesched.devices import crossover
 from moesched.devices.expert_kernel import ExpertKernel, availability, variants
 from moesched.devices.products import Products
+from moesched.devices.team import affinity, usable_cores
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
 
 Tensor = torch.Tensor
 
@@ -186,6 +190,38 @@ kernel.close()
     assert done.returncode == 0, done.stderr
 
 
+@needs_kernel
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or usable_cores() < 2, reason="needs Linux and two cores"
+)
+def test_pinned_helpers_stay_on_a_core_each_and_the_caller_on_none() -> None:
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    with closing(ExpertKernel(8, threads=2, pin=True)):
+        [helper] = set(tasks.iterdir()) - before
+        assert os.sched_getaffinity(int(helper.name)) == {affinity()[1]}
+    assert usable_cores() > 1
+
+
+@needs_kernel
+def test_a_run_says_with_the_kernel_about_what_it_says_with_torch() -> None:
+    checkpoint = open_checkpoint(TINY)
+    layout = weight_layout(checkpoint.config, "bfloat16")
+    ours, theirs = (
+        generate(
+            TorchDevice(checkpoint, layout, keep_logits=True, kernel=kernel),
+            make_policy("resident"),
+            ONE_MEMORY,
+            [[5, 6, 7], [90]],
+            new_tokens=2,
+            micro_batch_size=2,
+        ).logits_RSV[:, 0]
+        for kernel in (variants()[0], "torch")
+    )
+    assert not torch.equal(ours, theirs), "the setting has no effect"
+    assert (ours - theirs).abs().mean() < 0.03 * theirs.std()
+
+
 def test_a_kernel_that_is_not_there_is_refused_with_those_that_are() -> None:
     checkpoint = open_checkpoint(TINY)
     with pytest.raises(BadInput, match="kernel is 'gpu': give one of auto, torch"):
@@ -201,6 +237,8 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     assert here.startswith("portable, ")
     assert rows in (0, *crossover.ROWS)
     file.write_bytes(msgspec.json.encode({here: 7}))
-    crossover.most_rows.cache_clear()
     assert crossover.most_rows("portable") == 7
+    file.write_bytes(b"{broken")
+    crossover.most_rows.cache_clear()
+    assert crossover.most_rows("portable") in (0, *crossover.ROWS)
     crossover.most_rows.cache_clear()

@@ -101,7 +101,15 @@ def test_the_search_finds_what_trying_everything_finds(
 @settings(max_examples=15, deadline=None)
 @given(shapes=shapes(), share=st.floats(0, 1))
 def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[Shape], share: float) -> None:
-    traits = Traits(attention_on_gpu=False, kv_on_gpu=False, keeps=1.0, streams=True, buffer=2.0, fetch=0.1)
+    traits = Traits(
+        attention_on_gpu=False,
+        ffn_on_gpu=True,
+        kv_on_gpu=False,
+        keeps=1.0,
+        streams=True,
+        buffer=2.0,
+        fetch=0.1,
+    )
     split = [shape for shape in shapes if shape.resident]
     found = best(replace(setting("cgopipe"), kv_on_gpu=share), traits, split) if split else None
     if found is not None:

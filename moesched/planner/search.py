@@ -74,7 +74,10 @@ def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident:
         memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
     }
     none, all_of_them = (weight_bytes(setting, traits, kept) for kept in (0.0, 1.0))
-    kept = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
+    if all_of_them > none:
+        kept = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
+    else:  # the buffer takes as much as what would stream through it
+        kept = traits.keeps if free[fast] >= all_of_them else -1.0
     if kept < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
         return None
     return _choice(setting, traits, shape, count, resident, kept)

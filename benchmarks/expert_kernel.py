@@ -1,0 +1,199 @@
+"""The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
+
+    python benchmarks/expert_kernel.py [--turns 5] [--runs 3]
+
+Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
+so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
+array on all cores, taken anew beside every figure. Torch has two ways: one expert on all cores, and as many experts as
+there are cores, each on a core of its own, as the device shares them out; the faster one counts, and weights are packed
+where that pays. All are measured in turn, and medians count.
+
+In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
+turn.
+
+The result is written to benchmarks/results/expert_kernel-MACHINE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from _results import named_for_machine, write_result
+from rich.progress import track
+
+from moesched import jobs
+from moesched.devices import torch_kernels as kernels
+from moesched.devices.crossover import most_rows
+from moesched.devices.expert_kernel import ExpertKernel, variants
+from moesched.devices.packed_weights import pack, packing_pays
+from moesched.devices.team import Team, usable_cores, use_cores
+from moesched.machines.local import cache_folder
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+
+HIDDEN, WIDTH = 4096, 14336
+EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+LEAST_SHARE_OF_STREAM = 0.85
+LEAST_DECODE_RATIO = 1.2
+STREAM_BYTES = 256 << 20
+MODEL = "mixtral-0.8b"
+PROMPT = 8
+NEW_TOKENS = {1: 48, 16: 5}
+"""By batch size; torch takes long for large batches where the processor has no bfloat16."""
+
+Matrices = list[list[torch.Tensor]]
+
+
+def main() -> None:
+    """Measure, print what came out, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--turns", type=int, default=5, help="how often each number of rows is measured")
+    parser.add_argument("--runs", type=int, default=3, help="how often each batch size is generated")
+    options = parser.parse_args()
+    with torch.inference_mode():
+        alone = measure_alone(options.turns)
+    decode = {str(batch): measure_decode(batch, options.runs) for batch in NEW_TOKENS}
+    figures = {
+        "instructions": variants()[0],
+        "most_rows": most_rows(variants()[0]),
+        "expert": {"hidden": HIDDEN, "width": WIDTH, "bytes": EXPERT_BYTES},
+        "bars": {
+            "share_of_stream_up_to_4_rows": LEAST_SHARE_OF_STREAM,
+            "times_torch_up_to_16_rows": 1.0,
+            "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
+        },
+        "alone": alone,
+        "decode": decode,
+    }
+    print(write_result(named_for_machine("expert_kernel"), figures, "torch"))
+
+
+# ---------------------------------------------------------------- alone
+
+
+def measure_alone(turns: int) -> dict[str, dict[str, float]]:
+    """By number of rows: bandwidths in GB/s, and their ratios."""
+    count = max(usable_cores(), 2, -(-4 * last_level_cache() // EXPERT_BYTES))
+    experts = [random_expert(seed) for seed in range(count)]
+    kept = [[[pack(matrix)] for [matrix] in expert] for expert in experts] if packing_pays() else experts
+    figures = {}
+    with closing(ExpertKernel(max(ROWS))) as kernel, closing(Team(usable_cores())) as team:
+        for rows in track(ROWS, "rows"):
+            calls = contenders(kernel, team, rows, experts, kept)
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(turns):
+                for name, call in calls.items():
+                    seconds[name].append(timed(call))
+            figures[str(rows)] = compare({name: median(times) for name, times in seconds.items()})
+            print(f"{rows:>3} rows: {figures[str(rows)]}", flush=True)
+    return figures
+
+
+def contenders(
+    kernel: ExpertKernel, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
+) -> dict[str, Callable[[], object]]:
+    """What is measured: each call does as many experts as there are cores, but for the stream."""
+    x_nD = torch.randn(rows, HIDDEN).bfloat16()
+    plain, torchs = cycle(experts), cycle(kept)
+    numbers = torch.ones(STREAM_BYTES // 8, dtype=torch.float64)
+    theirs = [partial(lambda: kernels.expert_ffn(x_nD, *next(torchs)))] * team.cores
+
+    def stream() -> None:
+        use_cores(team.cores)
+        numbers.sum()
+
+    def ours() -> None:
+        for _ in range(team.cores):
+            kernel.expert(x_nD, *next(plain))
+
+    def one_by_one() -> None:
+        use_cores(team.cores)
+        for call in theirs:
+            call()
+
+    return {"stream": stream, "kernel": ours, "torch": one_by_one, "torch_shared": partial(team.run, theirs)}
+
+
+def compare(seconds: dict[str, float]) -> dict[str, float]:
+    """Bandwidths in GB/s from the seconds of each contender."""
+    nbytes = usable_cores() * EXPERT_BYTES
+    rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
+    rates["stream"] = STREAM_BYTES / seconds["stream"] / 1e9
+    best = max(rates["torch"], rates["torch_shared"])
+    figures = {f"{name}_gbs": rate for name, rate in rates.items()}
+    figures |= {"share_of_stream": rates["kernel"] / rates["stream"], "times_torch": rates["kernel"] / best}
+    return {name: round(figure, 3) for name, figure in figures.items()}
+
+
+def random_expert(seed: int) -> Matrices:
+    """Gate, up and down."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    return [[(torch.randn(shape, generator=generator) * 0.02).bfloat16()] for shape in shapes]
+
+
+def last_level_cache() -> int:
+    """Bytes; 64 MiB where the system does not tell."""
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) << 10
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=64 << 20)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+# ---------------------------------------------------------------- in whole
+
+
+def measure_decode(batch: int, runs: int) -> dict[str, Any]:
+    """Tokens per second with the kernel and with torch alone; the sides take turns."""
+    model = cache_folder() / MODEL
+    if not (model / "config.json").exists():
+        write_random_model(SHAPES[MODEL], model)
+    rates: dict[str, list[float]] = {"auto": [], "torch": []}
+    for _ in track(range(runs), f"batch {batch}"):
+        for kernel, found in rates.items():
+            found.append(decode(model, batch, kernel))
+    middle = {kernel: median(found) for kernel, found in rates.items()}
+    print(f"batch {batch}: {rates}", flush=True)
+    return {
+        "kernel_tokens_per_second": round(middle["auto"], 2),
+        "torch_tokens_per_second": round(middle["torch"], 2),
+        "ratio": round(middle["auto"] / middle["torch"], 3),
+        "all": {kernel: [round(each, 2) for each in found] for kernel, found in rates.items()},
+    }
+
+
+def decode(model: Path, batch: int, kernel: str) -> float:
+    """Decoded tokens per second of one run."""
+    prompts = [[(31 * request + 17 * n) % 1000 for n in range(PROMPT)] for request in range(batch)]
+    report = jobs.run_model(
+        model,
+        prompts,
+        policy="resident",
+        max_new_tokens=NEW_TOKENS[batch],
+        batch_size=batch,
+        micro_batch_size=batch,
+        device_settings={"kernel": kernel},
+    )
+    return report.decode_tokens_per_second
+
+
+if __name__ == "__main__":
+    main()
