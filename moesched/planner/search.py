@@ -21,6 +21,8 @@ from .traits import Setting, Shape, Share, Traits
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
+DIGITS = 6
+"""Of a share: finer ones say nothing of whole micro-batches, and the solver refuses numbers next to 0."""
 HALF = 0.5
 """A share of the micro-batches is rounded to whole ones."""
 MB = 1e6
@@ -144,7 +146,7 @@ class _Programme:
         if len(sorts) > 1:
             model.addConstr(model.qsum(counts) <= shape.most)
         if share is not None and shape.resident is not None:
-            short = share * model.qsum(counts) - counts[1]
+            short = round(share, DIGITS) * model.qsum(counts) - counts[1]
             model.addConstr(short <= HALF)
             model.addConstr(short >= -HALF)
         return list(zip(sorts, counts, strict=True))
