@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
-from moesched.other_load import OtherLoad
+from moesched.calibration.other_load import OtherLoad
 
 MOST_OTHER_CORES = 0.1
 """What others may keep busy during a run that need not be done again."""

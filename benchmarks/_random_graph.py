@@ -18,6 +18,7 @@ from _random_program import GARBAGE, TYPES, Rank, Record, Trouble, digest
 from _random_verdict import Verdict, judge
 from _thread_streams import ThreadStreams
 
+from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import TaskCancelled, TaskFailed
@@ -30,7 +31,6 @@ from moesched.tasks import (
     Work,
 )
 from moesched.transports.inproc import InprocTransport
-from moesched.validation import CheckedEngine, CheckedSharedEngine
 
 
 class Shape(NamedTuple):

@@ -7,11 +7,11 @@ from random import Random
 from _random_graph import Shape
 from _random_verdict import Problem, Verdict
 
+from moesched.checking.symbolic import SymbolicDevice
 from moesched.errors import BadInput, TaskCancelled, TaskFailed
 from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.seams import Policy
-from moesched.symbolic import SymbolicDevice
 from moesched.tasks import CANCELLED, DONE, FAILED, Task
 from moesched.testing import Case, Clock, policy_cases, run_on_symbols
 

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from moesched.checking.validation import CheckedEngine
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
 from moesched.memory import Memory, Pool, Views
 from moesched.models.layout import Page
@@ -20,7 +21,6 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.validation import CheckedEngine
 
 if TYPE_CHECKING:
     from _random_graph import Graph

@@ -37,13 +37,13 @@ from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.batching import Sizes, batch_of
+from moesched.calibration.other_load import OtherLoad
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.other_load import OtherLoad
 from moesched.outcome import Report
 from moesched.plan import Plan
 from moesched.planner import KV_SHARE, plan_best, splits_kv

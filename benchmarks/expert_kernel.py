@@ -30,12 +30,12 @@ import torch
 from _results import named_for_machine, write_result
 from rich.progress import track
 
-from moesched import jobs
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.crossover import most_rows
 from moesched.devices.expert_kernel import ExpertKernel, variants
 from moesched.devices.packed_weights import pack, packing_pays
 from moesched.devices.team import Team, usable_cores, use_cores
+from moesched.jobs.model_jobs import run_model
 from moesched.machines.local import cache_folder
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
@@ -183,7 +183,7 @@ def measure_decode(batch: int, runs: int) -> dict[str, Any]:
 def decode(model: Path, batch: int, kernel: str) -> float:
     """Decoded tokens per second of one run."""
     prompts = [[(31 * request + 17 * n) % 1000 for n in range(PROMPT)] for request in range(batch)]
-    report = jobs.run_model(
+    report = run_model(
         model,
         prompts,
         policy="resident",

@@ -41,7 +41,8 @@ from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
-from moesched.calibrate import calibrate
+from moesched.analysis.replayed_run import replay_recording, without_loading
+from moesched.calibration.calibrate import calibrate
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine, parse_machine
 from moesched.machines.local import cache_folder
@@ -51,7 +52,6 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.plan import Plan, split_batch
-from moesched.replayed_run import replay_recording, without_loading
 from moesched.runs import plan_run, run, simulate
 from moesched.trace import Recorder, Recording
 

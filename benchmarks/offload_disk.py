@@ -45,11 +45,11 @@ from _results import named_for_machine, write_result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moesched.calibration.other_load import OtherLoad
 from moesched.machines.local import cache_folder
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.other_load import OtherLoad
 
 MODEL = "mixtral-0.8b"
 PARTS = ("disk", "page_cache", "resident")

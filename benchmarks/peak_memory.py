@@ -150,7 +150,8 @@ def measured(name: str, model: Path) -> dict[str, Any]:
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     """The run itself, in this process."""
-    from moesched import jobs, plugins
+    from moesched import plugins
+    from moesched.jobs.model_jobs import run_model
     from moesched.models.checkpoint import open_checkpoint
 
     device = asked.get("device", "torch")
@@ -162,7 +163,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     settings = asked.get("settings") or {"direct": asked.get("direct", True)}
     baseline = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    report = jobs.run_model(
+    report = run_model(
         asked["model"],
         prompts,
         policy=asked["policy"],

@@ -20,15 +20,15 @@ from typing import Any
 from _results import named_for_machine, write_result
 from rich.progress import track
 
-from moesched.accelerators import cut_over_ranks
 from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
+from moesched.parallel.accelerators import cut_over_ranks
 from moesched.planner import POLICIES, Setting, plan_best, splits_kv
+from moesched.planner.preview import preview
 from moesched.plugins import find
-from moesched.preview import preview
 from moesched.workloads import load_workload
 
 CASES = [

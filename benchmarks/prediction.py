@@ -38,7 +38,7 @@ from _in_turn import Figures, Run, measure_in_turn
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
-from moesched.calibrate import calibrate
+from moesched.calibration.calibrate import calibrate
 from moesched.machines import Machine, load_machine, parse_machine
 from moesched.machines.local import cache_folder, calibrated_file
 from moesched.models.checkpoint import open_checkpoint

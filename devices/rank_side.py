@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moesched.rank_tasks import HIDDEN, LOGITS
+from moesched.parallel.rank_tasks import HIDDEN, LOGITS
 from moesched.seams import Transport
 from moesched.tasks import Collective, Task
 

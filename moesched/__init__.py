@@ -15,11 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moesched.calibrate import calibrate as calibrate_machine
-    from moesched.compare import compare as compare_runs
+    from moesched.analysis.compare import compare as compare_runs
+    from moesched.analysis.roofline import roofline_of
+    from moesched.analysis.roofline_picture import draw_roofline
+    from moesched.analysis.sparsity import sparsity_of
+    from moesched.calibration.calibrate import calibrate as calibrate_machine
     from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed
-    from moesched.job_report import JobReport, write_report
-    from moesched.jobs import run_model, simulate_model
+    from moesched.jobs.model_jobs import run_model, simulate_model
+    from moesched.jobs.report import JobReport, write_report
     from moesched.listeners import Listener
     from moesched.machines import Machine, load_machine
     from moesched.machines.local import local_machine
@@ -28,30 +31,27 @@ if TYPE_CHECKING:
     from moesched.plan import Plan
     from moesched.planner import plan_model
     from moesched.reproduce import reproduce as reproduce_paper
-    from moesched.roofline import roofline_of
-    from moesched.roofline_picture import draw_roofline
     from moesched.routing.profile import read_profile as read_routing_profile
     from moesched.routing.profiling import profile_routing
     from moesched.sampling import Sampling
-    from moesched.sparsity import sparsity_of
     from moesched.step import Step
     from moesched.trace import check_trace, read_trace
     from moesched.workloads import Workload, given_lengths, load_workload
 
 _HOMES = {
     # what the commands do
-    "run_model": "moesched.jobs",
-    "simulate_model": "moesched.jobs",
+    "run_model": "moesched.jobs.model_jobs",
+    "simulate_model": "moesched.jobs.model_jobs",
     "write_random_model": "moesched.models.random_model",
-    "compare_runs": "moesched.compare:compare",
-    "calibrate_machine": "moesched.calibrate:calibrate",
+    "compare_runs": "moesched.analysis.compare:compare",
+    "calibrate_machine": "moesched.calibration.calibrate:calibrate",
     "plan_model": "moesched.planner",
-    "roofline_of": "moesched.roofline",
-    "draw_roofline": "moesched.roofline_picture",
+    "roofline_of": "moesched.analysis.roofline",
+    "draw_roofline": "moesched.analysis.roofline_picture",
     "profile_routing": "moesched.routing.profiling",
-    "sparsity_of": "moesched.sparsity",
+    "sparsity_of": "moesched.analysis.sparsity",
     # what they take and give
-    "JobReport": "moesched.job_report",
+    "JobReport": "moesched.jobs.report",
     "Listener": "moesched.listeners",
     "Machine": "moesched.machines",
     "Sampling": "moesched.sampling",
@@ -64,7 +64,7 @@ _HOMES = {
     "read_routing_profile": "moesched.routing.profile:read_profile",
     "read_trace": "moesched.trace",
     "reproduce_paper": "moesched.reproduce:reproduce",
-    "write_report": "moesched.job_report",
+    "write_report": "moesched.jobs.report",
     # what a policy sees
     "Page": "moesched.models.layout",
     "Plan": "moesched.plan",

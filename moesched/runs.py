@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from moesched.beams import Standing
+from moesched.checking.validation import new_engine, new_shared_engine, watching
 from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
@@ -25,15 +26,14 @@ from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Outcome, Report, make_report
+from moesched.parallel.ranks import OfLanes, OnDevices, Rank
 from moesched.plan import Batch, Plan
-from moesched.ranks import OfLanes, OnDevices, Rank
 from moesched.routing import SeededRouting
 from moesched.sampling import Sampling
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Observer, Policy, Routing
 from moesched.tasks import Decision, Lane, Task
 from moesched.trace import LastSteps, Recorder
-from moesched.validation import new_engine, new_shared_engine, watching
 
 
 def plan_run(

@@ -10,9 +10,9 @@ from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
+from moesched.parallel.rank_tasks import RankTasks
+from moesched.parallel.stages import Stage
 from moesched.plan import KV_BLOCK_TOKENS, Plan
-from moesched.rank_tasks import RankTasks
-from moesched.stages import Stage
 from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
 
 STRIDE = 8

@@ -5,7 +5,7 @@
         check_policy(MyPolicy)
 
 A policy is run on several machines, models and batches, on the virtual clock and on real threads, on symbols instead
-of tensors (`moesched.symbolic`), with every transition of the engine checked. It must either refuse a plan that does
+of tensors (checking/symbolic.py), with every transition of the engine checked. It must either refuse a plan that does
 not fit, or end with exactly the tokens of the model.
 """
 
@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from moesched import plugins
+from moesched.checking.symbolic import SymbolicDevice, expected_tokens
+from moesched.checking.validation import CheckedEngine, CheckedSharedEngine, watching
 from moesched.cost import Roofline
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
@@ -39,10 +41,8 @@ from moesched.plan import Plan, split_batch
 from moesched.runs import make_lanes, plan_run, run
 from moesched.schedule import Schedule
 from moesched.seams import Observer, Policy, Transport
-from moesched.symbolic import SymbolicDevice, expected_tokens
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
 from moesched.trace import LaneName, Recorder, Recording
-from moesched.validation import CheckedEngine, CheckedSharedEngine, watching
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from moesched.checking.validation import CheckedEngine
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.tasks import (
     RUNNING,
@@ -18,7 +19,6 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.validation import CheckedEngine
 
 WORK = Work("test", "gpu")
 

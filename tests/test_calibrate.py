@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.calibrate import DTYPES, Extent, calibrate, measure, speed_beside, undisturbed
-from moesched.contention import Observed, rates_beside
+from moesched.calibration.calibrate import DTYPES, Extent, calibrate, measure, speed_beside, undisturbed
+from moesched.calibration.contention import Observed, rates_beside
+from moesched.calibration.exercise import small_model
+from moesched.calibration.task_times import TaskTimes
 from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
-from moesched.exercise import small_model
 from moesched.machines import Contention, CostPoint, Machine, load_machine, machine_names, parse_machine
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
@@ -26,7 +27,6 @@ from moesched.models.shapes import SHAPES
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
-from moesched.task_times import TaskTimes
 from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)

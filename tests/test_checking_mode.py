@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from engine_script import Script
-from moesched.validation import BrokenRule, CheckedEngine, CheckedSharedEngine, new_engine, new_shared_engine
+from moesched.checking.validation import (
+    BrokenRule,
+    CheckedEngine,
+    CheckedSharedEngine,
+    new_engine,
+    new_shared_engine,
+)
 
 
 def test_every_run_of_a_test_is_checked() -> None:

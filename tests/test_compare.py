@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.compare import Comparison, Row, compare, side_of_recording
+from moesched.analysis.compare import Comparison, Row, compare, side_of_recording
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs import simulate

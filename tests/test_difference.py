@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moesched.compare import compare, side_of_recording
-from moesched.difference import Cause, Difference, explain_difference
+from moesched.analysis.compare import compare, side_of_recording
+from moesched.analysis.difference import Cause, Difference, explain_difference
 from moesched.errors import BadInput
 from moesched.trace import About, LaneName, Recording, Slice, check_trace, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine_script import WORK, Script
+from moesched.checking.validation import CheckedEngine
 from moesched.errors import TaskCancelled, TaskFailed
 from moesched.tasks import Block, Discipline, Kernel, Lane
-from moesched.validation import CheckedEngine
 
 
 def test_what_needs_a_failed_result_is_cancelled_and_what_only_follows_goes_on() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from moesched.analysis.handovers import Handover, mean_handovers
+from moesched.analysis.replayed_run import replay_recording
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
-from moesched.handovers import Handover, mean_handovers
-from moesched.replayed_run import replay_recording
 from moesched.tasks import Block, Kernel, Lane, Work
 from moesched.trace import Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run

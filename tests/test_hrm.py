@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.errors import BadInput
-from moesched.hrm import (
+from moesched.analysis.hrm import (
     KV_BYTES,
     Bound,
     Hierarchy,
@@ -31,6 +30,7 @@ from moesched.hrm import (
     second_turning_point,
     touched_expert_bytes,
 )
+from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import moesched
-from moesched.batch_reports import NotTraced
 from moesched.interrupts import interrupts_held
+from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.prompts import TOKENIZER_NAME, Prompt, Tokenizer
 from moesched.listeners import KindMeter, Listener
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.prompts import TOKENIZER_NAME, Prompt, Tokenizer
 from moesched.runs import simulate
 from moesched.settings import check_settings, parse_settings
 from moesched.tasks import Task

@@ -24,10 +24,10 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plan import Plan, Role, split_batch
 from moesched.planner import Setting, plan_best
+from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find, make_policy
 from moesched.policies.flexgen import FlexGen
 from moesched.runs import plan_run
-from moesched.sizing import choose_sizes
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from small_models import SMALL, small_model
 

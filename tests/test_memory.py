@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_script import WORK, Script
+from moesched.checking.validation import BrokenRule, ledger_problems, view_problems
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.memory import Fixed, Memory, Pool, Replacement, Views
 from moesched.models.layout import Page
 from moesched.tasks import Block, Kernel, PageTransfer, Task
-from moesched.validation import BrokenRule, ledger_problems, view_problems
 
 PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]
 

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from moesched import runs
+from moesched.checking.symbolic import SymbolicDevice
 from moesched.cost import Roofline
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
@@ -20,7 +21,6 @@ from moesched.planner import plan_best
 from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run, simulate
 from moesched.step import Step
-from moesched.symbolic import SymbolicDevice
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
 

@@ -17,11 +17,11 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plan import Plan
 from moesched.planner import Proposal, plan_best, plan_model
+from moesched.planner.preview import preview
 from moesched.planner.search import best
 from moesched.planner.traits import Probe, Setting, Shape, Share, Traits, learn
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
-from moesched.preview import preview
 from moesched.runs import simulate
 
 T4 = load_machine("t4")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.models.shapes import SHAPES
-from moesched.prompts import (
+from moesched.jobs.prompts import (
     TextStream,
     Tokenizer,
     encode_prompts,
@@ -20,6 +19,7 @@ from moesched.prompts import (
     parse_prompt_ids,
     read_prompts,
 )
+from moesched.models.shapes import SHAPES
 from small_models import byte_tokenizer
 
 CONFIG = msgspec.structs.replace(SHAPES["mixtral-0.8b"], vocabulary=260, max_positions=50)

@@ -69,4 +69,11 @@ def test_importing_the_package_loads_nothing_else_of_weight() -> None:
 def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None:
     statement = "import io, contextlib\nfrom moesched.cli.main import main\n"
     statement += "with contextlib.redirect_stdout(io.StringIO()): main(['run', '--help'])"
-    assert not loaded_by(statement) & {"torch", "numpy", "anyio", "structlog", "tokenizers", "moesched.jobs"}
+    assert not loaded_by(statement) & {
+        "torch",
+        "numpy",
+        "anyio",
+        "structlog",
+        "tokenizers",
+        "moesched.jobs.model_jobs",
+    }

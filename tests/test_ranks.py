@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import moesched
-from moesched.accelerators import cut_over_ranks
 from moesched.cli.main import main
 from moesched.cost import Roofline
 from moesched.devices.arena import aligned_bytes
@@ -23,9 +22,10 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.tensor_parallel import cut_checkpoint
+from moesched.parallel.accelerators import cut_over_ranks
+from moesched.parallel.ranks import Rank, open_devices
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
-from moesched.ranks import Rank, open_devices
 from moesched.runs import plan_run, run
 from moesched.sampling import Sampling
 from moesched.tasks import Task, Work

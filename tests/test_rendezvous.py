@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine_script import WORK, Script, meet
+from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
@@ -18,7 +19,6 @@ from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
 from moesched.testing import check_transport
 from moesched.transports.inproc import InprocTransport
-from moesched.validation import CheckedEngine, CheckedSharedEngine
 
 # -- the rendezvous --------------------------------------------------------------------------------
 

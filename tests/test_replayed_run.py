@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
-from moesched.replayed_run import replay_recording, without_loading
 from moesched.runs import simulate
 from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
 from moesched.trace import Recorder, Recording, read_trace, write_trace

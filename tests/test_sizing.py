@@ -15,8 +15,8 @@ from moesched.machines.local import unified_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Setting
+from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find
-from moesched.sizing import choose_sizes
 
 T4 = load_machine("t4")
 LAPTOP = unified_machine(

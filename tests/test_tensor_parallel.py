@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesched
-from moesched.accelerators import cut_over_ranks
+from moesched.checking.validation import CheckedEngine
 from moesched.cli.main import main
 from moesched.cost import Roofline
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, OutOfOrder
 from moesched.generation import Generation
-from moesched.job_report import JobReport
+from moesched.jobs.report import JobReport
 from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
 from moesched.machines.rank import rank_share
 from moesched.models.config import ModelConfig
@@ -28,6 +28,7 @@ from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import tensor_shapes
+from moesched.parallel.accelerators import cut_over_ranks
 from moesched.plan import Plan, split_batch
 from moesched.plugins import make_policy
 from moesched.routing import SeededRouting
@@ -36,7 +37,6 @@ from moesched.schedule import Schedule
 from moesched.step import Step
 from moesched.tasks import Decision, Task, Work
 from moesched.trace import Recorder, Slice
-from moesched.validation import CheckedEngine
 from small_models import SMALL
 
 POLICIES = [

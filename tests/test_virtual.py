@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from moesched.checking.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand
 from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task, Work
-from moesched.validation import CheckedEngine
 
 
 class Seconds:

@@ -40,7 +40,7 @@ def calibrate(
     """See HELP."""
     import msgspec
 
-    from moesched.calibrate import calibrate as measure
+    from moesched.calibration.calibrate import calibrate as measure
     from moesched.cli.output import Bar, print_json
     from moesched.machines.local import calibrated_file
 

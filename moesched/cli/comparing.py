@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
-    from moesched.compare import Comparison
+    from moesched.analysis.compare import Comparison
 
 HELP = options.paragraphs(
     "Put runs side by side: what makes the difference, then totals, lanes, kinds of task, memories; predicted against "
@@ -57,8 +57,8 @@ def compare(
     """See HELP."""
     import msgspec
 
+    from moesched.analysis.compare import compare as hold_against
     from moesched.cli.output import Bar, print_json, print_table
-    from moesched.compare import compare as hold_against
 
     with Bar("comparing") as bar:
         comparison = hold_against([first, *others], replayed=replayed, trace=trace, progress=bar.update)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moesched.cli.output import Bar, stdout
+from moesched.jobs.prompts import Prompt
 from moesched.listeners import Listener
 from moesched.plan import Plan
-from moesched.prompts import Prompt
 from moesched.tasks import Task
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
-    from moesched.roofline import Computation, RooflineReport
+    from moesched.analysis.roofline import Computation, RooflineReport
 
 HELP = options.paragraphs(
     "Say what bounds attention and the experts of a model on a machine, "
@@ -62,9 +62,9 @@ def roofline(
     json: options.Json = False,
 ) -> None:
     """See HELP."""
+    from moesched.analysis.roofline import roofline_of
+    from moesched.analysis.roofline_picture import draw_roofline, require_format
     from moesched.cli.output import Bar, print_json
-    from moesched.roofline import roofline_of
-    from moesched.roofline_picture import draw_roofline, require_format
     from moesched.trace.whole_file import require_writable
 
     if out is not None:
@@ -107,7 +107,7 @@ def print_roofline(report: RooflineReport) -> None:
 
 
 def _levels(report: RooflineReport) -> Iterator[list[str]]:
-    from moesched.hrm import ridge
+    from moesched.analysis.hrm import ridge
     from moesched.units import format_bytes, format_flops
 
     hierarchy = report.hierarchy

@@ -95,7 +95,7 @@ def _models() -> list[dict[str, Any]]:
 def _machines() -> list[dict[str, Any]]:
     """With the bytes of each memory, the bytes per second of each link, and how many accelerators there are."""
     from moesched.errors import BadInput
-    from moesched.lookup import find_machine
+    from moesched.jobs.lookup import find_machine
     from moesched.machines import machine_names
 
     entries = []

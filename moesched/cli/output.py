@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from moesched.job_report import JobReport
+    from moesched.jobs.report import JobReport
     from moesched.outcome import Emulation
 
 PATIENCE_SECONDS = 1.0

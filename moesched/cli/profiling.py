@@ -13,11 +13,11 @@ from moesched.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from moesched.analysis.sparsity import SparsityReport
     from moesched.routing.profile import RoutingProfile
     from moesched.routing.profiling import Profiled
     from moesched.routing.statistics import RoutingStatistics
     from moesched.routing.trace import RoutingTrace
-    from moesched.sparsity import SparsityReport
 
 SOURCE = Group("What to profile", sort_key=1)
 
@@ -187,9 +187,9 @@ def sparsity(
     json: options.Json = False,
 ) -> int:
     """See SPARSITY_HELP."""
+    from moesched.analysis.sparsity import sparsity_of
     from moesched.cli.failures import INTERRUPTED, tell
     from moesched.cli.output import Bar, print_json
-    from moesched.sparsity import sparsity_of
 
     given, code = (None, 0) if prompts is None else options.read_prompt_file(prompts)
     with Bar("counting") as bar:
@@ -219,7 +219,7 @@ def _known(
     model: str, routing: str, settings: dict[str, object], seed: int
 ) -> tuple[RoutingProfile, RoutingTrace | None]:
     """What needs no run: a profile, and the trace that it comes from, if it does."""
-    from moesched.lookup import find_shape
+    from moesched.jobs.lookup import find_shape
     from moesched.routing.sources import find_profile
     from moesched.routing.trace import read_routing_trace
 

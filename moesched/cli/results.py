@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.batch_reports import NotTraced
 from moesched.cli.failures import tell
 from moesched.cli.output import print_json, print_report
-from moesched.job_report import JobReport, write_report
+from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.report import JobReport, write_report
 from moesched.trace.whole_file import require_writable
 
 

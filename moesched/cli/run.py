@@ -12,8 +12,8 @@ from moesched.cli import options
 from moesched.errors import BadInput
 
 if TYPE_CHECKING:
-    from moesched.job_report import JobReport
-    from moesched.prompts import Prompt
+    from moesched.jobs.prompts import Prompt
+    from moesched.jobs.report import JobReport
 
 PROMPTS = Group("Prompts", sort_key=1)
 SAMPLING = Group("Sampling", sort_key=3)
@@ -139,8 +139,8 @@ def run(
     from moesched.cli.display import display_of
     from moesched.cli.failures import INTERRUPTED
     from moesched.cli.results import hand_out
-    from moesched.jobs import run_model
-    from moesched.prompts import TOKENIZER_NAME
+    from moesched.jobs.model_jobs import run_model
+    from moesched.jobs.prompts import TOKENIZER_NAME
     from moesched.sampling import Sampling
     from moesched.settings import parse_settings
 
@@ -184,7 +184,7 @@ def run(
 
 def _prompts(texts: Sequence[str], file: Path | None, ids: str | None) -> tuple[list[Prompt], int]:
     """The prompts, given in one of three ways, and the exit code that says whether some were left out."""
-    from moesched.prompts import parse_prompt_ids
+    from moesched.jobs.prompts import parse_prompt_ids
 
     if sum((bool(texts), file is not None, ids is not None)) != 1:
         raise BadInput("give prompts in one way: --prompt, --prompts or --prompt-ids")

@@ -10,8 +10,8 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
-    from moesched.job_report import JobReport
-    from moesched.prompts import Prompt
+    from moesched.jobs.prompts import Prompt
+    from moesched.jobs.report import JobReport
 
 HELP = options.paragraphs(
     "Predict a run on a virtual clock: the same policy, a machine that you need not have, no weights and no GPU.",
@@ -82,7 +82,7 @@ def simulate(
     from moesched.cli.display import SimulationBar
     from moesched.cli.output import Bar
     from moesched.cli.results import hand_out
-    from moesched.jobs import simulate_model
+    from moesched.jobs.model_jobs import simulate_model
     from moesched.settings import parse_settings
 
     given: str | list[Prompt] = workload

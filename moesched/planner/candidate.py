@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.plan import Plan
-from moesched.preview import Preview, preview
+from moesched.planner.preview import Preview, preview
 from moesched.seams import Policy
 
 from .search import Choice, best, costed, filled, least

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from moesched.accelerators import cut_over_ranks
 from moesched.errors import BadInput
-from moesched.lookup import find_machine, find_policy, find_shape
+from moesched.jobs.lookup import find_machine, find_policy, find_shape
 from moesched.machines import Machine
 from moesched.models.layout import room_for, weight_layout
+from moesched.parallel.accelerators import cut_over_ranks
 from moesched.workloads import Workload, load_workload
 
 from .candidate import Seen

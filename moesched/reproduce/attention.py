@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesched.cost import cost_model
-from moesched.lookup import find_shape
+from moesched.jobs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations

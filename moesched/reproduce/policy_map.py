@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
-from moesched.hrm import Hierarchy, Level, Split, hierarchy_of, layer_time
-from moesched.lookup import find_shape
+from moesched.analysis.hrm import Hierarchy, Level, Split, hierarchy_of, layer_time
+from moesched.jobs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations

@@ -9,12 +9,12 @@ import msgspec
 from moesched import plugins
 from moesched.cost import cost_model
 from moesched.errors import BadInput
-from moesched.lookup import find_shape
+from moesched.jobs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.plan import Plan
+from moesched.planner.preview import preview
 from moesched.planner.traits import Setting, kept_bytes
-from moesched.preview import preview
 from moesched.seams import Policy
 from moesched.workloads import load_workload
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.jobs import run_model
-from moesched.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.jobs.model_jobs import run_model
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.watched import Watched
 from moesched.machines import Machine
 from moesched.models.reading import read_config
-from moesched.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
-from moesched.watched import Watched
 
 POLICY = "expert_streaming"
 """It needs little memory, and keeps what there is room for."""

@@ -5,7 +5,7 @@ for whom, the lanes with their discipline and the transfers' classes, and at whi
 submitted more. Start times are not taken. So the time of such a replay is what graph and durations explain of the
 recorded time; the rest passed between tasks.
 
-What passes between tasks was measured, too, and with `handovers` counts with its means (`moesched.handovers`).
+What passes between tasks was measured, too, and with `handovers` counts with its means (`moesched.analysis.handovers`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from moesched.analysis.handovers import Handover, awaits_in_order, mean_handovers
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.handovers import Handover, awaits_in_order, mean_handovers
 from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
 from moesched.trace.recording import LaneName, Recording

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from moesched.batch_reports import NotTraced
 from moesched.errors import BadInput
-from moesched.job_report import JobReport
+from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.report import JobReport
 from moesched.listeners import Listener
 from moesched.plan import Plan
 from moesched.trace import About, LastSteps, Recorder, write_trace

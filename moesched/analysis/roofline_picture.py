@@ -7,9 +7,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesched.analysis.hrm import first_turning_point
+from moesched.analysis.roofline import Computation, RooflineReport
 from moesched.errors import BadInput
-from moesched.hrm import first_turning_point
-from moesched.roofline import Computation, RooflineReport
 from moesched.trace.whole_file import whole_file
 from moesched.units import format_bytes, format_flops
 

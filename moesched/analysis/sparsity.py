@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import BadInput
-from moesched.jobs import run_model
+from moesched.jobs.model_jobs import run_model
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.watched import Watched
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
-from moesched.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.watched import Watched
 
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
 POLICY = "expert_streaming"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moesched.jobs.prompts import TextStream, Tokenizer
 from moesched.listeners import Listener
-from moesched.prompts import TextStream, Tokenizer
 
 
 class Teller:

@@ -8,12 +8,12 @@ from typing import Any
 
 from moesched import plugins
 from moesched.errors import BadInput
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import local_machine
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
-from moesched.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
 from moesched.workloads import Workload, given_lengths, load_workload
 
 NEW_TOKENS_OF_PROMPTS = 64

@@ -11,33 +11,33 @@ from typing import Any
 from msgspec.structs import replace
 
 from moesched import runs
-from moesched.accelerators import cut_over_ranks
-from moesched.batch_reports import Reports
 from moesched.batching import Sizes, batches_of
 from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
-from moesched.job_report import JobReport
-from moesched.job_trace import numbered, recorder_of, write_job_trace
+from moesched.jobs.batch_reports import Reports
+from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.report import JobReport
+from moesched.jobs.teller import Teller
+from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
 from moesched.listeners import KindMeter, Listener
-from moesched.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
 from moesched.outcome import Report
+from moesched.parallel.accelerators import cut_over_ranks
+from moesched.parallel.ranks import Devices, Rank, open_devices
 from moesched.plan import Batch, Plan
 from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
-from moesched.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.ranks import Devices, Rank, open_devices
+from moesched.planner.sizing import choose_sizes
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
 from moesched.routing.sources import find_choices
 from moesched.sampling import Sampling
 from moesched.seams import Policy, Routing
 from moesched.settings import check_settings
-from moesched.sizing import choose_sizes
-from moesched.teller import Teller
 from moesched.trace.whole_file import require_writable
 from moesched.workloads import Workload
 

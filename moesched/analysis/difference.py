@@ -1,7 +1,7 @@
 """Why two runs of the same work took different times: the gap between them, shared out among kinds of task and lanes.
 
 Busy times do not say it, since lanes overlap: a kind of task may be twice as slow as predicted and cost nothing. So
-the second run is replayed (`moesched.replayed_run`) with the durations of one kind after another brought to those of
+the second run is replayed (see replayed_run.py) with the durations of one kind after another brought to those of
 the first run, and what the total loses at each is that kind's part of the gap. Who comes first matters where two
 lanes are equally late; kinds are taken in both orders, the largest first and the largest last, and each part is the
 mean. All parts add up to the gap.
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from moesched.replayed_run import replay_recording, without_loading
+from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import Recording, Slice
 from moesched.trace.summary import lane_title

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from moesched.difference import Cause, Difference, explain_difference
+from moesched.analysis.difference import Cause, Difference, explain_difference
+from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
-from moesched.replayed_run import replay_recording
 from moesched.trace.chrome_reader import Trace, read_bytes, read_trace
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 from moesched.trace.recording import About, Recording

@@ -8,9 +8,9 @@ from math import log2
 from statistics import fmean, median
 from typing import NamedTuple
 
-from moesched.contention import Observed, rates_beside
+from moesched.calibration.contention import Observed, rates_beside
+from moesched.calibration.exercise import KEPT_LAYER
 from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
-from moesched.exercise import KEPT_LAYER
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
 from moesched.seams import at_once

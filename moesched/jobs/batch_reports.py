@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.job_report import JobReport, merge_reports
+from moesched.jobs.report import JobReport, merge_reports
 
 
 class NotTraced(BadInput):

@@ -30,17 +30,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched import plugins
-from moesched.contention import LEAST_RATE
+from moesched.calibration.contention import LEAST_RATE
+from moesched.calibration.exercise import Gym, Manner, small_model
+from moesched.calibration.other_load import OtherLoad
+from moesched.calibration.task_times import TaskTimes, point, rounded
 from moesched.cost import Surface
 from moesched.errors import BadInput
-from moesched.exercise import Gym, Manner, small_model
 from moesched.machines import Contention, CostPoint, Machine
 from moesched.machines.local import available_memory, calibrated_file, unified_machine, usable_cores
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.random_model import write_random_model
-from moesched.other_load import OtherLoad
-from moesched.task_times import TaskTimes, point, rounded
 from moesched.tasks import Task
 from moesched.units import format_bytes
 

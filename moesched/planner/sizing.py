@@ -10,8 +10,8 @@ from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
 from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Batch, Plan, cached_tokens_of_beams
 from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.preview import preview
 from moesched.planner.traits import Setting
-from moesched.preview import preview
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches a batch of a given size may be cut."""

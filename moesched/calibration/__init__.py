@@ -1,0 +1,1 @@
+"""Measuring this machine into a machine file."""

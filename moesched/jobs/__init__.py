@@ -1,0 +1,1 @@
+"""Jobs: from names and files to a report."""
