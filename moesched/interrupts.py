@@ -1,4 +1,4 @@
-"""Ctrl-C held back for a moment: libraries that load compiled code may not survive it while they do."""
+"""Ctrl-C held back for a moment: while Python collects garbage, or libraries load compiled code, it may be lost or worse."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from moesched import plugins
+from moesched.interrupts import interrupts_held
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import DType, ModelConfig
@@ -172,7 +173,8 @@ class Gym:
         Raises:
             KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
         """
-        gc.collect()  # what the run before left, weights and all, in cycles
+        with interrupts_held():  # a Ctrl-C that is raised while Python collects would be lost
+            gc.collect()  # what the run before left, weights and all, in cycles
         checkpoint = open_checkpoint(self.checkpoint)
         layout = weight_layout(checkpoint.config, self.dtype)
         device = plugins.find("devices", "torch")(checkpoint, layout)
