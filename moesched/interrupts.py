@@ -1,4 +1,4 @@
-"""Ctrl-C held back for a moment: while Python collects garbage, or libraries load compiled code, it may be lost or worse."""
+"""Ctrl-C held back for a moment: while garbage is collected it may be lost, while compiled code is loaded do worse."""
 
 from __future__ import annotations
 
