@@ -203,6 +203,29 @@ def plan_search(result: dict[str, Any]) -> Iterator[str]:
     yield f"**seconds of a search** | {result['search_seconds']} | | | |"
 
 
+def expert_kernel(result: dict[str, Any]) -> Iterator[str]:
+    """The CPU expert kernel beside torch."""
+    bars = result["bars"]
+    yield f"an expert, rows | stream, GB/s | kernel ({result['instructions']}) | torch | of stream | times torch"
+    yield "---: | ---: | ---: | ---: | ---: | ---:"
+    for rows, each in result["alone"].items():
+        torch = max(each["torch_gbs"], each["torch_shared_gbs"])
+        yield (
+            f"{rows} | {each['stream_gbs']:.1f} | {each['kernel_gbs']:.1f} | {torch:.1f} "
+            f"| {each['share_of_stream']:.0%} | {each['times_torch']:.2f}"
+        )
+    yield (
+        f"**at least** | | | | {bars['share_of_stream_up_to_4_rows']:.0%} up to 4 rows "
+        f"| {bars['times_torch_up_to_16_rows']:g} up to 16 rows"
+    )
+    for batch, each in result["decode"].items():
+        bar = f", at least {bars['decode_ratio_at_batch_1']:g}" if batch == "1" else ""
+        yield (
+            f"**`mixtral-0.8b` resident, batch {batch}, tokens/s** | | {each['kernel_tokens_per_second']:.1f} "
+            f"| {each['torch_tokens_per_second']:.1f} | | {each['ratio']:.2f}{bar}"
+        )
+
+
 def command_times(result: dict[str, Any]) -> Iterator[str]:
     """How long commands take."""
     yield "command | seconds | at most"
@@ -220,6 +243,7 @@ DESCRIBERS = {
     "prediction": prediction,
     "damaged_policies": damaged_policies,
     "emulated": emulated,
+    "expert_kernel": expert_kernel,
     "fidelity": fidelity,
     "peak_memory": peak_memory,
     "plan_search": plan_search,
