@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moesched.beams import BeamSearch, Standing
+from moesched.beams import BeamSearch
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -16,7 +16,7 @@ from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Plan
-from moesched.sampling import Sampling, require_numbers, sample
+from moesched.sampling import Sampling
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task
 
@@ -31,6 +31,7 @@ from .kv_cache import BlockedKV
 from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
+from .next_tokens import Head, NextTokens
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .products import Products, make_kernel, rows_for_kernel
@@ -118,13 +119,11 @@ class TorchDevice:
             "fetch": self._fetch,
             "pin": self._fetch,
             "embed": self._embed,
-            "reorder": self._reorder,
             "pre_attention": self._pre_attention,
             "attention": self._attention,
             "cpu_attention": self._attention,
             "post_attention": self._post_attention,
             "route": self._route,
-            "sample": self._sample,
         }
         self._verbs = self._verbs_of_one_memory
         self._cuda: CudaStreams | None = None
@@ -205,22 +204,22 @@ class TorchDevice:
             self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
         if missing:
             self._kept.expect(missing, self._staging(missing, plan.staged))
-        self._sampling = sampling
         self._first_request = plan.batch.first_request
         self._states = [
-            MicroBatchState(requests, prompts, self._searches(plan, requests), plan.batch.beams)
+            MicroBatchState(requests, prompts, self._searches(plan, requests, sampling), plan.batch.beams)
             for requests in plan.batch.micro_batches
         ]
         for role in KV_ROLES:
             self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
         self._moe = self._moe_layer()
-        self._verbs = {**self._verbs, **self._moe.verbs}
+        tokens = self._next_tokens(sampling)
+        self._verbs = {**self._verbs, **self._moe.verbs, **tokens.verbs}
         self._host = ""
         if not plan.machine.unified:
             self._host = plan.memory("host").name
             self._verbs = {**self._verbs, **self._host_side(plan).verbs, **self._host_experts().verbs}
         if self._transport is not None:
-            self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport)}
+            self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport, tokens)}
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
@@ -386,9 +385,25 @@ class TorchDevice:
             self._watchers,
         )
 
-    def _verbs_of_a_rank(self, transport: Transport) -> Mapping[str, Callable[[Any], Any]]:
+    def _next_tokens(self, sampling: Sampling) -> NextTokens:
+        return NextTokens(
+            self.config,
+            Head(self._globals["final_norm"], self._head),
+            self._accelerator,
+            self._states,
+            self._use_cores_for,
+            self._team if self._sharing else None,
+            self._products,
+            sampling,
+            self._first_request,
+            self.logits if self._keep_logits else None,
+        )
+
+    def _verbs_of_a_rank(
+        self, transport: Transport, tokens: NextTokens
+    ) -> Mapping[str, Callable[[Any], Any]]:
         side = RankSide(
-            self._rank, transport, self.config.vocabulary, self._states, self._last_logits, self._draw
+            self._rank, transport, self.config.vocabulary, self._states, tokens.logits, tokens.draw
         )
         return {
             **side.verbs,
@@ -450,18 +465,10 @@ class TorchDevice:
         small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._dtype.itemsize <= ONE_CORE_BYTES
         use_cores(1 if small else self._cores)
 
-    def _searches(self, plan: Plan, requests: Sequence[int]) -> list[BeamSearch]:
+    def _searches(self, plan: Plan, requests: Sequence[int], sampling: Sampling) -> list[BeamSearch]:
         if plan.batch.beams == 1:
             return []
-        return [BeamSearch(self._sampling, self.config.stop_tokens, plan.batch.new_tokens) for _ in requests]
-
-    def _reorder(self, task: Task) -> None:
-        """Have every beam go on from the one that it came from."""
-        use_cores(1)
-        state = self._states[task.micro_batch]
-        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
-        state.cache.reorder(state.sequences, state.parents, heirs)
-        state.sequences = tuple(heirs)
+        return [BeamSearch(sampling, self.config.stop_tokens, plan.batch.new_tokens) for _ in requests]
 
     def _embed(self, task: Task) -> None:
         use_cores(1)
@@ -522,49 +529,3 @@ class TorchDevice:
     def _residual(self, state: MicroBatchState) -> Tensor:
         """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
         return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
-
-    def _sample(self, task: Task) -> list[int] | list[Standing]:
-        state = self._states[task.micro_batch]
-        return self._draw(state, self._last_logits(state))
-
-    def _last_logits(self, state: MicroBatchState) -> Tensor:
-        return self._logits(state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator)))
-
-    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
-        """The next token of each sequence, or how far each request's beam search has come."""
-        logits_SV = logits_SV.cpu()
-        if self._keep_logits:
-            self.logits.append((state.sequences, logits_SV))
-        positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
-        rows = len(positions) // len(state.requests)
-        requests = [self._first_request + request for request in state.requests for _ in range(rows)]
-        if state.searches:
-            require_numbers(logits_SV.numpy(), requests, positions)
-            return self._advance(state, logits_SV)
-        tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
-        state.new = [[token] for token in tokens]
-        return tokens
-
-    def _advance(self, state: MicroBatchState, logits_SV: Tensor) -> list[Standing]:
-        state.parents, state.new = [], []
-        for search, logits in zip(state.searches, logits_SV.chunk(len(state.searches)), strict=True):
-            first = len(state.parents) // state.beams * len(logits)
-            moves = search.advance(logits.numpy())
-            state.parents += [first + parent for parent in moves.parents]
-            state.new += [[token] for token in moves.tokens]
-        return [search.standing for search in state.searches]
-
-    def _logits(self, last_SD: Tensor) -> Tensor:
-        """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
-        config = self.config
-        x_SD = kernels.norm(last_SD, self._globals["final_norm"], config.norm_eps, config.norm)
-        if not self._sharing or len(x_SD) <= self._products.most_rows:
-            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
-            return self._products.linear(x_SD, self._head).float()
-        parts: dict[int, Tensor] = {}
-        self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(self._head)])
-        return torch.cat([parts[n] for n in range(len(self._head))], dim=-1).float()
-
-
-def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
-    into[number] = kernels.linear(x_TD, [block])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from moesched.plan import Batch, cached_tokens_of_beams
 from moesched.sampling import Sampling
 from small_models import small_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STOP_TOKENS = [3, 14, 15, 92, 65]
 POLICIES = [
     "layer_streaming",
@@ -36,15 +38,6 @@ POLICIES = [
     "flexgen_cpu",
     "adversarial",
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Work this small is done sooner by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- Hugging Face

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,8 @@ from moesched.models.tensors import tensor_shapes
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Tensor = torch.Tensor
 
 SMALL = msgspec.structs.replace(
@@ -49,15 +50,6 @@ SMALL = msgspec.structs.replace(
     vocabulary=97,
     stop_tokens=(),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Work this small is done sooner by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- Hugging Face

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from moesched.models.tensor_parallel import cut_config
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Tensor = torch.Tensor
 
 
@@ -48,15 +49,6 @@ def small(shape: str, **changes: Any) -> ModelConfig:
 
 
 SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe-1b-7b")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Work this small is done sooner by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- Hugging Face

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from moesched.devices import torch_kernels as kernels
 from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
 from moesched.devices.torch_kernels import KVView
 from reference import Reference, cut_in_three, generate, whole
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensor = torch.Tensor
 
@@ -36,15 +37,6 @@ def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
         decisive += int(clear.sum())
         assert torch.equal(expected.argmax(-1)[clear], torch.tensor(tokens)[clear])
     assert decisive > 0.9 * len(prompts) * STEPS
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Work this small is done sooner by one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- Hugging Face, float32

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesched.analysis.hrm import first_turning_point
 from moesched.analysis.roofline import Computation, RooflineReport
-from moesched.errors import BadInput
-from moesched.trace.whole_file import whole_file
+from moesched.pictures import drawing, require_picture, write_picture
 from moesched.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg")
 UPPER, LOWER, LINK, KERNEL, MARK = "#1f5fa8", "#2e8b57", "#c0392b", "#e08a00", "#333333"
 LEFT, BELOW, SPARE = 0.4, 0.3, 3.0
 """Room around what is drawn, as factors: to the left, below (where the vertical lines have their names), elsewhere."""
-
-
-def require_format(path: Path) -> None:
-    """Whether a picture can be drawn into a file of this name.
-
-    Raises:
-        BadInput: its name has another ending than .png or .svg, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
-    _require_matplotlib()
 
 
 def draw_roofline(report: RooflineReport, path: Path | str) -> None:
@@ -41,25 +27,9 @@ def draw_roofline(report: RooflineReport, path: Path | str) -> None:
         BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
-    require_format(path)
-    from matplotlib import rc_context
-
-    drawn = BytesIO()
-    kind = path.suffix.lower()[1:]
-    # Without a date and with names that are not drawn by lot, the same report gives the same file.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
-        _draw(report).savefig(drawn, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
-    with whole_file(path, "picture") as file:
-        file.write(drawn.getvalue())
-
-
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401  only tried
-    except ImportError:
-        raise BadInput(
-            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', or leave --out away"
-        ) from None
+    require_picture(path)
+    with drawing():
+        write_picture(_draw(report), path)
 
 
 def _draw(report: RooflineReport) -> Figure:

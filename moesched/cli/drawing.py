@@ -63,12 +63,13 @@ def roofline(
 ) -> None:
     """See HELP."""
     from moesched.analysis.roofline import roofline_of
-    from moesched.analysis.roofline_picture import draw_roofline, require_format
+    from moesched.analysis.roofline_picture import draw_roofline
     from moesched.cli.output import Bar, print_json
+    from moesched.pictures import require_picture
     from moesched.trace.whole_file import require_writable
 
     if out is not None:
-        require_format(out)
+        require_picture(out)
         require_writable(out, "picture")
     report = roofline_of(
         model,

@@ -230,7 +230,7 @@ def _known(
 
 def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
     """Whether all files can be written, before anything takes long."""
-    from moesched.routing.heat_map import require_picture
+    from moesched.pictures import require_picture
     from moesched.trace.whole_file import require_writable
 
     for path in out:
@@ -244,7 +244,7 @@ def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool)
             )
         require_writable(path, "routing")
     if picture is not None:
-        require_picture(picture)
+        require_picture(picture, "--picture")
         require_writable(picture, "picture")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesched.errors import BadInput
-from moesched.trace.whole_file import whole_file
+from moesched.pictures import FORMATS, drawing, require_matplotlib, write_picture
 
 from .report import Reproduction, Section, Value
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 PAPER, OURS, FITTED = "#9aa5b1", "#1f5fa8", "#7fb069"
 COLORS = ("#1f5fa8", "#c0392b", "#2e8b57", "#e08a00", "#7b4ea3", "#8c6d46", "#333333", "#d16ba5")
-FORMATS = ("png", "svg")
 
 Row = dict[str, Value]
 
@@ -30,12 +28,7 @@ def require_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise BadInput(f"cannot draw into {folder}: it is no folder: make it first")
-    try:
-        import matplotlib.figure  # noqa: F401  only tried
-    except ImportError:
-        raise BadInput(
-            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', or leave --out away"
-        ) from None
+    require_matplotlib()
 
 
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
@@ -45,20 +38,13 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
         BadInput: `folder` is none, matplotlib is not installed, or a file cannot be written.
     """
     require_folder(folder)
-    from matplotlib import rc_context
-
     written = []
     for section in report.sections:
-        # Without a date and with names that are not drawn by lot, the same report gives the same file.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
+        with drawing():
             figure = DRAWINGS[section.name](section)
-            for kind in FORMATS:
-                drawn = BytesIO()
-                metadata = {"Date": None} if kind == "svg" else {}
-                figure.savefig(drawn, format=kind, dpi=110, metadata=metadata)
-                path = folder / f"{report.paper}-{section.name}.{kind}"
-                with whole_file(path, "picture") as file:
-                    file.write(drawn.getvalue())
+            for ending in FORMATS:
+                path = folder / f"{report.paper}-{section.name}{ending}"
+                write_picture(figure, path)
                 written.append(path)
     return written
 

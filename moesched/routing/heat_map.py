@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesched.errors import BadInput
+from moesched.pictures import drawing, require_picture, write_picture
 from moesched.routing.profile import RoutingProfile
-from moesched.trace.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FORMATS = (".png", ".svg")
-
-
-def require_picture(path: Path) -> None:
-    """Whether a heat map can be drawn into a file of this name.
-
-    Raises:
-        BadInput: its name has another ending than .png or .svg, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
-    try:
-        import matplotlib.figure  # noqa: F401  only tried
-    except ImportError:
-        raise BadInput(
-            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', or leave --picture away"
-        ) from None
 
 
 def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
@@ -39,16 +19,9 @@ def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
         BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
-    require_picture(path)
-    from matplotlib import rc_context
-
-    drawn = BytesIO()
-    kind = path.suffix.lower()[1:]
-    # Without a date and with names that are not drawn by lot, the same profile gives the same file.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
-        _draw(profile).savefig(drawn, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
-    with whole_file(path, "picture") as file:
-        file.write(drawn.getvalue())
+    require_picture(path, "--picture")
+    with drawing():
+        write_picture(_draw(profile), path)
 
 
 def _draw(profile: RoutingProfile) -> Figure:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
@@ -61,8 +63,28 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
     return llama_like.tensors(config, ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3"))
 
 
+_8X7B = ModelConfig(
+    name="mixtral-8x7b",
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    experts=8,
+    top_k=2,
+    vocabulary=32000,
+    norm_eps=1e-5,
+    rope_theta=1e6,
+    sliding_window=None,
+    max_positions=32768,
+    tied_embeddings=False,
+    stop_tokens=(2,),
+    dtype="bfloat16",
+)
 SHAPES = (
-    ModelConfig(
+    replace(
+        _8X7B,
         name="mixtral-0.8b",
         layers=8,
         hidden=1024,
@@ -70,54 +92,16 @@ SHAPES = (
         heads=16,
         kv_heads=4,
         head_dim=64,
-        experts=8,
-        top_k=2,
-        vocabulary=32000,
-        norm_eps=1e-5,
-        rope_theta=1e6,
-        sliding_window=None,
-        max_positions=32768,
-        tied_embeddings=False,
-        stop_tokens=(2,),
-        dtype="bfloat16",
     ),
-    ModelConfig(
-        name="mixtral-8x7b",
-        layers=32,
-        hidden=4096,
-        intermediate=14336,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        experts=8,
-        top_k=2,
-        vocabulary=32000,
-        norm_eps=1e-5,
-        rope_theta=1e6,
-        sliding_window=None,
-        max_positions=32768,
-        tied_embeddings=False,
-        stop_tokens=(2,),
-        dtype="bfloat16",
-    ),
-    ModelConfig(
+    _8X7B,
+    replace(
+        _8X7B,
         name="mixtral-8x22b",
         layers=56,
         hidden=6144,
         intermediate=16384,
         heads=48,
-        kv_heads=8,
-        head_dim=128,
-        experts=8,
-        top_k=2,
-        vocabulary=32000,
-        norm_eps=1e-5,
-        rope_theta=1e6,
-        sliding_window=None,
         max_positions=65536,
-        tied_embeddings=False,
-        stop_tokens=(2,),
-        dtype="bfloat16",
     ),
 )
 

@@ -1,0 +1,119 @@
+"""The end of a step: logits of the last tokens, and what the next tokens are, by sampling or by beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.beams import Standing
+from moesched.models.config import ModelConfig
+from moesched.sampling import Sampling, require_numbers, sample
+from moesched.tasks import Task
+
+from . import torch_kernels as kernels
+from .copies import moved
+from .micro_batch import MicroBatchState
+from .moe_layer import UseCores
+from .products import Products
+from .team import Team, use_cores
+from .torch_kernels import Tensor
+
+
+class Head(NamedTuple):
+    """The LM head: its row blocks, one for each core that may share them, and the norm before it."""
+
+    norm_D: Tensor
+    blocks: list[Tensor]
+
+
+class NextTokens:
+    """Runs the verbs that end a step, and the one that has beams go on from their parents.
+
+    Args:
+        accelerator: where the hidden states are.
+        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        team: whose cores share out the blocks of the LM head, if they do.
+        first_request: how many requests came in the batches before.
+        kept: where logits (S, V) are left with their sequences, if anywhere.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        head: Head,
+        accelerator: torch.device,
+        states: Sequence[MicroBatchState],
+        use_cores_for: UseCores,
+        team: Team | None,
+        products: Products,
+        sampling: Sampling,
+        first_request: int,
+        kept: list[tuple[tuple[int, ...], Tensor]] | None,
+    ) -> None:
+        self._config = config
+        self._head = head
+        self._accelerator = accelerator
+        self._states = states
+        self._use_cores_for = use_cores_for
+        self._team = team
+        self._products = products
+        self._sampling = sampling
+        self._first_request = first_request
+        self._kept = kept
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
+
+    def logits(self, state: MicroBatchState) -> Tensor:
+        """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
+        config, head = self._config, self._head
+        last_SD = state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator))
+        x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
+        if self._team is None or len(x_SD) <= self._products.most_rows:
+            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
+            return self._products.linear(x_SD, head.blocks).float()
+        parts: dict[int, Tensor] = {}
+        self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
+        return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
+
+    def draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
+        """The next token of each sequence, or how far each request's beam search has come."""
+        logits_SV = logits_SV.cpu()
+        if self._kept is not None:
+            self._kept.append((state.sequences, logits_SV))
+        positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
+        rows = len(positions) // len(state.requests)
+        requests = [self._first_request + request for request in state.requests for _ in range(rows)]
+        if state.searches:
+            require_numbers(logits_SV.numpy(), requests, positions)
+            return _advance(state, logits_SV)
+        tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
+        state.new = [[token] for token in tokens]
+        return tokens
+
+    def _sample(self, task: Task) -> list[int] | list[Standing]:
+        state = self._states[task.micro_batch]
+        return self.draw(state, self.logits(state))
+
+    def _reorder(self, task: Task) -> None:
+        """Have every beam go on from the one that it came from."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
+        state.cache.reorder(state.sequences, state.parents, heirs)
+        state.sequences = tuple(heirs)
+
+
+def _advance(state: MicroBatchState, logits_SV: Tensor) -> list[Standing]:
+    state.parents, state.new = [], []
+    for search, logits in zip(state.searches, logits_SV.chunk(len(state.searches)), strict=True):
+        first = len(state.parents) // state.beams * len(logits)
+        moves = search.advance(logits.numpy())
+        state.parents += [first + parent for parent in moves.parents]
+        state.new += [[token] for token in moves.tokens]
+    return [search.standing for search in state.searches]
+
+
+def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
+    into[number] = kernels.linear(x_TD, [block])

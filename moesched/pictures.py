@@ -1,0 +1,67 @@
+"""Pictures as files: .png or .svg. Drawing takes matplotlib, an extra: pip install 'moesched[plots]'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesched.errors import BadInput
+from moesched.trace.whole_file import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+
+
+def require_picture(path: Path, option: str = "--out") -> None:
+    """Whether a picture can be drawn into a file of this name.
+
+    option: which one named it.
+
+    Raises:
+        BadInput: its name has another ending than .png or .svg, or matplotlib is not installed.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
+    require_matplotlib(option)
+
+
+def require_matplotlib(option: str = "--out") -> None:
+    """Whether anything can be drawn.
+
+    Raises:
+        BadInput: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401  only tried
+    except ImportError:
+        raise BadInput(
+            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', "
+            f"or leave {option} away"
+        ) from None
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """What is drawn and written meanwhile depends on nothing else: names within the file are not drawn by lot."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
+        yield
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure, without a date: the same figure gives the same file.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    drawn = BytesIO()
+    kind = path.suffix.lower()[1:]
+    figure.savefig(drawn, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
+    with whole_file(path, "picture") as file:
+        file.write(drawn.getvalue())
