@@ -21,7 +21,7 @@ run: $(INSTALLED) ## generate text with offloaded weights, compare the policies 
 	$(BIN)/python examples/first_run.py
 
 test: lint types ## everything that must hold before a change goes in
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(INSTALLED) ## style, format, and who may import whom
 	$(BIN)/ruff check .
