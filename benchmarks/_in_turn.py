@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from moesched.calibration.other_load import OtherLoad
 
@@ -21,23 +21,44 @@ class Run(NamedTuple):
     figures: Figures
 
 
-def measure_in_turn(
-    measures: Mapping[K, Callable[[], Figures]],
-    repeats: int,
-    most: int,
-    tell: Callable[[K, Run], object] = lambda name, run: None,
-) -> dict[K, list[Run]]:
-    """So many undisturbed runs of each, or as near to that as `most` runs come; the least disturbed come first.
+class InTurn(Generic[K]):
+    """Runs of several things in turn: all have their first run before any has its second one.
 
-    All have their first run before any has its second one, as the machine's speed drifts.
+    Args:
+        measures: makes a run of each.
+        repeats: how many undisturbed runs of each are wanted.
+        tell: told of every run as it ends.
     """
-    runs: dict[K, list[Run]] = {name: [] for name in measures}
-    for turn in range(1, most + 1):
-        for name, measure in measures.items():
-            undisturbed = sum(run.others <= MOST_OTHER_CORES for run in runs[name])
-            if undisturbed < min(turn, repeats):
+
+    def __init__(
+        self,
+        measures: Mapping[K, Callable[[], Figures]],
+        repeats: int,
+        tell: Callable[[K, Run], object] = lambda name, run: None,
+    ) -> None:
+        self._measures = measures
+        self._repeats = repeats
+        self._tell = tell
+        self._turns = 0
+        self._runs: dict[K, list[Run]] = {name: [] for name in measures}
+
+    def turn(self) -> None:
+        """Run each that has not had as many undisturbed runs as turns, or as are wanted."""
+        self._turns += 1
+        for name, measure in self._measures.items():
+            undisturbed = sum(run.others <= MOST_OTHER_CORES for run in self._runs[name])
+            if undisturbed < min(self._turns, self._repeats):
                 load = OtherLoad()
                 figures = measure()
-                runs[name].append(Run(load.cores(), figures))
-                tell(name, runs[name][-1])
-    return {name: sorted(each, key=lambda run: run.others)[:repeats] for name, each in runs.items()}
+                run = Run(load.cores(), figures)
+                self._runs[name].append(run)
+                self._tell(name, run)
+
+    def up_to(self, most: int) -> dict[K, list[Run]]:
+        """So many undisturbed runs of each, or as near to that as `most` turns come; the least disturbed come first."""
+        while self._turns < most:
+            self.turn()
+        return {
+            name: sorted(each, key=lambda run: run.others)[: self._repeats]
+            for name, each in self._runs.items()
+        }

@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from _in_turn import measure_in_turn
+from _in_turn import InTurn
 from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
 
@@ -209,7 +209,7 @@ def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: i
         fit = [name for name in names if name not in left_out]
         if not setting.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
-        taken = measure_in_turn({name: partial(bench.measure, name) for name in fit}, repeats, 2 * repeats)
+        taken = InTurn({name: partial(bench.measure, name) for name in fit}, repeats).up_to(2 * repeats)
         predicted = {name: bench.predict(name) for name in fit}
     runs = {name: [each.figures for each in done] for name, done in taken.items()}
     return {

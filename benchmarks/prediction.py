@@ -2,11 +2,12 @@
 
     python benchmarks/prediction.py [--machine FILE] [--quick] [--only CASE ...]
 
-The machine is calibrated first, once, unless a machine file is given; the calibration sees no model, policy or budget
-of these cases. The models are random ones, written to the cache folder once. Each case is predicted on the virtual
-clock, runs once without being counted, since the first product of every size is prepared then, and then REPEATS times,
-in turn with the other cases. Runs during which other processes took more than a tenth of a core are done again, up to
-MOST_RUNS of a case; what they took is in the result.
+The machine is calibrated once, unless a machine file is given; the calibration sees no model, policy or budget of
+these cases. Each case runs once without being counted, since the first product of every size is prepared then, and then
+REPEATS times, in turn with the other cases and with the parts of the calibration: a shared machine's speed drifts by
+more than a prediction may be off, so that both must see the same minutes of it. Each case is predicted on the virtual
+clock. Runs during which other processes took more than a tenth of a core are done again, up to MOST_RUNS of a case;
+what they took is in the result. The models are random ones, written to the cache folder once.
 
 What is held to a bar, in medians over the runs:
 
@@ -27,20 +28,18 @@ import gc
 import json
 import random
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any, Literal
 
 import msgspec
-from _in_turn import Figures, Run, measure_in_turn
+from _in_turn import Figures, InTurn, Run
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.calibration.calibrate import calibrate
-from moesched.machines import Machine, load_machine, parse_machine
-from moesched.machines.local import cache_folder, calibrated_file
+from moesched.machines import Machine, load_machine
+from moesched.machines.local import cache_folder, local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -180,9 +179,8 @@ def figures(report: Report, times: Times) -> Figures:
 class Setting:
     """A case with all that its runs have in common."""
 
-    def __init__(self, case: Case, machine: Machine) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        self.machine = load_machine(EMULATED) if case.device == "emulated" else machine
         directory = cache_folder() / case.model
         if not directory.exists():
             write_random_model(MODELS[case.model], directory, dtype=case.dtype)
@@ -194,30 +192,32 @@ class Setting:
             for _ in range(case.batch_size)
         ]
 
-    def _plan(self, slot_bytes: Any = None) -> tuple[Plan, Any]:
+    def _plan(self, machine: Machine, slot_bytes: Any = None) -> tuple[Plan, Any]:
         """A fresh policy and its plan."""
         case = self.case
+        if case.device == "emulated":
+            machine = load_machine(EMULATED)
         lengths = [len(prompt) for prompt in self.prompts]
         batch: Batch = split_batch(lengths, case.new_tokens, case.micro_batch_size)
         budgets = {}
         if case.budget_share is not None:
             weights = self.layout.globals_bytes + sum(page.nbytes for page in self.layout.pages)
-            budgets[self.machine.accelerator.memory] = int(case.budget_share * weights)
+            budgets[machine.accelerator.memory] = int(case.budget_share * weights)
         policy = plugins.make_policy(case.policy)
-        return plan_run(self.machine, self.layout, batch, policy, budgets, slot_bytes), policy
+        return plan_run(machine, self.layout, batch, policy, budgets, slot_bytes), policy
 
     def measure(self) -> Figures:
         """One run on the device."""
         gc.collect()  # what the run before left, weights and all, in cycles
         checkpoint = open_checkpoint(self.directory)
         device = plugins.find("devices", self.case.device)(checkpoint, self.layout)
-        plan, policy = self._plan(device.slot_bytes)
+        plan, policy = self._plan(local_machine(), device.slot_bytes)
         times = Times()
         return figures(run(plan, policy, device, self.prompts, observers=[times]), times)
 
-    def predict(self) -> Figures:
+    def predict(self, machine: Machine) -> Figures:
         """The same run on the virtual clock."""
-        plan, policy = self._plan()
+        plan, policy = self._plan(machine)
         times = Times()
         return figures(simulate(plan, policy, observers=[times]), times)
 
@@ -267,14 +267,18 @@ def tell(case: Case, run: Run) -> None:
     print(f"  {case.title}: {run.figures[DECODE]:.3f} s, others {run.others:.2f}", flush=True)
 
 
-def calibrated(given: Path | None) -> tuple[Machine, float]:
-    """The machine, and the seconds that measuring it took."""
-    start = time.perf_counter()
-    if given is None:
-        print("calibrating", flush=True)
-        calibrate()
-    file = given or calibrated_file()
-    return parse_machine(file.read_bytes(), str(file)), time.perf_counter() - start
+def calibrate_in_turn(runs: InTurn[Case], turns: int) -> Machine:
+    """Calibrate the machine, with so many turns of the runs in between."""
+    taken = 0
+
+    def between(done: int, steps: int) -> None:
+        nonlocal taken
+        if done * turns >= (taken + 1) * steps:
+            taken += 1
+            print(f"calibrated {done} of {steps}", flush=True)
+            runs.turn()
+
+    return calibrate(progress=between)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -282,7 +286,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--machine", type=Path, help="a calibrated machine file; by default one is made")
+    parser.add_argument("--machine", help="a calibrated machine file; by default one is made")
     parser.add_argument("--quick", action="store_true", help="every other case, three times")
     numbers = range(1, len(CASES) + 1)
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=[], metavar="CASE")
@@ -291,12 +295,13 @@ def main(arguments: Sequence[str]) -> None:
     repeats = 3 if options.quick else REPEATS
     if options.only:
         cases = [CASES[number - 1] for number in options.only]
-    machine, seconds = calibrated(options.machine)
-    settings = [Setting(case, machine) for case in cases]
-    predicted = [setting.predict() for setting in settings]
+    settings = [Setting(case) for case in cases]
     for setting in settings:
         setting.measure()
-    runs = measure_in_turn({setting.case: setting.measure for setting in settings}, repeats, MOST_RUNS, tell)
+    in_turn = InTurn({setting.case: setting.measure for setting in settings}, repeats, tell)
+    machine = load_machine(options.machine) if options.machine else calibrate_in_turn(in_turn, repeats)
+    runs = in_turn.up_to(MOST_RUNS)
+    predicted = [setting.predict(machine) for setting in settings]
     summaries = [summary(case, said, runs[case]) for case, said in zip(cases, predicted, strict=True)]
     print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
     for case, each in zip(cases, summaries, strict=True):
@@ -311,7 +316,7 @@ def main(arguments: Sequence[str]) -> None:
         "calibration": {
             "name": machine.name,
             "description": machine.description,
-            "seconds": None if options.machine else round(seconds),
+            "in_turn_with_the_runs": options.machine is None,
         },
         "emulated_machine": EMULATED,
         "repeats": repeats,

@@ -194,29 +194,35 @@ class _Calibration:
         return self._machine()
 
     def _steps(self) -> Iterable[Step]:
-        for _ in range(self.extent.rounds):
-            yield self._memory
-            yield self._reads
-            yield self._pairs
-            for dtype in DTYPES:
-                for matrix in self.extent.matrices:
-                    yield partial(self._products, dtype, matrix, packed=False)
-                    if self.probe.packs(dtype):
-                        yield partial(self._products, dtype, matrix, packed=True)
-        yield from self._runs()
-
-    def _runs(self) -> Iterable[Step]:
-        """Runs of the small models; what is compared is measured in turn, as the machine's speed drifts."""
+        """All in turn, as the machine's speed drifts: the median is that of the whole time."""
         extent = self.extent
-        for turn in range(extent.turns):
+        for turn in range(max(extent.rounds, extent.turns)):
+            if turn < extent.rounds:
+                yield from self._by_themselves()
+            if turn < extent.turns:
+                yield from self._runs(turn)
+
+    def _by_themselves(self) -> Iterable[Step]:
+        yield self._memory
+        yield self._reads
+        yield self._pairs
+        for dtype in DTYPES:
+            for matrix in self.extent.matrices:
+                yield partial(self._products, dtype, matrix, packed=False)
+                if self.probe.packs(dtype):
+                    yield partial(self._products, dtype, matrix, packed=True)
+
+    def _runs(self, turn: int) -> Iterable[Step]:
+        """Runs of the small models."""
+        extent = self.extent
+        for size in range(len(extent.models)):
+            yield partial(self._serial, size, "bfloat16", turn)
+        if turn < extent.turns_together:
+            for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
+                yield partial(self._together, manner)
+        if turn < extent.turns_float32:
             for size in range(len(extent.models)):
-                yield partial(self._serial, size, "bfloat16", turn)
-            if turn < extent.turns_together:
-                for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
-                    yield partial(self._together, manner)
-            if turn < extent.turns_float32:
-                for size in range(len(extent.models)):
-                    yield partial(self._serial, size, "float32", turn)
+                yield partial(self._serial, size, "float32", turn)
 
     # -- operations by themselves ------------------------------------------------------------------
 
