@@ -100,18 +100,22 @@ class Exercise:
 
     async def _layer(self, step: Step, i: int) -> None:
         attending = self.long if self.manner is Manner.ATTENDING else ()
-        for j in attending:
-            step.pre_attention(i, j)
-            step.offload_qkv(i, j)
-            step.cpu_attention(i, j)
-            step.load_hidden(i, j)
-        for j in step.micro_batches:
-            if j not in attending:
-                await self._alone(step.pre_attention(i, j))
-                await self._alone(step.attention(i, j))
-                await self._second_half(step, i, j)
+        others = [j for j in step.micro_batches if j not in attending]
+        for place, j in enumerate(others):
+            await self._alone(step.pre_attention(i, j))
+            await self._alone(step.attention(i, j))
+            # Beside another one's experts in every step, as policies have it: what the host does is done by then.
+            for k in attending[(place + step.index) % len(others) :: len(others)]:
+                self._attend_on_host(step, i, k)
+            await self._second_half(step, i, j)
         for j in attending:
             step.post_attention(i, j)
+
+    def _attend_on_host(self, step: Step, i: int, j: int) -> None:
+        step.pre_attention(i, j)
+        step.offload_qkv(i, j)
+        step.cpu_attention(i, j)
+        step.load_hidden(i, j)
 
     async def _second_half(self, step: Step, i: int, j: int) -> None:
         by_task = (step.index + self.turn) % 2 == 1 and self.manner is Manner.SERIAL
