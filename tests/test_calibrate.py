@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.calibration.calibrate import DTYPES, Extent, calibrate, measure, speed_beside, undisturbed
+from moesched.calibration.calibrate import DTYPES, FULL, Extent, calibrate, measure, speed_beside, undisturbed
 from moesched.calibration.contention import Observed, rates_beside
-from moesched.calibration.exercise import small_model
+from moesched.calibration.exercise import Exercise, Manner, Watch, small_model
 from moesched.calibration.task_times import TaskTimes
 from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
@@ -24,7 +24,7 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Kept, Operations
 from moesched.models.shapes import SHAPES
-from moesched.plan import split_batch
+from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
@@ -210,6 +210,21 @@ def test_tasks_that_hardly_overlap_say_nothing() -> None:
     times = TaskTimes()
     times.add(MODEL, "bfloat16", [task("route", 0, 4)])
     assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
+
+
+def test_the_host_attends_beside_the_experts_of_another_micro_batch_and_is_done_before_they_are() -> None:
+    policy, watch = Exercise(Manner.ATTENDING, turn=0, long=(2, 3)), Watch()
+    batch = Batch((4, 4, 4, 4), 4, ((0,), (1,), (2,), (3,)))
+    layout = weight_layout(FULL.models[-1], "bfloat16")
+    plan = plan_run(load_machine("cpu-nvme"), layout, batch, policy)
+    simulate(plan, policy, observers=[watch])
+    attended = [each for each in watch.tasks if each.verb == "cpu_attention"]
+    assert len(attended) == 4 * 2 * len(plan.layers)
+    for each in attended:
+        assert any(
+            beside.verb == "post_attention" and beside.start <= each.start and each.end <= beside.end
+            for beside in watch.tasks
+        )
 
 
 # -- the file
