@@ -1,15 +1,17 @@
 """The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
 
-    python benchmarks/expert_kernel.py [--turns 5] [--runs 3]
+    python benchmarks/expert_kernel.py [--turns 9] [--runs 3] [--quick]
 
 Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
 so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
-array on all cores, taken anew beside every figure. Torch has two ways: one expert on all cores, and as many experts as
-there are cores, each on a core of its own, as the device shares them out; the faster one counts, and weights are packed
-where that pays. All are measured in turn, and medians count.
+array on all cores, taken right before and right after each call. Torch has two ways: one expert on all cores, and as
+many experts as there are cores, each on a core of its own, as the device shares them out; the faster one counts, and
+weights are packed where that pays; it takes turns with the kernel too. What two neighbours are to each other is taken
+in each turn, and the medians of that count: the bandwidth of a shared machine moves more within a minute than what is
+measured here.
 
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
-turn.
+turn, and medians of each turn's ratio again.
 
 The result is written to benchmarks/results/expert_kernel-MACHINE.json.
 """
@@ -17,12 +19,12 @@ The result is written to benchmarks/results/expert_kernel-MACHINE.json.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -57,12 +59,19 @@ Matrices = list[list[torch.Tensor]]
 def main() -> None:
     """Measure, print what came out, write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--turns", type=int, default=5, help="how often each number of rows is measured")
+    parser.add_argument("--turns", type=int, default=9, help="how often each number of rows is measured")
     parser.add_argument("--runs", type=int, default=3, help="how often each batch size is generated")
+    parser.add_argument(
+        "--quick", action="store_true", help="a look: up to 4 rows and batch 1, nothing written"
+    )
     options = parser.parse_args()
+    most = 4 if options.quick else max(ROWS)
     with torch.inference_mode():
-        alone = measure_alone(options.turns)
-    decode = {str(batch): measure_decode(batch, options.runs) for batch in NEW_TOKENS}
+        alone = measure_alone([rows for rows in ROWS if rows <= most], options.turns)
+    batches = [batch for batch in NEW_TOKENS if batch <= most]
+    decode = {str(batch): measure_decode(batch, options.runs) for batch in batches}
+    if options.quick:
+        return
     figures = {
         "instructions": variants()[0],
         "most_rows": most_rows(variants()[0]),
@@ -81,28 +90,23 @@ def main() -> None:
 # ---------------------------------------------------------------- alone
 
 
-def measure_alone(turns: int) -> dict[str, dict[str, float]]:
+def measure_alone(numbers: Sequence[int], turns: int) -> dict[str, dict[str, float]]:
     """By number of rows: bandwidths in GB/s, and their ratios."""
     count = max(usable_cores(), 2, -(-4 * last_level_cache() // EXPERT_BYTES))
     experts = [random_expert(seed) for seed in range(count)]
     kept = [[[pack(matrix)] for [matrix] in expert] for expert in experts] if packing_pays() else experts
     figures = {}
     with closing(ExpertKernel(max(ROWS))) as kernel, closing(Team(usable_cores())) as team:
-        for rows in track(ROWS, "rows"):
-            calls = contenders(kernel, team, rows, experts, kept)
-            seconds: dict[str, list[float]] = {name: [] for name in calls}
-            for _ in range(turns):
-                for name, call in calls.items():
-                    seconds[name].append(timed(call))
-            figures[str(rows)] = compare({name: median(times) for name, times in seconds.items()})
+        for rows in track(numbers, "rows"):
+            figures[str(rows)] = compare(contenders(kernel, team, rows, experts, kept), turns)
             print(f"{rows:>3} rows: {figures[str(rows)]}", flush=True)
     return figures
 
 
 def contenders(
     kernel: ExpertKernel, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
-) -> dict[str, Callable[[], object]]:
-    """What is measured: each call does as many experts as there are cores, but for the stream."""
+) -> dict[str, Callable[[], float]]:
+    """What is measured: each call gives its bandwidth in GB/s, and does as many experts as there are cores."""
     x_nD = torch.randn(rows, HIDDEN).bfloat16()
     plain, torchs = cycle(experts), cycle(kept)
     numbers = torch.ones(STREAM_BYTES // 8, dtype=torch.float64)
@@ -121,18 +125,38 @@ def contenders(
         for call in theirs:
             call()
 
-    return {"stream": stream, "kernel": ours, "torch": one_by_one, "torch_shared": partial(team.run, theirs)}
+    nbytes = team.cores * EXPERT_BYTES
+    return {
+        "stream": partial(rate, stream, STREAM_BYTES),
+        "kernel": partial(rate, ours, nbytes),
+        "torch": partial(rate, one_by_one, nbytes),
+        "torch_shared": partial(rate, partial(team.run, theirs), nbytes),
+    }
 
 
-def compare(seconds: dict[str, float]) -> dict[str, float]:
-    """Bandwidths in GB/s from the seconds of each contender."""
-    nbytes = usable_cores() * EXPERT_BYTES
-    rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
-    rates["stream"] = STREAM_BYTES / seconds["stream"] / 1e9
-    best = max(rates["torch"], rates["torch_shared"])
-    figures = {f"{name}_gbs": rate for name, rate in rates.items()}
-    figures |= {"share_of_stream": rates["kernel"] / rates["stream"], "times_torch": rates["kernel"] / best}
+def compare(calls: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """Bandwidths in GB/s, and the medians of what neighbours are to each other."""
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    shares, times = [], []
+    for _ in range(turns):
+        turn = {name: [calls[name]()] for name in ("stream", "kernel")}
+        turn["stream"].append(calls["stream"]())
+        turn |= {name: [calls[name]()] for name in ("torch", "torch_shared")}
+        turn["kernel"].append(calls["kernel"]())
+        for name, found in turn.items():
+            rates[name] += found
+        shares.append(turn["kernel"][0] / mean(turn["stream"]))
+        times.append(mean(turn["kernel"]) / max(turn["torch"] + turn["torch_shared"]))
+    figures = {f"{name}_gbs": median(found) for name, found in rates.items()}
+    figures |= {"share_of_stream": median(shares), "times_torch": median(times)}
     return {name: round(figure, 3) for name, figure in figures.items()}
+
+
+def rate(call: Callable[[], object], nbytes: int) -> float:
+    """GB/s of one call that reads so many bytes."""
+    start = perf_counter()
+    call()
+    return nbytes / (perf_counter() - start) / 1e9
 
 
 def random_expert(seed: int) -> Matrices:
@@ -149,13 +173,6 @@ def last_level_cache() -> int:
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     ]
     return max(sizes, default=64 << 20)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = perf_counter()
-    call()
-    return perf_counter() - start
 
 
 # ---------------------------------------------------------------- in whole
@@ -175,7 +192,7 @@ def measure_decode(batch: int, runs: int) -> dict[str, Any]:
     return {
         "kernel_tokens_per_second": round(middle["auto"], 2),
         "torch_tokens_per_second": round(middle["torch"], 2),
-        "ratio": round(middle["auto"] / middle["torch"], 3),
+        "ratio": round(median(ours / theirs for ours, theirs in zip(*rates.values(), strict=True)), 3),
         "all": {kernel: [round(each, 2) for each in found] for kernel, found in rates.items()},
     }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache, partial
 from importlib.metadata import version
-from itertools import cycle
+from itertools import accumulate, cycle
+from math import log
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import msgspec
@@ -18,7 +20,7 @@ import torch
 from moesched.machines.local import cache_folder
 
 from . import torch_kernels as kernels
-from .expert_kernel import ExpertKernel
+from .expert_kernel import ExpertKernel, build
 from .packed_weights import pack, packing_pays
 from .team import Team, usable_cores
 from .torch_kernels import Blocks, Tensor
@@ -27,7 +29,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 OUTPUTS, INPUTS = 2048, 1024
 COLD_BYTES = 96 << 20
 """Of all matrices together, so that no cache still holds one when it is used again."""
-TURNS = 5
+TURNS = 9
 
 
 @cache
@@ -48,10 +50,11 @@ def measure_again(variant: str) -> None:
 
 
 def measure_most_rows(variant: str) -> int:
-    """The largest of ROWS up to which the kernel takes no longer than torch; 0 if it does so with a single row.
+    """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
     Each multiplies as many matrices as there are cores: the kernel one after the other on all cores, torch as the
-    device has it, each on a core of its own and packed where that pays.
+    device has it, each on a core of its own and packed where that pays. They take turns, and the
+    median of each turn's ratio counts: on a shared machine the seconds themselves say little.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -60,13 +63,19 @@ def measure_most_rows(variant: str) -> int:
 
 @torch.inference_mode()
 def _measure(variant: str) -> int:
-    won = 0
     with closing(ExpertKernel(ROWS[-1], variant)) as kernel, closing(Team(usable_cores())) as team:
-        for rows, ours, theirs in _contests(kernel, team):
-            if _fastest(ours) > _fastest(theirs):
-                break
-            won = rows
-    return won
+        return most_saved({rows: _ratio(ours, theirs) for rows, ours, theirs in _contests(kernel, team)})
+
+
+def most_saved(ratios: Mapping[int, float]) -> int:
+    """Where to end: the number of rows up to which the product of all ratios is smallest, 0 if it is never below one.
+
+    One ratio that another process spoiled does not cut off the rows behind it.
+
+    ratios: the kernel's time to torch's by number of rows, ascending.
+    """
+    saved = list(accumulate((-log(ratio) for ratio in ratios.values()), initial=0.0))
+    return (0, *ratios)[saved.index(max(saved))]
 
 
 Call = Callable[[], object]
@@ -94,18 +103,18 @@ def _one_by_one(calls: Sequence[Call]) -> None:
         call()
 
 
-def _fastest(call: Call) -> float:
+def _ratio(ours: Call, theirs: Call) -> float:
+    return median(_seconds(ours) / _seconds(theirs) for _ in range(TURNS))
+
+
+def _seconds(call: Call) -> float:
+    start = perf_counter()
     call()
-    times = []
-    for _ in range(TURNS):
-        start = perf_counter()
-        call()
-        times.append(perf_counter() - start)
-    return min(times)
+    return perf_counter() - start
 
 
 def _here(variant: str) -> str:
-    return f"{variant}, {usable_cores()} cores, torch {version('torch')}"
+    return f"{variant}, {usable_cores()} cores, torch {version('torch')}, kernel {build()}"
 
 
 def _file() -> Path:

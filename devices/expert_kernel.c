@@ -23,8 +23,10 @@ enum {
     MOST_BATCH = 32,         /* rows of x in one call */
     MOST_COLUMNS = 6,        /* rows of x that are multiplied at once */
     MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once */
-    PANEL_BYTES = 24 << 10,  /* of x: stay in the first-level cache while rows of weights pass */
-    MOST_OUTPUTS = 64,       /* outputs that a thread takes at a time */
+    PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
+    AHEAD = 512,             /* inputs from a weight to the one that is brought into the cache meanwhile */
+    WHOLE_TILES = 24,        /* rows that every tile's number of rows divides */
+    MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs that a thread takes at a time */
     CHUNKS = 4,              /* of each thread, at least, where there is enough: the last ones to end are soon done */
     ALONE_BYTES = 128 << 10, /* up to so many bytes of weights, the others are not called */
     SPIN_NANOSECONDS = 50000,
@@ -149,28 +151,35 @@ static inline Word4 words_at(const void *p) {
 #define WEIGHTS(p, half) ((Float4)((half) ? words_at(p) & 0xffff0000u : words_at(p) << 16))
 #define INPUTS(x, half) ((Float4)words_at((x) + (half) * 16))
 #define DOT(sums, w, x) sums += (w) * (x)
-#define HOLD(vector)
 #define PLACE PLACE_WIDENED
 #include "expert_tiles.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+/* Twelve sums, three rows of weights and one of x are all sixteen registers: the mask stays in memory, and the order
+ * of multiplications as it is written, or the compiler keeps sums in memory too. */
+static const uint32_t odd_mask[8] __attribute__((aligned(32))) = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+
+__attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx2(__m256i words) {
+    __asm__ volatile("vpand %1, %0, %0" : "+x"(words) : "m"(*(const __m256i *)odd_mask));
+    return words;
+}
+
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
 #define STEP 16
 #define STEP_BYTES 64
-#define TILE_ROWS(C) ((C) == 1 ? 8 : (C) == 2 ? 4 : (C) == 3 ? 3 : 2)
+#define TILE_ROWS(C) ((C) <= 2 ? 4 : (C) <= 4 ? 3 : 2)
 #define Sums __m256
 #define HALVES 2
 #define Vector __m256
 #define WORDS(p) _mm256_loadu_si256((const __m256i *)(p))
-#define WEIGHTS(p, half)                                                                                              \
-    _mm256_castsi256_ps((half) ? _mm256_and_si256(WORDS(p), _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(WORDS(p), 16))
+#define WEIGHTS(p, half) _mm256_castsi256_ps((half) ? odd_avx2(WORDS(p)) : _mm256_slli_epi32(WORDS(p), 16))
 #define INPUTS(x, half) _mm256_load_ps((const float *)(x) + (half) * 8)
-#define DOT(sums, w, x) sums = _mm256_fmadd_ps(w, x, sums)
-#define HOLD(vector) __asm__("" : "+x"(vector))
+#define DOT(sums, w, x) __asm__ volatile("vfmadd231ps %1, %2, %0" : "+x"(sums) : "x"(w), "x"(x))
 #define PLACE PLACE_WIDENED
 #include "expert_tiles.h"
 
@@ -186,7 +195,6 @@ static inline Word4 words_at(const void *p) {
 #define WEIGHTS(p, half) _mm512_loadu_si512(p)
 #define INPUTS(x, half) _mm512_load_si512(x)
 #define DOT(sums, w, x) sums = _mm512_dpbf16_ps(sums, (__m512bh)(w), (__m512bh)(x))
-#define HOLD(vector)
 #define PLACE PLACE_PLAIN
 #include "expert_tiles.h"
 #endif
@@ -213,7 +221,6 @@ static inline Word4 words_at(const void *p) {
     vreinterpretq_f32_u32((half) ? vandq_u32(WORDS(p), vdupq_n_u32(0xffff0000u)) : vshlq_n_u32(WORDS(p), 16))
 #define INPUTS(x, half) vld1q_f32((const float *)(x) + (half) * 4)
 #define DOT(sums, w, x) sums = vfmaq_f32(sums, w, x)
-#define HOLD(vector)
 #define PLACE PLACE_WIDENED
 #include "expert_tiles.h"
 
@@ -229,7 +236,6 @@ static inline Word4 words_at(const void *p) {
 #define WEIGHTS(p, half) vld1q_u16(p)
 #define INPUTS(x, half) vld1q_u16((const uint16_t *)(x))
 #define DOT(sums, w, x) sums = vbfdotq_f32(sums, vreinterpretq_bf16_u16(w), vreinterpretq_bf16_u16(x))
-#define HOLD(vector)
 #define PLACE PLACE_PLAIN
 #if defined(__clang__)
 #define BF16_TARGET "bf16"
@@ -474,8 +480,8 @@ static void place_rows(const Variant *variant, const Product *product, const uin
 
 /* Outputs that a thread takes at a time: whole tiles, as long as there are any. */
 static int64_t chunk_of(const Team *team, int64_t outputs) {
-    const int64_t share = outputs / (CHUNKS * (team->helpers + 1)) / MOST_TILE_ROWS * MOST_TILE_ROWS;
-    return share < MOST_TILE_ROWS ? MOST_TILE_ROWS : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
+    const int64_t share = outputs / (CHUNKS * (team->helpers + 1)) / WHOLE_TILES * WHOLE_TILES;
+    return share < WHOLE_TILES ? WHOLE_TILES : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
 }
 
 int moesched_most_batch(void) { return MOST_BATCH; }

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -27,10 +28,20 @@ _WHERE = Path(__file__).parent
 _NOT_BUILT = "it was not compiled when moesched was installed: install GCC or Clang, then moesched again"
 
 
+def _built() -> list[Path]:
+    return sorted(_WHERE.glob("_expert_kernel*.so"))
+
+
+@cache
+def build() -> str:
+    """Which build of the library this is, as a checksum; nothing where it was not compiled."""
+    return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled library; None where there is none."""
-    for path in sorted(_WHERE.glob("_expert_kernel*.so")):
+    for path in _built():
         library = ctypes.CDLL(str(path))
         pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
         library.moesched_variants.restype = text

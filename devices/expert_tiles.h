@@ -13,7 +13,6 @@
  *   WEIGHTS(p, half) that half of the step's weights at p
  *   INPUTS(x, half)  that half of the step of x at address x
  *   DOT(sums, w, x)  sums += w * x
- *   HOLD(vector)     keeps a vector in its register, where the compiler would rather load it again and again
  *   PLACE(step, k, bits)  puts input k, counted within the step, into a step of x
  *
  * Every output is summed in the same order whatever the number of rows, of threads or of row blocks: LANES sums over
@@ -33,8 +32,7 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
         for (int r = 0; r < R; r++) rows[r] = WEIGHTS(weights + r * stride, half);
         UNROLL
         for (int c = 0; c < C; c++) {
-            Vector column = INPUTS(x + c * STEP_BYTES, half);
-            HOLD(column);
+            const Vector column = INPUTS(x + c * STEP_BYTES, half);
             UNROLL
             for (int r = 0; r < R; r++) DOT(sums[r][c], rows[r], column);
         }
@@ -43,8 +41,9 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
 
 /* The same over `steps` whole steps and a broken one of `rest` inputs.
  * x: its steps one after the other, C rows in each. stride: inputs from one row of weights to the next.
- * ahead: inputs from a weight to the one that is to be brought into the cache meanwhile. */
-INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t stride, int64_t ahead, const char *x,
+ * next: inputs from a row of weights to the one that has its place in the next tile; 0 if there is none.
+ * Each row of weights is brought into the cache some way ahead, and at its end the beginning of the next tile's. */
+INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
                       int64_t steps, int64_t rest, float *total, int64_t total_stride) {
     Sums sums[MOST_TILE_ROWS][MOST_COLUMNS];
     UNROLL
@@ -52,10 +51,13 @@ INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t
         UNROLL
         for (int c = 0; c < C; c++) memcpy(&sums[r][c], total + r * total_stride + c * LANES, sizeof(Sums));
     enum { LINE = 32, STEPS = LINE / STEP };
+    const int64_t here = steps * STEP, within = here < AHEAD ? here : AHEAD;
+    const int64_t beyond = next ? next + within - here : 0;
     int64_t left = steps;
     for (; left >= STEPS; left -= STEPS) {
+        const int64_t ahead = left * STEP >= within + LINE ? within : beyond;
         UNROLL
-        for (int r = 0; r < R; r++) __builtin_prefetch(weights + r * stride + ahead, 0, 2);
+        for (int r = 0; r < R; r++) __builtin_prefetch(weights + r * stride + ahead, 0, 3);
         UNROLL
         for (int i = 0; i < STEPS; i++, weights += STEP, x += C * STEP_BYTES)
             ISA(add_step)(R, C, weights, stride, x, sums);
@@ -80,8 +82,8 @@ INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t
         int64_t row = 0;                                                                                               \
         for (; row + TILE_ROWS(C) <= rows; row += TILE_ROWS(C)) {                                                      \
             /* What comes after the last ones is another thread's, perhaps. */                                         \
-            const int64_t ahead = row + 2 * TILE_ROWS(C) <= rows ? TILE_ROWS(C) * stride : 0;                          \
-            ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, ahead, x, steps, rest,                          \
+            const int64_t next = row + 2 * TILE_ROWS(C) <= rows ? TILE_ROWS(C) * stride : 0;                           \
+            ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, next, x, steps, rest,                           \
                       sums + row * sums_stride, sums_stride);                                                          \
         }                                                                                                              \
         for (; row < rows; row++)                                                                                      \
@@ -158,7 +160,15 @@ INLINE void ISA(place)(const Product *product, int row, int64_t first, int64_t l
 }
 
 static TARGET void ISA(place_row)(const Product *product, int row, const uint16_t *values) {
-    ISA(place)(product, row, 0, product->inputs, values, 1);
+    const Panel panel = panel_of(product, row);
+    const int64_t whole = product->inputs / STEP, gap = panel.columns * STEP_BYTES;
+    char *step = product->x + (panel.column * product->steps + (row - panel.column)) * STEP_BYTES;
+    for (int64_t k = 0; k < whole; k++, step += gap)
+        for (int half = 0; half < HALVES; half++) {
+            const Vector placed = WEIGHTS(values + k * STEP, half); /* x lies as weights do when they are multiplied */
+            memcpy(step + half * sizeof placed, &placed, sizeof placed);
+        }
+    ISA(place)(product, row, whole * STEP, product->inputs, values + whole * STEP, 1);
 }
 
 static TARGET void ISA(project)(const Job *job, int64_t first, int64_t last) {
@@ -197,5 +207,4 @@ static const Variant ISA(variant) = {STEP, STEP_BYTES, ISA(place_row), ISA(gate)
 #undef WEIGHTS
 #undef INPUTS
 #undef DOT
-#undef HOLD
 #undef PLACE

@@ -228,6 +228,21 @@ def test_a_kernel_that_is_not_there_is_refused_with_those_that_are() -> None:
         TorchDevice(checkpoint, weight_layout(checkpoint.config), kernel="gpu")
 
 
+@pytest.mark.parametrize(
+    ("ratios", "most"),
+    [
+        pytest.param({1: 0.5, 2: 0.6, 4: 0.9, 8: 1.2}, 4, id="wins up to 4"),
+        pytest.param({1: 1.3, 2: 0.4, 4: 0.5, 8: 1.5}, 4, id="the first one was disturbed"),
+        pytest.param({1: 0.5, 2: 1.1, 4: 0.5, 8: 0.9}, 8, id="one in the middle was disturbed"),
+        pytest.param({1: 1.3, 2: 1.1, 4: 0.95}, 0, id="loses more than it wins"),
+    ],
+)
+def test_a_disturbed_ratio_does_not_decide_when_the_kernel_is_used(
+    ratios: dict[int, float], most: int
+) -> None:
+    assert crossover.most_saved(ratios) == most
+
+
 @needs_kernel
 def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
