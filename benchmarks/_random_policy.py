@@ -20,6 +20,7 @@ POLICIES = (
     "adversarial",
     "adversarial",
     "cgopipe",
+    "expert_cache",
     "flexgen",
     "layer_streaming",
     "lru_offload",

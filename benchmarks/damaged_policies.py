@@ -43,6 +43,7 @@ POLICIES = (
     "flexgen",
     "twiddler",
     "lru_offload",
+    "expert_cache",
     "adversarial",
     "adversarial",
 )

@@ -60,6 +60,7 @@ MICRO_BATCH = 3
 POLICIES = (
     "layer_streaming",
     "cgopipe",
+    "expert_cache",
     "expert_streaming",
     "fastdecode",
     "flexgen",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moesched.memory import Fixed
 from moesched.plan import Plan
 from moesched.step import Step
 
@@ -22,19 +21,27 @@ def all_fit(plan: Plan) -> bool:
     return sum(map(plan.slot_bytes, experts)) <= plan.free("accelerator")
 
 
+def host_has_experts(plan: Plan) -> bool:
+    """Whether a host with a memory of its own has all experts there, or room for them."""
+    if plan.machine.unified or plan.weights_on_host:
+        return not plan.machine.unified
+    return sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0) <= plan.free("host")
+
+
 class ExpertPool:
     """Slots for so many experts; nothing is given up but by `evict`.
 
     Args:
         room: how many experts.
         filled: those that are there before the first step.
+        on_host: whether the host has all of them, for them to come from there.
     """
 
-    def __init__(self, plan: Plan, room: int, filled: Iterable[Expert] = ()) -> None:
+    def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         slots = room * len(plan.layout.expert(0, 0))
         self._pool = plan.pool("accelerator", "experts", slots, experts, "none")
-        self._source = _held_by_host(plan)
+        self._source = leave_on_host(plan) if on_host else None
         plan.fill(self._pool, [page for expert in filled for page in plan.layout.expert(*expert)])
 
     def fetch(self, step: Step, expert: Expert) -> None:
@@ -50,11 +57,3 @@ def _slots_bytes(plan: Plan) -> int:
     """Bytes of the slots for one expert."""
     pages = plan.layout.expert(0, 0)
     return len(pages) * max(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0)
-
-
-def _held_by_host(plan: Plan) -> Fixed | None:
-    """All experts in the host's memory, where they do not come from there anyhow and it has room for them."""
-    nbytes = sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0)
-    if plan.machine.unified or plan.weights_on_host or nbytes > plan.free("host"):
-        return None
-    return leave_on_host(plan)

@@ -14,7 +14,7 @@ from moesched.plan import Plan
 from moesched.step import Step
 
 from .expert_placement import keep_dense
-from .expert_pool import ExpertPool, all_fit, experts_that_fit
+from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 
 
 class LruOffload:
@@ -42,7 +42,7 @@ class LruOffload:
         self.cached = [dict.fromkeys(range(offloaded, experts)) for _ in layers]
         """By layer, that used longest ago first."""
         if offloaded:
-            self.pool = ExpertPool(plan, len(filled) + self.buffers, filled)
+            self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
         else:
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
 

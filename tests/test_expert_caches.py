@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from moesched.errors import BadInput
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 from moesched.planner.traits import kept_bytes
 from moesched.plugins import make_policy
+from moesched.policies.expert_cache import MOST_STALE, Uses
+from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs import simulate
-from moesched.tasks import Kernel, Task
+from moesched.tasks import HostKernel, Kernel, Task
 from moesched.testing import Case, policy_cases
 
 T4 = load_machine("t4")
-Choices = Sequence[Sequence[Sequence[int]]]
-"""Expert ids by step and layer."""
+Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
+"""Experts by step and layer."""
+
+
+def with_rates(link: float, cpu: float) -> Machine:
+    """A T4 whose link carries so many bytes per second, and whose CPU computes so many FLOP/s."""
+    links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
+    processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
+    return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})
+
+
+FAST_CPU, SLOW_CPU = with_rates(link=1e9, cpu=1e12), with_rates(link=100e9, cpu=1e7)
+BALANCED = with_rates(link=1e9, cpu=1e9)
+"""The CPU takes as long for one token as the link for an expert."""
 
 
 class Scripted:
-    """A routing that says which experts a step's tokens take in each layer, whatever the micro-batch."""
+    """A routing that says which experts a step's tokens take in each layer, whatever the micro-batch.
+
+    Where it gives counts, so many tokens take each expert.
+    """
 
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> Mapping[int, int]:
-        return dict.fromkeys(self._choices[step][layer], 1)
+        chosen = self._choices[step][layer]
+        return chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
 
 
 class Watch:
@@ -49,9 +72,9 @@ class Watch:
 
 def simulated(policy: str, choices: Choices, settings: Mapping[str, Any], **case: Any) -> Watch:
     """A policy's run on the T4's virtual clock, for one request by default."""
-    case = {"prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
+    case = {"machine": T4, "prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
     made, watch = make_policy(policy, dict(settings)), Watch()
-    plan = Case(name="cache", machine=T4, new_tokens=len(choices), **case).plan(made)
+    plan = Case(name="cache", new_tokens=len(choices), **case).plan(made)
     simulate(plan, made, routing=Scripted(choices), observers=[watch])  # type: ignore[arg-type]
     return watch
 
@@ -122,16 +145,22 @@ def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("policy", "settings", "says"),
     [
-        ({"offload_per_layer": 7}, "offload_per_layer is 7, but a layer of cache has 6 experts: give 0 to 6"),
-        ({"buffers": 0}, "buffers is 0: give 1 or more"),
-        ({"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
+        (
+            "lru_offload",
+            {"offload_per_layer": 7},
+            "offload_per_layer is 7, but a layer of cache has 6 experts: give 0 to 6",
+        ),
+        ("lru_offload", {"buffers": 0}, "buffers is 0: give 1 or more"),
+        ("expert_cache", {"buffers": 0}, "buffers is 0: give 1 or more"),
+        ("expert_cache", {"experts": 100}, "ExpertCache does not fit: .* bytes too few"),
+        ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, int], says: str) -> None:
+def test_settings_that_cannot_be_are_refused(policy: str, settings: dict[str, int], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        simulated("lru_offload", [[[0]]], settings, weights=0.8)
+        simulated(policy, [[[0]]], settings, weights=0.8)
 
 
 def test_what_is_in_a_cache_counts_as_weights_on_the_gpu() -> None:
@@ -142,8 +171,140 @@ def test_what_is_in_a_cache_counts_as_weights_on_the_gpu() -> None:
     assert kept_bytes(plan) == dense + experts * 3 // 4
 
 
+# -- one cache over all layers -------------------------------------------------------------------------------------
+
+
+def test_the_cache_begins_with_as_many_of_every_layer_or_with_the_most_popular(tmp_path: Path) -> None:
+    watch = simulated("expert_cache", [[[0], [0]]], {"experts": 4})
+    assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    counts = ((0, 0, 0, 0, 0, 9), (8, 0, 0, 7, 6, 0))
+    profile = RoutingProfile(model="cache", layers=2, experts=6, top_k=2, tokens=15, counts=counts)
+    write_profile(profile, tmp_path / "popularity.csv")
+    popularity = str(tmp_path / "popularity.csv")
+    watch = simulated("expert_cache", [[[5], [0]]], {"experts": 3, "popularity": popularity})
+    assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 5), (1, 0), (1, 3)]
+
+
+def test_what_was_last_used_in_the_earliest_step_goes_whatever_its_layer() -> None:
+    steps = [[[0], [0]], [[0], [1]], [[0], [0]]]
+    watch = simulated("expert_cache", steps, {"experts": 2}, machine=SLOW_CPU)
+    # At first 0 of both layers is there; in step 1 that of layer 1 goes, in step 2 expert 1.
+    assert watch.experts("fetch") == [(1, 1, 1), (2, 1, 0)]
+
+
+def test_of_experts_last_used_in_the_same_step_the_one_that_fewest_tokens_chose_goes() -> None:
+    uses = Uses([])
+    for step, layer, tokens in ((0, 0, 3), (0, 1, 1), (0, 2, 2), (1, 3, 1)):
+        uses.count((layer, 0), tokens)
+        uses.use((layer, 0), step)
+    assert [uses.give_up()[0] for _ in range(4)] == [1, 2, 0, 3]
+
+
+def test_an_expert_that_is_given_up_is_the_one_that_is_fetched_when_it_is_needed_again() -> None:
+    steps = [[{0: 3}, {0: 1}], [[1], [1]], [[0], [1]], [[0], [0]]]
+    watch = simulated("expert_cache", steps, {"experts": 3}, machine=SLOW_CPU)
+    # Expert 1 of layer 0 is there at first. Step 1 gives up 0 of layer 1, which one token had chosen, for its 1.
+    assert watch.experts("fetch") == [(1, 1, 1), (3, 1, 0)]
+
+
+def test_what_missed_the_cache_and_was_fetched_is_there_the_next_time() -> None:
+    watch = simulated("expert_cache", [[[5]]] * 4, {"experts": 2}, machine=SLOW_CPU)
+    assert watch.experts("fetch") == [(0, 0, 5)]
+
+
+def test_fewest_fetches_each_missing_expert_comes_once_for_all_micro_batches() -> None:
+    watch = simulated(
+        "expert_cache",
+        [[[2, 3]]] * 2,
+        {"experts": 2},
+        machine=SLOW_CPU,
+        prompts=(1, 1, 1),
+        micro_batch_size=1,
+    )
+    assert watch.experts("fetch") == [(0, 0, 2), (0, 0, 3)]
+    assert len(watch.experts("run_expert")) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(("machine", "on_host"), [(FAST_CPU, {0, 1}), (SLOW_CPU, set())])
+def test_misses_run_where_the_layer_ends_first(machine: Machine, on_host: set[int]) -> None:
+    watch = simulated("expert_cache", [[[0, 1]]], {"experts": 0}, machine=machine)
+    there = {task.expert for task in watch.tasks("run_expert") if isinstance(task, HostKernel)}
+    assert there == on_host
+    assert {expert for _, _, expert in watch.experts("fetch")} == {0, 1} - on_host
+
+
+def test_those_with_the_most_tokens_are_fetched_while_the_host_runs_the_others() -> None:
+    watch = simulated(
+        "expert_cache", [[{0: 1, 1: 9, 2: 1, 3: 8}]], {"experts": 0}, machine=BALANCED, prompts=(19,)
+    )
+    assert [expert for _, _, expert in watch.experts("fetch")] == [1, 3]
+    there = [task for task in watch.tasks("run_expert") if isinstance(task, HostKernel)]
+    assert [task.expert for task in there] == [0, 2]
+    link = watch.tasks("fetch")[0]
+    assert there[0].start < link.end, "the host begins at once"
+
+
+def test_the_split_of_misses_is_hardly_worse_than_the_best_that_there_is() -> None:
+    """Against all subsets in all orders: it is the best one that fetches those with the most tokens."""
+    choose = Random(1)
+    policy = make_policy("expert_cache")
+    policy.has_host = True
+    ratios = []
+    for _ in range(200):
+        rates = choose.uniform(0.1, 3), choose.uniform(0.01, 0.5)
+        policy.latencies = Rates(choose.uniform(0.5, 2), *rates)
+        needed = {expert: [choose.randint(1, 9)] for expert in range(7)}
+        misses = list(range(2, 7))
+        fetched, on_host = policy._split([0, 1], misses, needed)
+        assert sorted(fetched + on_host) == misses
+        ends = [
+            end_of(policy.latencies, needed, chosen, set(misses) - {*chosen})
+            for count in range(6)
+            for chosen in permutations(misses, count)
+        ]
+        ratios.append(end_of(policy.latencies, needed, fetched, on_host) / min(ends))
+    assert fmean(ratios) < 1.05
+    assert max(ratios) < 1.25
+
+
+class Rates(NamedTuple):
+    """Latencies that grow with the tokens."""
+
+    transfer: float
+    host: float
+    accelerator: float
+
+    def at_host(self, tokens: int) -> float:
+        return self.host * tokens
+
+    def at_accelerator(self, tokens: int) -> float:
+        return self.accelerator * tokens
+
+
+def end_of(
+    latencies: Rates, needed: Mapping[int, Sequence[int]], fetched: Sequence[int], on_host: Iterable[int]
+) -> float:
+    """When a layer's experts 0 and 1, which are there, the fetched ones and those on the host are done."""
+    here = sum(latencies.at_accelerator(needed[expert][0]) for expert in (0, 1))
+    for number, expert in enumerate(fetched, 1):
+        here = max(here, number * latencies.transfer) + latencies.at_accelerator(needed[expert][0])
+    return max(here, sum(latencies.at_host(needed[expert][0]) for expert in on_host))
+
+
+def test_a_cache_remembers_no_more_uses_than_some_times_its_experts() -> None:
+    uses = Uses([(0, expert) for expert in range(4)])
+    for step in range(1000):
+        uses.use((0, step % 4), step)
+    assert len(uses._uses) <= 4 * MOST_STALE
+    assert [uses.give_up() for _ in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+# -- on every machine ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lru_offload", "expert_cache"])
 @pytest.mark.parametrize("case", policy_cases(), ids=lambda case: case.name)
-def test_simulated_runs_come_to_their_end_on_every_machine(case: Case) -> None:
-    policy = make_policy("lru_offload")
+def test_simulated_runs_come_to_their_end_on_every_machine(case: Case, name: str) -> None:
+    policy = make_policy(name)
     plan = case.plan(policy)
     assert simulate(plan, policy).simulated_seconds > 0

@@ -74,6 +74,7 @@ POLICIES = [
     ("resident", {}),
     ("layer_streaming", {}),
     ("cgopipe", {}),
+    ("expert_cache", {}),
     ("expert_streaming", {}),
     ("fastdecode", {}),
     ("flexgen", {}),
