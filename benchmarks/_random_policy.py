@@ -24,6 +24,7 @@ POLICIES = (
     "flexgen",
     "layer_streaming",
     "lru_offload",
+    "prefetch_gate",
     "resident",
     "twiddler",
 )

@@ -44,6 +44,7 @@ POLICIES = (
     "twiddler",
     "lru_offload",
     "expert_cache",
+    "prefetch_gate",
     "adversarial",
     "adversarial",
 )

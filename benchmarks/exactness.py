@@ -66,6 +66,7 @@ POLICIES = (
     "flexgen",
     "flexgen_cpu",
     "lru_offload",
+    "prefetch_gate",
     "twiddler",
 )
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)

@@ -277,7 +277,7 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
     for stage in schedule.stages:
         accelerator = stage.processors["accelerator"]
         works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
-        for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
+        for verb in ("embed", "pre_attention", "post_attention", "route", "preview_route", "combine"):
             works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
         if plan.batch.beams > 1:
             cached_at = accelerator if batch.kv_on_accelerator else stage.processors["host"]

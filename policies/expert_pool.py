@@ -48,6 +48,21 @@ class ExpertPool:
         """Bring in an expert that is needed now."""
         step.fetch(step.expert_pages(*expert), self._pool, source=self._source, urgent=True)
 
+    def prefetch(self, step: Step, expert: Expert) -> None:
+        """Bring in an expert that may be needed, page by page, after all else that wants the link."""
+        for page in step.expert_pages(*expert):
+            step.fetch([page], self._pool, source=self._source, speculative=True)
+
+    def lift(self, step: Step, expert: Expert) -> None:
+        """An expert that is coming is needed now."""
+        step.lift(step.expert_pages(*expert), self._pool)
+
+    def withdraw(self, step: Step, expert: Expert) -> None:
+        """Give up an expert that was prefetched; those of its pages that are not on their way yet never come."""
+        for page in step.expert_pages(*expert):
+            if not step.cancel([page], self._pool):
+                step.evict([page], self._pool)
+
     def evict(self, step: Step, expert: Expert) -> None:
         """Give an expert up."""
         step.evict(step.expert_pages(*expert), self._pool)

@@ -78,12 +78,15 @@ class LruOffload:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
                 step.attention(i, j)
-            routing = [step.route(i, j) for j in step.micro_batches]
-            self._run_experts(step, i, [await handle for handle in routing])
+            await self._route_and_run(step, i)
             for j in step.micro_batches:
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    async def _route_and_run(self, step: Step, i: int) -> None:
+        routing = [step.route(i, j) for j in step.micro_batches]
+        self._run_experts(step, i, [await handle for handle in routing])
 
     def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
         """Those in the cache first; each that is missing is fetched once for all micro-batches."""
@@ -96,13 +99,16 @@ class LruOffload:
             self._run_expert(step, i, expert, routed)
         for expert in needed:
             if expert not in hits:
-                self.pool.fetch(step, (i, expert))
+                self._bring(step, i, expert)
                 self._run_expert(step, i, expert, routed)
                 cache[expert] = None
                 if len(cache) > self.room:
                     oldest = next(iter(cache))
                     del cache[oldest]
                     self.pool.evict(step, (i, oldest))
+
+    def _bring(self, step: Step, i: int, expert: int) -> None:
+        self.pool.fetch(step, (i, expert))
 
     def _run_expert(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
         for j in step.micro_batches:

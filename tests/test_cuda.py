@@ -43,6 +43,7 @@ def expected(model: Path) -> list[list[int]] | None:
         ("layer_split", {"gpu_layers": 1}),
         ("lru_offload", {"offload_per_layer": 2}),
         ("expert_cache", {"experts": 4}),
+        ("prefetch_gate", {"offload_per_layer": 2}),
         ("twiddler", {"experts": 4}),
         ("adversarial", {"seed": 1}),
     ],

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from moesched.checking.validation import CheckedEngine
+from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.planner.traits import kept_bytes
@@ -19,8 +21,9 @@ from moesched.plugins import make_policy
 from moesched.policies.expert_cache import MOST_STALE, Uses
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs import simulate
-from moesched.tasks import HostKernel, Kernel, Task
+from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
 from moesched.testing import Case, policy_cases
+from moesched.trace import Recorder
 
 T4 = load_machine("t4")
 Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
@@ -53,29 +56,34 @@ class Scripted:
         return chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
 
 
-class Watch:
-    """Remembers tasks in their order of submission."""
+class Watch(Recorder):
+    """Knows all tasks of a run, also those that were cancelled."""
 
-    def __init__(self) -> None:
-        self._tasks: list[Task] = []
+    def watch(self, engine: Engine, memories: Any = None) -> None:
+        super().watch(engine, memories)
+        assert isinstance(engine, CheckedEngine)
+        self._submitted = engine.tasks
 
-    def ended(self, task: Task) -> None:
-        self._tasks.append(task)
-
-    def tasks(self, *verbs: str) -> list[Task]:
-        return sorted((task for task in self._tasks if task.verb in verbs), key=lambda task: task.id)
+    def tasks(self, *verbs: str, state: int = DONE) -> list[Task]:
+        """Those of these verbs that ran, in their order of submission."""
+        return [task for task in self._submitted if task.verb in verbs and task.state == state]
 
     def experts(self, *verbs: str) -> list[tuple[int, int, int]]:
         """Step, layer and expert of the steps' tasks."""
         return [(task.step, task.layer, task.expert) for task in self.tasks(*verbs) if task.step >= 0]
 
 
-def simulated(policy: str, choices: Choices, settings: Mapping[str, Any], **case: Any) -> Watch:
-    """A policy's run on the T4's virtual clock, for one request by default."""
+def simulated(
+    policy: str, choices: Choices, settings: Mapping[str, Any], accuracy: float = 1.0, **case: Any
+) -> Watch:
+    """A policy's run on the T4's virtual clock, for one request by default.
+
+    accuracy: of previews of the router.
+    """
     case = {"machine": T4, "prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
     made, watch = make_policy(policy, dict(settings)), Watch()
     plan = Case(name="cache", new_tokens=len(choices), **case).plan(made)
-    simulate(plan, made, routing=Scripted(choices), observers=[watch])  # type: ignore[arg-type]
+    simulate(plan, made, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)  # type: ignore[arg-type]
     return watch
 
 
@@ -153,6 +161,7 @@ def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
             "offload_per_layer is 7, but a layer of cache has 6 experts: give 0 to 6",
         ),
         ("lru_offload", {"buffers": 0}, "buffers is 0: give 1 or more"),
+        ("prefetch_gate", {"buffers": 1}, "buffers is 1: give 2 or more"),
         ("expert_cache", {"buffers": 0}, "buffers is 0: give 1 or more"),
         ("expert_cache", {"experts": 100}, "ExpertCache does not fit: .* bytes too few"),
         ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
@@ -299,10 +308,72 @@ def test_a_cache_remembers_no_more_uses_than_some_times_its_experts() -> None:
     assert [uses.give_up() for _ in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
+# -- prefetches by the next layer's router -------------------------------------------------------------------------
+
+TWO_LAYERS = [[[4, 5], [0, 1]], [[4, 5], [2, 3]]]
+
+
+def test_what_the_next_layers_router_foretells_comes_while_this_layers_experts_are_still_to_run() -> None:
+    watch = simulated("prefetch_gate", TWO_LAYERS, ONE_LAYER, machine=SLOW_CPU)
+    assert watch.experts("fetch") == [(0, 1, 0), (0, 1, 1), (1, 1, 2), (1, 1, 3)]
+    first = next(task for task in watch.tasks("fetch") if task.step == 0)
+    attention = next(task for task in watch.tasks("attention") if task.layer == 1)
+    assert first.start < attention.start
+    assert link_class(first.key) == IDLE
+
+
+def test_what_was_foretold_enters_the_cache_when_it_is_used() -> None:
+    watch = simulated("prefetch_gate", [[[4, 5], [0, 1]]] * 3, ONE_LAYER)
+    assert watch.experts("fetch") == [(0, 1, 0), (0, 1, 1)]
+
+
+def test_no_more_is_foretold_at_a_time_than_there_are_buffers_but_one() -> None:
+    steps = [[[4], {0: 1, 1: 7, 2: 8, 3: 1}]]
+    watch = simulated("prefetch_gate", steps, {**ONE_LAYER, "buffers": 3}, prompts=(17,))
+    classes = [(task.expert, link_class(task.key)) for task in watch.tasks("fetch") if task.step >= 0]
+    assert classes[:2] == [(2, IDLE), (1, IDLE)], "those with the most tokens"
+    assert classes[2:] == [(0, DEMAND), (3, DEMAND)]
+
+
+def test_a_fetch_that_is_needed_now_overtakes_what_was_foretold() -> None:
+    slow_link = with_rates(link=1e5, cpu=1e9)
+    watch = simulated("prefetch_gate", [[[0, 1], [2, 3]]], ONE_LAYER, machine=slow_link)
+    by_start = sorted((task for task in watch.tasks("fetch") if task.step >= 0), key=lambda task: task.start)
+    assert [(task.layer, task.expert) for task in by_start] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+def test_a_prefetch_that_was_wrong_and_has_not_started_is_cancelled_and_moves_no_bytes() -> None:
+    # Two experts of layer 1 are foretold wrongly in both steps, and the link is slow.
+    slow_link = with_rates(link=1e5, cpu=1e9)
+    watch = simulated("prefetch_gate", [[[4, 5], [4, 5]]] * 2, ONE_LAYER, accuracy=0.0, machine=slow_link)
+    came = [task for task in watch.tasks("fetch") if task.step >= 0]
+    never_came = watch.tasks("fetch", state=CANCELLED)
+    assert (len(came), len(never_came)) == (1, 3), (
+        "the first one is under way; the link is busy when others are cancelled"
+    )
+    assert all(task.start == task.end == -1 for task in never_came)
+    link = never_came[0].lane
+    assert link.busy == sum(
+        task.end - task.start for task in watch.tasks("fetch", "load") if task.lane is link
+    )
+    assert len(watch.experts("run_expert")) == 8
+
+
+def test_with_room_for_all_experts_nothing_is_foretold() -> None:
+    watch = simulated("prefetch_gate", TWO_LAYERS, {})
+    assert watch.tasks("preview_route", "fetch") == []
+
+
+def test_the_layers_of_a_step_but_the_first_are_foretold() -> None:
+    watch = simulated("prefetch_gate", [[[0], [1], [2]]] * 2, ONE_LAYER)
+    previews = [(task.step, task.layer) for task in watch.tasks("preview_route")]
+    assert previews == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
 # -- on every machine ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lru_offload", "expert_cache"])
+@pytest.mark.parametrize("name", ["lru_offload", "expert_cache", "prefetch_gate"])
 @pytest.mark.parametrize("case", policy_cases(), ids=lambda case: case.name)
 def test_simulated_runs_come_to_their_end_on_every_machine(case: Case, name: str) -> None:
     policy = make_policy(name)

@@ -39,6 +39,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("expert_cache", {"experts": 3, "buffers": 1}),
     ("lru_offload", {}),
     ("lru_offload", {"offload_per_layer": 4, "buffers": 1}),
+    ("prefetch_gate", {}),
+    ("prefetch_gate", {"offload_per_layer": 4, "buffers": 2}),
     ("twiddler", {}),
 ]
 

@@ -81,6 +81,7 @@ POLICIES = [
     ("flexgen_cpu", {}),
     ("flexgen_synchronous", {}),
     ("lru_offload", {}),
+    ("prefetch_gate", {}),
     ("three_tiers", {}),
     *(("adversarial", {"seed": n}) for n in range(8)),
 ]
