@@ -34,15 +34,13 @@ class Uses:
         self._last = {expert: (-1, 0, expert) for expert in held}
         self._uses = sorted(self._last.values())
 
-    def __contains__(self, expert: Expert) -> bool:
-        return expert in self._last
-
     def __len__(self) -> int:
         return len(self._last)
 
-    def count(self, expert: Expert, tokens: int) -> None:
-        """So many tokens more have chosen an expert, whether it is in the cache or not."""
+    def count(self, expert: Expert, tokens: int) -> bool:
+        """So many tokens more have chosen an expert; says whether it is in the cache."""
         self._tokens[expert] = self._tokens.get(expert, 0) + tokens
+        return expert in self._last
 
     def use(self, expert: Expert, step: int) -> None:
         """An expert is used in a step; it is in the cache from here on."""
@@ -127,11 +125,11 @@ class ExpertCache:
                 needed.setdefault(expert, []).append(tokens)
         hits: list[int] = []
         misses: list[int] = []
-        for expert, tokens_of_each in sorted(needed.items()):
-            self.cache.count((i, expert), sum(tokens_of_each))
-            (hits if (i, expert) in self.cache else misses).append(expert)
+        for expert in sorted(needed):
+            there = self.cache.count((i, expert), sum(needed[expert]))
+            (hits if there else misses).append(expert)
         fetched, on_host = self._split(hits, misses, needed)
-        back = [j for j in step.micro_batches if any(expert in routed[j] for expert in on_host)]
+        back = [j for j in step.micro_batches if not routed[j].keys().isdisjoint(on_host)]
         for j in back:
             step.offload_routed(i, j)
         for expert in on_host:

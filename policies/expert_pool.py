@@ -42,30 +42,36 @@ class ExpertPool:
         slots = room * len(plan.layout.expert(0, 0))
         self._pool = plan.pool("accelerator", "experts", slots, experts, "none")
         self._source = leave_on_host(plan) if on_host else None
+        layout = plan.layout
+        self._pages = {
+            (i, expert): layout.expert(i, expert)
+            for i in plan.layers
+            for expert in range(layout.config.experts)
+        }
         plan.fill(self._pool, [page for expert in filled for page in plan.layout.expert(*expert)])
 
     def fetch(self, step: Step, expert: Expert) -> None:
         """Bring in an expert that is needed now."""
-        step.fetch(step.expert_pages(*expert), self._pool, source=self._source, urgent=True)
+        step.fetch(self._pages[expert], self._pool, source=self._source, urgent=True)
 
     def prefetch(self, step: Step, expert: Expert) -> None:
         """Bring in an expert that may be needed, page by page, after all else that wants the link."""
-        for page in step.expert_pages(*expert):
+        for page in self._pages[expert]:
             step.fetch([page], self._pool, source=self._source, speculative=True)
 
     def lift(self, step: Step, expert: Expert) -> None:
         """An expert that is coming is needed now."""
-        step.lift(step.expert_pages(*expert), self._pool)
+        step.lift(self._pages[expert], self._pool)
 
     def withdraw(self, step: Step, expert: Expert) -> None:
         """Give up an expert that was prefetched; those of its pages that are not on their way yet never come."""
-        for page in step.expert_pages(*expert):
+        for page in self._pages[expert]:
             if not step.cancel([page], self._pool):
                 step.evict([page], self._pool)
 
     def evict(self, step: Step, expert: Expert) -> None:
         """Give an expert up."""
-        step.evict(step.expert_pages(*expert), self._pool)
+        step.evict(self._pages[expert], self._pool)
 
 
 def _slots_bytes(plan: Plan) -> int:

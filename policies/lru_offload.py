@@ -92,20 +92,19 @@ class LruOffload:
         """Those in the cache first; each that is missing is fetched once for all micro-batches."""
         cache = self.cached[i]
         needed = sorted({expert for each in routed for expert in each})
-        hits = [expert for expert in needed if expert in cache]
-        for expert in hits:
+        missing = [expert for expert in needed if expert not in cache]
+        for expert in [expert for expert in needed if expert in cache]:
             del cache[expert]
             cache[expert] = None
             self._run_expert(step, i, expert, routed)
-        for expert in needed:
-            if expert not in hits:
-                self._bring(step, i, expert)
-                self._run_expert(step, i, expert, routed)
-                cache[expert] = None
-                if len(cache) > self.room:
-                    oldest = next(iter(cache))
-                    del cache[oldest]
-                    self.pool.evict(step, (i, oldest))
+        for expert in missing:
+            self._bring(step, i, expert)
+            self._run_expert(step, i, expert, routed)
+            cache[expert] = None
+            if len(cache) > self.room:
+                oldest = next(iter(cache))
+                del cache[oldest]
+                self.pool.evict(step, (i, oldest))
 
     def _bring(self, step: Step, i: int, expert: int) -> None:
         self.pool.fetch(step, (i, expert))
