@@ -36,6 +36,7 @@ VERBS = (
     "offload_kv",
     "post_attention",
     "route",
+    "preview_route",
     "offload_routed",
     "run_expert",
     "load_routed",
@@ -43,9 +44,11 @@ VERBS = (
     "sample",
     "fetch",
     "pin",
+    "lift",
+    "cancel",
     "evict",
 )
-MOVES = ("fetch", "pin", "evict")
+MOVES = ("fetch", "pin", "lift", "cancel", "evict")
 """The verbs that take pages and a pool."""
 
 
@@ -210,8 +213,8 @@ def end_of(damaged: Damaged, run: Callable[[], bool]) -> End:
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        file = inspect.getfile(type(damaged.policy))
-        if file == files[-1] or (file in files and isinstance(error, PolicyError)):
+        own = {inspect.getfile(cls) for cls in type(damaged.policy).__mro__ if cls is not object}
+        if files[-1] in own or (own.intersection(files) and isinstance(error, PolicyError)):
             return End("raised", what)
         if not isinstance(error, PolicyError):
             return End("other", what)

@@ -20,8 +20,11 @@ POLICIES = (
     "adversarial",
     "adversarial",
     "cgopipe",
+    "expert_cache",
     "flexgen",
     "layer_streaming",
+    "lru_offload",
+    "prefetch_gate",
     "resident",
     "twiddler",
 )

@@ -60,10 +60,13 @@ MICRO_BATCH = 3
 POLICIES = (
     "layer_streaming",
     "cgopipe",
+    "expert_cache",
     "expert_streaming",
     "fastdecode",
     "flexgen",
     "flexgen_cpu",
+    "lru_offload",
+    "prefetch_gate",
     "twiddler",
 )
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)

@@ -68,6 +68,7 @@ class MoELayer:
         self._watchers = watchers
         self._first_request = first_request
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "preview_route": self.preview_route,
             "run_expert": self.run_expert,
             "combine": self.combine,
         }
@@ -91,15 +92,8 @@ class MoELayer:
 
     def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
         """Norm and router; the rows of each expert that has any."""
-        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self._config
-        x_TD = kernels.norm(state.hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
-        if config.experts == 1:
-            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
-            state.weights_Tk = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
-        else:
-            experts_Tk, state.weights_Tk = kernels.route(
-                x_TD, weights["router"], config.top_k, config.weights_sum_to_one
-            )
+        state, config = self._states[task.micro_batch], self._config
+        x_TD, experts_Tk, state.weights_Tk = self._route(state.hidden_TD, self._weights(task.operands))
         self._watchers.routed(task.layer, state, self._first_request, experts_Tk)
         state.grouping = group(experts_Tk, config.experts)
         state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
@@ -107,6 +101,23 @@ class MoELayer:
         counts = state.grouping.counts
         state.starts = list(accumulate(counts, initial=0))
         return {expert: count for expert, count in enumerate(counts) if count}
+
+    def preview_route(self, task: Task) -> dict[int, int]:
+        """What another layer's norm and router make of the hidden state: the rows that each expert would have."""
+        state = self._states[task.micro_batch]
+        self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
+        _, experts_Tk, _ = self._route(state.hidden_TD, self._weights(task.operands))
+        counts = torch.bincount(experts_Tk.view(-1), minlength=self._config.experts).tolist()
+        return {expert: count for expert, count in enumerate(counts) if count}
+
+    def _route(self, hidden_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+        config = self._config
+        x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+        if config.experts == 1:
+            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
+            return x_TD, experts_Tk, x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
+        return x_TD, *kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one)
 
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""

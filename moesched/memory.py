@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.tasks import DONE, Block, Task
+from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
 
 K = TypeVar("K", bound=Hashable)
 
@@ -185,6 +185,30 @@ class Pool:
         slot.page = slot.tag = None
         self._empty.append(slot)
 
+    def cancel(self, pages: Sequence[Page], engine: Engine) -> bool:
+        """Cancel the transfer of these pages and empty their slots, if it has not started; says whether.
+
+        Raises:
+            NotResident: a page is not in the pool.
+            PolicyError: they are not what one transfer brings, or a task that was submitted uses one of them.
+        """
+        slots = held_slots("cancel", pages, self)
+        transfer = slots[0].writer if slots else None
+        if not isinstance(transfer, PageTransfer) or {*transfer.slots} != {*slots}:
+            raise PolicyError(
+                "cancel: these pages are not what one fetch brings: name all of one fetch together"
+            )
+        used = next((slot for slot in slots if slot.readers or slot.views), None)
+        if transfer.state < RUNNING and used is not None and used.page is not None:
+            raise PolicyError(
+                f"cancel: page {describe(used.page)} is used by a task that was submitted: evict it"
+            )
+        if used is not None or not engine.cancel(transfer):
+            return False
+        for slot in slots:
+            self.vacate(slot, engine)
+        return True
+
     def touch(self, slot: Slot) -> None:
         """Note a use, for the replacement rule."""
         if self.replacement == "lru" and slot.tag is not None:
@@ -324,6 +348,24 @@ def describe(page: Page) -> str:
     """A page as a reader names it: layer, expert or the dense part, and which of its pages."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
+
+
+def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
+    """The slots of a pool that hold these pages.
+
+    Raises:
+        NotResident: it does not hold one of them; the message begins with the verb.
+    """
+    table = source.memory.table
+    held = []
+    for page in pages:
+        slot = table.get(page.id)
+        if slot is None or slot.pool is not source:
+            raise NotResident(
+                f"{verb}: page {describe(page)} is not in pool {source.name}: bring it there first"
+            )
+        held.append(slot)
+    return tuple(held)
 
 
 def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:

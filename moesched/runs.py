@@ -29,6 +29,7 @@ from moesched.outcome import Outcome, Report, make_report
 from moesched.parallel.ranks import OfLanes, OnDevices, Rank
 from moesched.plan import Batch, Plan
 from moesched.routing import SeededRouting
+from moesched.routing.previews import PREVIEW_ACCURACY, Previews
 from moesched.sampling import Sampling
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Observer, Policy, Routing
@@ -84,6 +85,7 @@ def simulate(
     *,
     cost: CostModel | None = None,
     routing: Routing | None = None,
+    preview_accuracy: float = PREVIEW_ACCURACY,
     sharing: bool | None = None,
     replay: bool = False,
     observers: Sequence[Observer] = (),
@@ -94,6 +96,7 @@ def simulate(
     Args:
         cost: by default what the plan's machine was calibrated to, or its roofline.
         routing: by default uniform, with seed 0.
+        preview_accuracy: how likely `Step.preview_route` foretells an expert that the routing will choose.
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.
@@ -111,7 +114,9 @@ def simulate(
     else:
         config = plan.layout.config
         routing = routing or SeededRouting(config.experts, config.top_k)
-        outcome = _simulate(plan, policy, cost, routing, sharing, observers, recorder)
+        previews = Previews(routing, config.experts, preview_accuracy)
+        decisions = decide(plan, routing, previews)
+        outcome = _simulate(plan, policy, cost, decisions, sharing, observers, recorder)
     return make_report(plan, policy, outcome, time.perf_counter() - started, measured=False)
 
 
@@ -119,7 +124,7 @@ def _simulate(
     plan: Plan,
     policy: Policy,
     cost: CostModel,
-    routing: Routing,
+    decisions: Callable[[Task], Any],
     sharing: bool,
     observers: Sequence[Observer],
     recorder: Recorder | LastSteps | None,
@@ -127,7 +132,7 @@ def _simulate(
     lanes = make_lanes(plan)
     engine = new_engine(lanes.values())
     observers = _with_recorder(observers, recorder, engine, plan)
-    perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decide(plan, routing)}
+    perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decisions}
     driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
     with closing(Schedule(plan, engine, lanes)) as schedule:
         generation = Generation(schedule, policy)
@@ -275,13 +280,19 @@ def _with_recorder(
     return [*observers, recorder]
 
 
-def decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
-    """What decisions come to where nothing is computed: routed experts, and tokens that nobody will read."""
+def decide(plan: Plan, routing: Routing, previews: Previews | None = None) -> Callable[[Task], Any]:
+    """What decisions come to where nothing is computed: routed experts, and tokens that nobody will read.
+
+    previews: foretell the routing; by default as well as `Previews` says.
+    """
     batches = plan.batch.micro_batches
+    previews = previews or Previews(routing, plan.layout.config.experts)
 
     def perform(task: Task) -> Any:
         if task.verb == "route":
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
+        if task.verb == "preview_route":
+            return previews.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
         requests = batches[task.micro_batch]
         if plan.batch.beams > 1:
             return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)

@@ -237,6 +237,20 @@ class Schedule:
             tasks.append(self.engine.submit(task, (), (slot,)))
         return tasks
 
+    def fill(self) -> list[PageTransfer]:
+        """Submit the transfers that bring pages to pools where they are to be before the first step."""
+        source = self.plan.machine.roles.weights
+        tasks = []
+        for pool, pages in self.plan.filled:
+            for page in pages:
+                slot = pool.place(page, self.engine)
+                lane, work = self.move(source, pool.memory.name, page.nbytes)
+                task = PageTransfer(
+                    lane, work, "fetch", page.layer, -1, page.expert, pages=(page,), slots=(slot,)
+                )
+                tasks.append(self.engine.submit(task, (), (slot,)))
+        return tasks
+
 
 def _kept(plan: Plan) -> Kept:
     """How much of the weights stays in the accelerators' memories."""
@@ -263,7 +277,7 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
     for stage in schedule.stages:
         accelerator = stage.processors["accelerator"]
         works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
-        for verb in ("embed", "pre_attention", "post_attention", "route", "combine"):
+        for verb in ("embed", "pre_attention", "post_attention", "route", "preview_route", "combine"):
             works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
         if plan.batch.beams > 1:
             cached_at = accelerator if batch.kv_on_accelerator else stage.processors["host"]

@@ -13,6 +13,9 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
 
 With several beams, `embed` of a decode step is preceded by a task that has every beam continue the one it came from.
 
+What a layer's router will choose may be guessed one layer earlier: `preview_route` reads a routed micro-batch's hidden
+state and changes nothing.
+
 Experts may run on the host, between `offload_routed`, which takes all routed rows there, and `load_routed`, which
 brings back what those experts made of them.
 
@@ -29,10 +32,21 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, TypeVar
 
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
-from moesched.memory import Pool, Slot, View, Views, describe
+from moesched.memory import Pool, Slot, View, Views, describe, held_slots
 from moesched.models.layout import Page
 from moesched.schedule import STRIDE, HostOutput, Kind, MicroBatch, Schedule
-from moesched.tasks import DEMAND, DONE, PREFETCH, Block, Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import (
+    DEMAND,
+    DONE,
+    IDLE,
+    PREFETCH,
+    Block,
+    Decision,
+    HostKernel,
+    Kernel,
+    PageTransfer,
+    Task,
+)
 
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 STAGES = ("input", "qkv", "qkv on the host", "attended on the host", "attended", "routed")
@@ -87,21 +101,48 @@ class Step:
         return self._schedule.plan.layout.expert(layer, expert)
 
     def fetch(
-        self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None, urgent: bool = False
+        self,
+        pages: Sequence[Page],
+        pool: Pool,
+        *,
+        source: Pool | None = None,
+        urgent: bool = False,
+        speculative: bool = False,
     ) -> Task:
         """Move pages into slots of `pool` in one transfer, from `source` or from where the weights live.
+
+        On its link an urgent transfer goes before those that are not, and a speculative one after all others.
 
         Raises:
             PolicyError: a page is in that memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
         task, reads = self._transfer("fetch", pages, pool, source)
-        return self._submit(task, reads, task.slots, (), DEMAND if urgent else PREFETCH)
+        transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
+        return self._submit(task, reads, task.slots, (), transfer_class)
 
     def pin(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
         task, reads = self._transfer("pin", pages, pool, source)
         return self._submit(task, reads, task.slots, (), PREFETCH)
+
+    def lift(self, pages: Sequence[Page], pool: Pool) -> None:
+        """Make transfers of these pages that have not started urgent: the pages are needed now."""
+        for slot in held_slots("lift", pages, pool):
+            if slot.writer is not None:
+                self._engine.lift(slot.writer, DEMAND)
+
+    def cancel(self, pages: Sequence[Page], pool: Pool) -> bool:
+        """Give up pages that nobody uses and whose transfer has not started: it is cancelled, and moves no bytes.
+
+        Returns:
+            whether that is so. Otherwise nothing has changed, and `evict` gives them up.
+
+        Raises:
+            NotResident: a page is not in the pool.
+            PolicyError: they are not the pages of one fetch, or a task that was submitted uses one of them.
+        """
+        return pool.cancel(pages, self._engine)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
         """Give up pages; their slots are free for the next fetch."""
@@ -321,6 +362,33 @@ class Step:
         reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
 
+    def preview_route(self, layer: int, micro_batch: int) -> Task:
+        """Norm and router of `layer` on the hidden state of the layer before, once that was routed.
+
+        Await it for {expert: tokens}: a guess of what `route` will choose there, which binds nobody (speculative expert
+        loading, Eliseev and Mazur 2023).
+        """
+        batch = self._batches[micro_batch]
+        tag = self._base + (layer - 1) * STRIDE + ROUTED
+        if batch.tag != tag or layer not in self.layers:
+            raise OutOfOrder(
+                f"preview_route(L{layer}, mb{micro_batch}) needs mb{micro_batch} at step {self.index} L{layer - 1} "
+                f"{STAGES[ROUTED]}, of a layer that another one follows, but it is at {self._where(batch)}"
+            )
+        stage = batch.stage
+        view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
+        task = Decision(
+            stage.lane,
+            batch.works["preview_route"],
+            "preview_route",
+            layer,
+            micro_batch,
+            -1,
+            view,
+            self.index,
+        )
+        return self._submit(task, (batch.hidden, *view.reads), ())
+
     def offload_routed(self, layer: int, micro_batch: int) -> Task:
         """Move a routed micro-batch's hidden states to the host, for all experts that are to run there.
 
@@ -478,7 +546,7 @@ class Step:
         """The task that moves pages into slots of a pool, and the slots that it reads them from."""
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
-        reads = () if source is None else _held(verb, pages, source)
+        reads = () if source is None else held_slots(verb, pages, source)
         if len(pages) > len(pool.slots):
             raise OverBudget(
                 f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
@@ -545,17 +613,3 @@ class Step:
         return OutOfOrder(
             f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {where}"
         )
-
-
-def _held(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
-    """The slots of a pool that hold these pages."""
-    table = source.memory.table
-    held = []
-    for page in pages:
-        slot = table.get(page.id)
-        if slot is None or slot.pool is not source:
-            raise NotResident(
-                f"{verb}: page {describe(page)} is not in pool {source.name}: bring it there first"
-            )
-        held.append(slot)
-    return tuple(held)

@@ -64,7 +64,7 @@ class Adversarial:
                 except StopIteration:
                     programs.remove(program)
                     break
-                if handle.verb == "route":
+                if handle.verb in ("route", "preview_route"):
                     answers[id(program)] = await handle
                 elif self.random.random() < 0.02:
                     await handle
@@ -89,6 +89,9 @@ class Adversarial:
                 continue
             self._hold(step, step.dense_pages(i))
             routed = yield step.route(i, j)
+            if choose.random() < 0.2 and i + 1 in step.layers:
+                self._hold(step, step.dense_pages(i + 1))
+                yield step.preview_route(i + 1, j)
             yield from self._run_experts(step, i, j, choose.sample(sorted(routed), len(routed)))
             yield step.combine(i, j)
         yield step.sample(j)
@@ -138,8 +141,13 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing."""
+        """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing.
+
+        One for nothing may also be cancelled again.
+        """
         choose = self.random
+        if choose.random() < 0.1:
+            self._start_for_nothing(step, needed)
         missing = [page for page in needed if page not in self.pool]
         if choose.random() < 0.2:
             stray = choose.choice(step.pages(choose.choice(step.layers)))
@@ -154,3 +162,15 @@ class Adversarial:
         while missing:
             portion = [missing.pop() for _ in range(choose.randint(1, len(missing)))]
             step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
+
+    def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
+        """Have a page come that nobody has asked for, and change one's mind."""
+        choose = self.random
+        page = choose.choice(step.pages(choose.choice(step.layers)))
+        if page in self.pool or page in needed or not self.pool.empty_slots:
+            return
+        step.fetch([page], self.pool, speculative=choose.random() < 0.5)
+        if choose.random() < 0.5:
+            step.lift([page], self.pool)
+        if choose.random() < 0.8 and not step.cancel([page], self.pool):
+            step.evict([page], self.pool)

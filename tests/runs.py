@@ -98,7 +98,7 @@ def decisions(plan: Plan, seed: int = 0) -> Callable[[Task], Any]:
     routing = SeededRouting(config.experts, config.top_k, seed=seed)
 
     def decide(task: Task) -> Any:
-        if task.verb == "route":
+        if task.verb in ("route", "preview_route"):
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
         return [0] * len(plan.batch.micro_batches[task.micro_batch])
 

@@ -35,6 +35,12 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("cpu_ffn", {}),
     ("cpu_ffn", {"kv_on_gpu": 0.5}),
     ("layer_split", {}),
+    ("expert_cache", {}),
+    ("expert_cache", {"experts": 3, "buffers": 1}),
+    ("lru_offload", {}),
+    ("lru_offload", {"offload_per_layer": 4, "buffers": 1}),
+    ("prefetch_gate", {}),
+    ("prefetch_gate", {"offload_per_layer": 4, "buffers": 2}),
     ("twiddler", {}),
 ]
 

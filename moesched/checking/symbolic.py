@@ -158,6 +158,12 @@ class SymbolicDevice:
         data.write(("normed", task.micro_batch), hidden)
         return routed
 
+    def _preview_route(self, task: Task, data: _Access) -> dict[int, int]:
+        hidden, weights = data.read(self._hidden(task)), data.weights(task.operands)[-1]
+        return choose_experts(
+            self._config, symbol("preview", task.layer, hidden, weights), self._tokens(task)
+        )
+
     def _offload_routed(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
         data.write(("normed on the host", j), data.read(("normed", j)))

@@ -70,6 +70,13 @@ def simulate(
     beams: options.Beams = 1,
     routing: options.Routing = None,
     routing_settings: options.RoutingSettings = (),
+    preview_accuracy: Annotated[
+        float,
+        Parameter(
+            metavar="P",
+            help="How likely an expert is foretold by policies that preview the router, such as prefetch_gate: 0 to 1.",
+        ),
+    ] = 0.8,
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     budget: options.Budgets = (),
@@ -106,6 +113,7 @@ def simulate(
                 beams=beams,
                 routing=routing,
                 routing_settings=parse_settings(routing_settings, "--routing-set"),
+                preview_accuracy=preview_accuracy,
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 budgets=options.parse_budgets(budget),

@@ -34,6 +34,7 @@ from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
 from moesched.planner.sizing import choose_sizes
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
+from moesched.routing.previews import PREVIEW_ACCURACY
 from moesched.routing.sources import find_choices
 from moesched.sampling import Sampling
 from moesched.seams import Policy, Routing
@@ -136,6 +137,7 @@ def simulate_model(
     beams: int = 1,
     routing: str | None = None,
     routing_settings: Mapping[str, Any] | None = None,
+    preview_accuracy: float = PREVIEW_ACCURACY,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
@@ -158,6 +160,7 @@ def simulate_model(
         routing: where each token's experts come from: a profile (.csv), a trace (.npz) or a generator's name (see
             `moesched.routing.sources`); by default any expert is as likely as any other.
         routing_settings: the generator's own, such as its locality.
+        preview_accuracy: how likely a preview of the router (`Step.preview_route`) foretells an expert.
 
     The other arguments and the errors are those of `run_model`.
     """
@@ -175,7 +178,17 @@ def simulate_model(
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel, beams)
+    job = _Job(
+        policy,
+        settings,
+        config,
+        dtype,
+        machine,
+        budgets,
+        tensor_parallel=tensor_parallel,
+        beams=beams,
+        preview_accuracy=preview_accuracy,
+    )
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
@@ -198,9 +211,11 @@ class _Job:
         device: str | None = None,
         tensor_parallel: int | None = None,
         beams: int = 1,
+        preview_accuracy: float = PREVIEW_ACCURACY,
     ) -> None:
         self.policy = policy
         self.beams = beams
+        self.preview_accuracy = preview_accuracy
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
         cut, self.machine, self.budgets = cut_over_ranks(
@@ -339,6 +354,7 @@ class _Job:
             plan,
             policy,
             routing=routing,
+            preview_accuracy=self.preview_accuracy,
             replay=replay,
             observers=[listener, kinds],
             recorder=recorder,

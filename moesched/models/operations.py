@@ -153,6 +153,12 @@ class Operations:
         """Norm and router."""
         return self._projection(tokens, self.config.hidden, self.config.experts)
 
+    def preview_route(self, tokens: int) -> Amount:
+        """Norm and router of another layer, by themselves; measured tables know them as a small `route`."""
+        flops, nbytes, _ = self.router(tokens)
+        weights = self.config.hidden * self.config.experts * self.element
+        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.kept.dense))
+
     def expert(self, tokens: int) -> Amount:
         """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
         return self._expert(tokens, self.kept.experts)

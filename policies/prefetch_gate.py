@@ -1,0 +1,74 @@
+"""Speculative expert loading (Eliseev and Mazur 2023): the next layer's router, a layer early, says what to fetch.
+
+The hidden state changes little from layer to layer, so that the next layer's router foretells most of its experts from
+what it will not read before this layer's experts have run. What it names comes to buffers, page by page, when nothing
+else wants the link; it enters the cache when it is used. What the router then does not choose is cancelled: of pages
+that have not started no byte moves, and a page that has delays others by no more than itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from moesched.errors import BadInput
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .lru_offload import LruOffload
+
+
+class PrefetchGate(LruOffload):
+    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for what nobody foretold.
+
+    Settings:
+        offload_per_layer: how many experts of a layer its cache has no room for; by default as few as fit.
+        buffers: for how many more there is room, of any layer; one less may be foretold at a time.
+    """
+
+    def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
+        if buffers < 2:
+            raise BadInput(
+                f"policy prefetch_gate: buffers is {buffers}: give 2 or more, one of them for what was missed"
+            )
+        super().__init__(offload_per_layer, buffers)
+        self.coming: set[int] = set()
+        """Experts of the layer whose turn is next that are in buffers, or on their way there."""
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        self.foretells = self.room < plan.layout.config.experts
+
+    async def _route_and_run(self, step: Step, i: int) -> None:
+        routing = [step.route(i, j) for j in step.micro_batches]
+        following = step.micro_batches if self.foretells and i + 1 in step.layers else ()
+        previews = [step.preview_route(i + 1, j) for j in following]
+        routed = [await handle for handle in routing]
+        self._settle(step, i, routed)
+        self._run_experts(step, i, routed)
+        self._prefetch(step, i + 1, [await handle for handle in previews])
+
+    def _settle(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
+        """The router has chosen: what is coming is needed now, or not at all."""
+        wrong = self.coming.difference(*routed)
+        for expert in sorted(wrong):
+            self.pool.withdraw(step, (i, expert))
+        self.coming -= wrong
+        for expert in sorted(self.coming):
+            self.pool.lift(step, (i, expert))
+
+    def _bring(self, step: Step, i: int, expert: int) -> None:
+        if expert in self.coming:
+            self.coming.discard(expert)
+        else:
+            super()._bring(step, i, expert)
+
+    def _prefetch(self, step: Step, i: int, foretold: Sequence[Mapping[int, int]]) -> None:
+        """Fetch what is foretold and missing, for the most tokens first."""
+        tokens: Counter[int] = Counter()
+        for each in foretold:
+            tokens.update(each)
+        missing = [expert for expert, _ in tokens.most_common() if expert not in self.cached[i]]
+        for expert in missing[: self.buffers - 1]:
+            self.pool.prefetch(step, (i, expert))
+            self.coming.add(expert)

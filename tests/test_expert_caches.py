@@ -1,0 +1,381 @@
+"""Policies that keep experts in a cache: which ones are fetched for a given routing, and which one goes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from moesched.checking.validation import CheckedEngine
+from moesched.engine import Engine
+from moesched.errors import BadInput
+from moesched.machines import Machine, load_machine
+from moesched.planner.traits import kept_bytes
+from moesched.plugins import make_policy
+from moesched.policies.expert_cache import MOST_STALE, Uses
+from moesched.routing.profile import RoutingProfile, write_profile
+from moesched.runs import simulate
+from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
+from moesched.testing import Case, policy_cases
+from moesched.trace import Recorder
+
+T4 = load_machine("t4")
+Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
+"""Experts by step and layer."""
+
+
+def with_rates(link: float, cpu: float) -> Machine:
+    """A T4 whose link carries so many bytes per second, and whose CPU computes so many FLOP/s."""
+    links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
+    processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
+    return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})
+
+
+FAST_CPU, SLOW_CPU = with_rates(link=1e9, cpu=1e12), with_rates(link=100e9, cpu=1e7)
+BALANCED = with_rates(link=1e9, cpu=1e9)
+"""The CPU takes as long for one token as the link for an expert."""
+
+
+class Scripted:
+    """A routing that says which experts a step's tokens take in each layer, whatever the micro-batch.
+
+    Where it gives counts, so many tokens take each expert.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> Mapping[int, int]:
+        chosen = self._choices[step][layer]
+        return chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
+
+
+class Watch(Recorder):
+    """Knows all tasks of a run, also those that were cancelled."""
+
+    def watch(self, engine: Engine, memories: Any = None) -> None:
+        super().watch(engine, memories)
+        assert isinstance(engine, CheckedEngine)
+        self._submitted = engine.tasks
+
+    def tasks(self, *verbs: str, state: int = DONE) -> list[Task]:
+        """Those of these verbs that ran, in their order of submission."""
+        return [task for task in self._submitted if task.verb in verbs and task.state == state]
+
+    def experts(self, *verbs: str) -> list[tuple[int, int, int]]:
+        """Step, layer and expert of the steps' tasks."""
+        return [(task.step, task.layer, task.expert) for task in self.tasks(*verbs) if task.step >= 0]
+
+
+def simulated(
+    policy: str, choices: Choices, settings: Mapping[str, Any], accuracy: float = 1.0, **case: Any
+) -> Watch:
+    """A policy's run on the T4's virtual clock, for one request by default.
+
+    accuracy: of previews of the router.
+    """
+    case = {"machine": T4, "prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
+    made, watch = make_policy(policy, dict(settings)), Watch()
+    plan = Case(name="cache", new_tokens=len(choices), **case).plan(made)
+    simulate(plan, made, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)  # type: ignore[arg-type]
+    return watch
+
+
+# -- Mixtral-Offloading --------------------------------------------------------------------------------------------
+
+ONE_LAYER = {"offload_per_layer": 4}
+"""Of 6 experts, 4 and 5 are in the cache at first."""
+
+
+def test_at_first_the_last_experts_of_each_layer_are_in_its_cache() -> None:
+    watch = simulated("lru_offload", [[[4, 5], [4, 5]]], ONE_LAYER)
+    assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 4), (0, 5), (1, 4), (1, 5)]
+    assert watch.experts("fetch") == []
+
+
+def test_a_missing_expert_takes_the_place_of_that_used_longest_ago() -> None:
+    used = [[4], [0], [4], [1], [0], [5]]
+    watch = simulated("lru_offload", [[step] for step in used], ONE_LAYER)
+    # 0 for 5; 1 for 0, since 4 was used since; 0 for 4; 5 for 1
+    assert watch.experts("fetch") == [(1, 0, 0), (3, 0, 1), (4, 0, 0), (5, 0, 5)]
+
+
+def test_layers_have_caches_of_their_own() -> None:
+    watch = simulated("lru_offload", [[[0, 1], [4, 5]], [[0, 1], [4, 5]]], ONE_LAYER)
+    assert watch.experts("fetch") == [(0, 0, 0), (0, 0, 1)]
+
+
+def test_experts_of_the_cache_run_first_while_the_others_come() -> None:
+    watch = simulated("lru_offload", [[[0, 1, 4, 5]]], ONE_LAYER)
+    assert [expert for _, _, expert in watch.experts("run_expert")] == [4, 5, 0, 1]
+    fetches = [task for task in watch.tasks("fetch") if task.step >= 0]
+    cached = watch.tasks("run_expert")[:2]
+    assert fetches[0].start <= cached[0].start
+    assert fetches[1].start == fetches[0].end, "the link has no pause"
+    assert all(isinstance(task, Kernel) for task in watch.tasks("run_expert"))
+
+
+def test_an_expert_is_fetched_once_for_all_micro_batches_of_a_step() -> None:
+    watch = simulated(
+        "lru_offload", [[[0, 1, 2, 3, 4, 5]]] * 2, ONE_LAYER, prompts=(2, 3, 1), micro_batch_size=1
+    )
+    # After the first step 2 and 3 are there.
+    assert watch.experts("fetch") == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3)] + [
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 0, 4),
+        (1, 0, 5),
+    ]
+    assert len(watch.experts("run_expert")) == 2 * 3 * 6
+
+
+def test_by_default_as_many_experts_of_each_layer_are_cached_as_fit() -> None:
+    policy = make_policy("lru_offload")
+    plan = Case(name="tight", machine=T4, weights=0.7).plan(policy)
+    one_more_of_each_layer = len(plan.layers) * sum(page.nbytes for page in plan.layout.expert(0, 0))
+    assert 0 < policy.room < 4
+    assert plan.free("accelerator") < one_more_of_each_layer
+
+
+def test_where_all_experts_fit_none_is_ever_fetched() -> None:
+    assert simulated("lru_offload", [[[0, 1, 2, 3, 4, 5]]] * 2, {}).tasks("fetch") == []
+
+
+def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
+    watch = simulated("lru_offload", [[[1, 2]]] * 3, {"offload_per_layer": 6, "buffers": 1}, weights=0.5)
+    assert watch.experts("fetch") == [(step, 0, expert) for step in range(3) for expert in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "says"),
+    [
+        (
+            "lru_offload",
+            {"offload_per_layer": 7},
+            "offload_per_layer is 7, but a layer of cache has 6 experts: give 0 to 6",
+        ),
+        ("lru_offload", {"buffers": 0}, "buffers is 0: give 1 or more"),
+        ("prefetch_gate", {"buffers": 1}, "buffers is 1: give 2 or more"),
+        ("expert_cache", {"buffers": 0}, "buffers is 0: give 1 or more"),
+        ("expert_cache", {"experts": 100}, "ExpertCache does not fit: .* bytes too few"),
+        ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(policy: str, settings: dict[str, int], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        simulated(policy, [[[0]]], settings, weights=0.8)
+
+
+def test_what_is_in_a_cache_counts_as_weights_on_the_gpu() -> None:
+    policy = make_policy("lru_offload", {"offload_per_layer": 1})
+    plan = Case(name="kept", machine=T4, weights=1.5).plan(policy)
+    dense = sum(page.nbytes for page in plan.layout.pages if page.expert < 0)
+    experts = sum(page.nbytes for page in plan.layout.pages if page.expert >= 0)
+    assert kept_bytes(plan) == dense + experts * 3 // 4
+
+
+# -- one cache over all layers -------------------------------------------------------------------------------------
+
+
+def test_the_cache_begins_with_as_many_of_every_layer_or_with_the_most_popular(tmp_path: Path) -> None:
+    watch = simulated("expert_cache", [[[0], [0]]], {"experts": 4})
+    assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    counts = ((0, 0, 0, 0, 0, 9), (8, 0, 0, 7, 6, 0))
+    profile = RoutingProfile(model="cache", layers=2, experts=6, top_k=2, tokens=15, counts=counts)
+    write_profile(profile, tmp_path / "popularity.csv")
+    popularity = str(tmp_path / "popularity.csv")
+    watch = simulated("expert_cache", [[[5], [0]]], {"experts": 3, "popularity": popularity})
+    assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 5), (1, 0), (1, 3)]
+
+
+def test_what_was_last_used_in_the_earliest_step_goes_whatever_its_layer() -> None:
+    steps = [[[0], [0]], [[0], [1]], [[0], [0]]]
+    watch = simulated("expert_cache", steps, {"experts": 2}, machine=SLOW_CPU)
+    # At first 0 of both layers is there; in step 1 that of layer 1 goes, in step 2 expert 1.
+    assert watch.experts("fetch") == [(1, 1, 1), (2, 1, 0)]
+
+
+def test_of_experts_last_used_in_the_same_step_the_one_that_fewest_tokens_chose_goes() -> None:
+    uses = Uses([])
+    for step, layer, tokens in ((0, 0, 3), (0, 1, 1), (0, 2, 2), (1, 3, 1)):
+        uses.count((layer, 0), tokens)
+        uses.use((layer, 0), step)
+    assert [uses.give_up()[0] for _ in range(4)] == [1, 2, 0, 3]
+
+
+def test_an_expert_that_is_given_up_is_the_one_that_is_fetched_when_it_is_needed_again() -> None:
+    steps = [[{0: 3}, {0: 1}], [[1], [1]], [[0], [1]], [[0], [0]]]
+    watch = simulated("expert_cache", steps, {"experts": 3}, machine=SLOW_CPU)
+    # Expert 1 of layer 0 is there at first. Step 1 gives up 0 of layer 1, which one token had chosen, for its 1.
+    assert watch.experts("fetch") == [(1, 1, 1), (3, 1, 0)]
+
+
+def test_what_missed_the_cache_and_was_fetched_is_there_the_next_time() -> None:
+    watch = simulated("expert_cache", [[[5]]] * 4, {"experts": 2}, machine=SLOW_CPU)
+    assert watch.experts("fetch") == [(0, 0, 5)]
+
+
+def test_fewest_fetches_each_missing_expert_comes_once_for_all_micro_batches() -> None:
+    watch = simulated(
+        "expert_cache",
+        [[[2, 3]]] * 2,
+        {"experts": 2},
+        machine=SLOW_CPU,
+        prompts=(1, 1, 1),
+        micro_batch_size=1,
+    )
+    assert watch.experts("fetch") == [(0, 0, 2), (0, 0, 3)]
+    assert len(watch.experts("run_expert")) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(("machine", "on_host"), [(FAST_CPU, {0, 1}), (SLOW_CPU, set())])
+def test_misses_run_where_the_layer_ends_first(machine: Machine, on_host: set[int]) -> None:
+    watch = simulated("expert_cache", [[[0, 1]]], {"experts": 0}, machine=machine)
+    there = {task.expert for task in watch.tasks("run_expert") if isinstance(task, HostKernel)}
+    assert there == on_host
+    assert {expert for _, _, expert in watch.experts("fetch")} == {0, 1} - on_host
+
+
+def test_those_with_the_most_tokens_are_fetched_while_the_host_runs_the_others() -> None:
+    watch = simulated(
+        "expert_cache", [[{0: 1, 1: 9, 2: 1, 3: 8}]], {"experts": 0}, machine=BALANCED, prompts=(19,)
+    )
+    assert [expert for _, _, expert in watch.experts("fetch")] == [1, 3]
+    there = [task for task in watch.tasks("run_expert") if isinstance(task, HostKernel)]
+    assert [task.expert for task in there] == [0, 2]
+    link = watch.tasks("fetch")[0]
+    assert there[0].start < link.end, "the host begins at once"
+
+
+def test_the_split_of_misses_is_hardly_worse_than_the_best_that_there_is() -> None:
+    """Against all subsets in all orders: it is the best one that fetches those with the most tokens."""
+    choose = Random(1)
+    policy = make_policy("expert_cache")
+    policy.has_host = True
+    ratios = []
+    for _ in range(200):
+        rates = choose.uniform(0.1, 3), choose.uniform(0.01, 0.5)
+        policy.latencies = Rates(choose.uniform(0.5, 2), *rates)
+        needed = {expert: [choose.randint(1, 9)] for expert in range(7)}
+        misses = list(range(2, 7))
+        fetched, on_host = policy._split([0, 1], misses, needed)
+        assert sorted(fetched + on_host) == misses
+        ends = [
+            end_of(policy.latencies, needed, chosen, set(misses) - {*chosen})
+            for count in range(6)
+            for chosen in permutations(misses, count)
+        ]
+        ratios.append(end_of(policy.latencies, needed, fetched, on_host) / min(ends))
+    assert fmean(ratios) < 1.05
+    assert max(ratios) < 1.25
+
+
+class Rates(NamedTuple):
+    """Latencies that grow with the tokens."""
+
+    transfer: float
+    host: float
+    accelerator: float
+
+    def at_host(self, tokens: int) -> float:
+        return self.host * tokens
+
+    def at_accelerator(self, tokens: int) -> float:
+        return self.accelerator * tokens
+
+
+def end_of(
+    latencies: Rates, needed: Mapping[int, Sequence[int]], fetched: Sequence[int], on_host: Iterable[int]
+) -> float:
+    """When a layer's experts 0 and 1, which are there, the fetched ones and those on the host are done."""
+    here = sum(latencies.at_accelerator(needed[expert][0]) for expert in (0, 1))
+    for number, expert in enumerate(fetched, 1):
+        here = max(here, number * latencies.transfer) + latencies.at_accelerator(needed[expert][0])
+    return max(here, sum(latencies.at_host(needed[expert][0]) for expert in on_host))
+
+
+def test_a_cache_remembers_no_more_uses_than_some_times_its_experts() -> None:
+    uses = Uses([(0, expert) for expert in range(4)])
+    for step in range(1000):
+        uses.use((0, step % 4), step)
+    assert len(uses._uses) <= 4 * MOST_STALE
+    assert [uses.give_up() for _ in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+# -- prefetches by the next layer's router -------------------------------------------------------------------------
+
+TWO_LAYERS = [[[4, 5], [0, 1]], [[4, 5], [2, 3]]]
+
+
+def test_what_the_next_layers_router_foretells_comes_while_this_layers_experts_are_still_to_run() -> None:
+    watch = simulated("prefetch_gate", TWO_LAYERS, ONE_LAYER, machine=SLOW_CPU)
+    assert watch.experts("fetch") == [(0, 1, 0), (0, 1, 1), (1, 1, 2), (1, 1, 3)]
+    first = next(task for task in watch.tasks("fetch") if task.step == 0)
+    attention = next(task for task in watch.tasks("attention") if task.layer == 1)
+    assert first.start < attention.start
+    assert link_class(first.key) == IDLE
+
+
+def test_what_was_foretold_enters_the_cache_when_it_is_used() -> None:
+    watch = simulated("prefetch_gate", [[[4, 5], [0, 1]]] * 3, ONE_LAYER)
+    assert watch.experts("fetch") == [(0, 1, 0), (0, 1, 1)]
+
+
+def test_no_more_is_foretold_at_a_time_than_there_are_buffers_but_one() -> None:
+    steps = [[[4], {0: 1, 1: 7, 2: 8, 3: 1}]]
+    watch = simulated("prefetch_gate", steps, {**ONE_LAYER, "buffers": 3}, prompts=(17,))
+    classes = [(task.expert, link_class(task.key)) for task in watch.tasks("fetch") if task.step >= 0]
+    assert classes[:2] == [(2, IDLE), (1, IDLE)], "those with the most tokens"
+    assert classes[2:] == [(0, DEMAND), (3, DEMAND)]
+
+
+def test_a_fetch_that_is_needed_now_overtakes_what_was_foretold() -> None:
+    slow_link = with_rates(link=1e5, cpu=1e9)
+    watch = simulated("prefetch_gate", [[[0, 1], [2, 3]]], ONE_LAYER, machine=slow_link)
+    by_start = sorted((task for task in watch.tasks("fetch") if task.step >= 0), key=lambda task: task.start)
+    assert [(task.layer, task.expert) for task in by_start] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+def test_a_prefetch_that_was_wrong_and_has_not_started_is_cancelled_and_moves_no_bytes() -> None:
+    # Two experts of layer 1 are foretold wrongly in both steps, and the link is slow.
+    slow_link = with_rates(link=1e5, cpu=1e9)
+    watch = simulated("prefetch_gate", [[[4, 5], [4, 5]]] * 2, ONE_LAYER, accuracy=0.0, machine=slow_link)
+    came = [task for task in watch.tasks("fetch") if task.step >= 0]
+    never_came = watch.tasks("fetch", state=CANCELLED)
+    assert (len(came), len(never_came)) == (1, 3), (
+        "the first one is under way; the link is busy when others are cancelled"
+    )
+    assert all(task.start == task.end == -1 for task in never_came)
+    link = never_came[0].lane
+    assert link.busy == sum(
+        task.end - task.start for task in watch.tasks("fetch", "load") if task.lane is link
+    )
+    assert len(watch.experts("run_expert")) == 8
+
+
+def test_with_room_for_all_experts_nothing_is_foretold() -> None:
+    watch = simulated("prefetch_gate", TWO_LAYERS, {})
+    assert watch.tasks("preview_route", "fetch") == []
+
+
+def test_the_layers_of_a_step_but_the_first_are_foretold() -> None:
+    watch = simulated("prefetch_gate", [[[0], [1], [2]]] * 2, ONE_LAYER)
+    previews = [(task.step, task.layer) for task in watch.tasks("preview_route")]
+    assert previews == [(0, 1), (0, 2), (1, 1), (1, 2)]
+
+
+# -- on every machine ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lru_offload", "expert_cache", "prefetch_gate"])
+@pytest.mark.parametrize("case", policy_cases(), ids=lambda case: case.name)
+def test_simulated_runs_come_to_their_end_on_every_machine(case: Case, name: str) -> None:
+    policy = make_policy(name)
+    plan = case.plan(policy)
+    assert simulate(plan, policy).simulated_seconds > 0

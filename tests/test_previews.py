@@ -1,0 +1,272 @@
+"""Previews of the router: what they say, on tensors and where nothing is computed; and transfers that are withdrawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
+from safetensors.torch import load_file, save_file
+
+from moesched.devices.torch_device import TorchDevice
+from moesched.errors import BadInput, NotResident, OutOfOrder, PolicyError
+from moesched.machines import Machine, load_machine
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plan import Plan
+from moesched.routing import SeededRouting
+from moesched.routing.previews import Previews
+from moesched.step import Step
+from moesched.tasks import CANCELLED
+from moesched.testing import Case, run_on_symbols
+from test_same_logits import CONFIG, PAGE_BYTES, PROMPTS
+
+# -- where nothing is computed -------------------------------------------------------------------------------------
+
+
+def share_foretold(accuracy: float, tokens: int = 1) -> float:
+    """The share of the routed experts that previews name, of 128 with 8 for each token."""
+    routing = SeededRouting(128, 8)
+    previews = Previews(routing, 128, accuracy)
+    chosen = [set(routing.choose(step, 0, 0, tokens)) for step in range(300)]
+    foretold = [set(previews.choose(step, 0, 0, tokens)) for step in range(300)]
+    assert [len(each) for each in foretold] == [len(each) for each in chosen]
+    return sum(len(one & other) for one, other in zip(chosen, foretold, strict=True)) / sum(map(len, chosen))
+
+
+@pytest.mark.parametrize(("accuracy", "least", "most"), [(1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (0.8, 0.77, 0.83)])
+def test_previews_name_so_many_of_the_experts_that_will_be_chosen(
+    accuracy: float, least: float, most: float
+) -> None:
+    assert least <= share_foretold(accuracy) <= most
+    assert least <= share_foretold(accuracy, tokens=3) <= most
+
+
+def test_the_same_seed_foretells_the_same() -> None:
+    def foretold(seed: int) -> list[dict[int, int]]:
+        previews = Previews(SeededRouting(8, 2), 8, 0.5, seed)
+        return [previews.choose(step, 1, 0, 2) for step in range(20)]
+
+    assert foretold(1) == foretold(1) != foretold(2)
+
+
+def test_where_every_expert_is_chosen_a_mistake_leaves_one_out() -> None:
+    foretold = Previews(SeededRouting(4, 4), 4, 0.0).choose(0, 0, 0, 9)
+    assert foretold == {}
+
+
+@pytest.mark.parametrize("accuracy", [-0.1, 1.5])
+def test_an_accuracy_that_is_no_probability_is_refused(accuracy: float) -> None:
+    with pytest.raises(BadInput, match=f"--preview-accuracy is {accuracy:g}: give 0 to 1"):
+        Previews(SeededRouting(8, 2), 8, accuracy)
+
+
+def test_the_commands_accuracy_decides_how_much_is_fetched_in_vain(command: Any) -> None:
+    def moved(accuracy: float) -> Any:
+        said = command(
+            "simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "prefetch_gate", "--workload",
+            "mtbench", "--gen", 6, "--batch-size", 1, "--budget", "gpu=700MB", "--preview-accuracy", accuracy, "--json",
+        )  # fmt: skip
+        assert said.code == 0, said.err
+        return said.json["lanes"]["host->gpu"]["busy_seconds"]
+
+    assert moved(1.0) < moved(0.0)
+
+
+# -- on tensors ----------------------------------------------------------------------------------------------------
+
+
+class Previewing:
+    """Asks for every preview, and keeps it beside what the router then chose."""
+
+    def __init__(self) -> None:
+        self.foretold: dict[tuple[int, int, int], Mapping[int, int]] = {}
+        self.chosen: dict[tuple[int, int, int], Mapping[int, int]] = {}
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep(plan.layout.pages)
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                self.chosen[step.index, i, j] = await step.route(i, j)
+                if i + 1 in step.layers:
+                    self.foretold[step.index, i + 1, j] = await step.preview_route(i + 1, j)
+                for expert in self.chosen[step.index, i, j]:
+                    step.run_expert(i, expert, j)
+                step.combine(i, j)
+            step.sample(j)
+
+    decode = prefill
+
+
+def previews_of(directory: Path, machine: Machine) -> Previewing:
+    checkpoint = open_checkpoint(directory)
+    device = TorchDevice(
+        checkpoint, weight_layout(checkpoint.config, "float32", PAGE_BYTES["mixtral"]), keep_logits=True
+    )
+    policy = Previewing()
+    generate(device, policy, machine, PROMPTS, new_tokens=3, micro_batch_size=2)
+    return policy
+
+
+@pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
+def test_where_layers_change_nothing_previews_are_what_the_router_chooses(
+    tmp_path: Path, machine: Machine
+) -> None:
+    model = write_random_model(CONFIG, tmp_path / "model", seed=3, dtype="float32")
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        silent = {
+            name: torch.zeros_like(each)
+            for name, each in tensors.items()
+            if "o_proj" in name or ".w2." in name
+        }
+        assert silent
+        save_file(tensors | silent, file, metadata={"format": "pt"})
+    policy = previews_of(model, machine)
+    assert policy.foretold
+    assert policy.foretold == {where: policy.chosen[where] for where in policy.foretold}
+
+
+def test_in_other_models_previews_are_guesses(tmp_path: Path) -> None:
+    model = write_random_model(CONFIG, tmp_path / "model", seed=3, dtype="float32")
+    policies = [previews_of(model, machine) for machine in (ONE_MEMORY, TWO_MEMORIES)]
+    assert policies[0].foretold == policies[1].foretold
+    assert policies[0].foretold != {where: policies[0].chosen[where] for where in policies[0].foretold}
+    rows = [sum(counts.values()) for counts in policies[0].foretold.values()]
+    assert rows == [sum(policies[0].chosen[where].values()) for where in policies[0].foretold]
+
+
+# -- verbs ---------------------------------------------------------------------------------------------------------
+
+
+class Trying(Previewing):
+    """Calls something in the first layer of prefill, once the micro-batch is routed."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self._call = call
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        self.spare = plan.layout.layer(2)
+        plan.keep([page for i in (0, 1) for page in plan.layout.layer(i)])
+        self.pool = plan.pool("accelerator", "pool", len(self.spare), self.spare, "none")
+        self.back = plan.pool("host", "back", 1, self.spare)
+
+    async def prefill(self, step: Step) -> None:
+        if not step.index:
+            for j in step.micro_batches:
+                step.embed(j)
+            step.pre_attention(0, 0)
+            step.attention(0, 0)
+            await step.route(0, 0)
+            await self._call(step, self)
+            raise Enough
+
+    decode = prefill
+
+
+class Enough(Exception):
+    """The call went well."""
+
+
+def tried(call: Any) -> None:
+    """A run that makes a call."""
+    policy = Trying(call)
+    plan = Case(name="verbs", machine=load_machine("t4"), weights=1.5).plan(policy)
+    with pytest.raises(Enough):
+        run_on_symbols(policy, plan)
+
+
+@pytest.mark.parametrize(
+    ("layer", "j", "says"),
+    [
+        (1, 1, r"preview_route\(L1, mb1\) needs mb1 at step 0 L0 routed.*, but it is at step 0 L0 input"),
+        (2, 0, r"preview_route\(L2, mb0\) needs mb0 at step 0 L1 routed.*, but it is at step 0 L0 routed"),
+        (0, 0, r"preview_route\(L0, mb0\) needs mb0 at step 0 L-1 routed"),
+    ],
+)
+def test_only_the_layer_after_the_one_that_was_routed_can_be_previewed(layer: int, j: int, says: str) -> None:
+    async def call(step: Step, policy: Trying) -> None:
+        step.preview_route(layer, j)
+
+    with pytest.raises(OutOfOrder, match=says):
+        tried(call)
+
+
+def test_after_the_last_layer_there_is_nothing_to_preview() -> None:
+    class Beyond(Previewing):
+        async def prefill(self, step: Step) -> None:
+            step.embed(0)
+            step.pre_attention(0, 0)
+            step.attention(0, 0)
+            await step.route(0, 0)
+            step.preview_route(1, 0)
+
+    policy = Beyond()
+    plan = Case(name="one layer", machine=load_machine("t4"), layers=1, weights=1.5).plan(policy)
+    with pytest.raises(
+        OutOfOrder, match=r"preview_route\(L1, mb0\) needs .* of a layer that another one follows"
+    ):
+        run_on_symbols(policy, plan)
+
+
+def test_a_transfer_that_has_not_started_can_be_cancelled_and_its_slots_are_free() -> None:
+    async def call(step: Step, policy: Trying) -> None:
+        first, second, *_ = policy.spare
+        running, waiting = (step.fetch([page], policy.pool) for page in (first, second))
+        empty = policy.pool.empty_slots
+        assert step.cancel([second], policy.pool)
+        assert waiting.state == CANCELLED
+        assert policy.pool.empty_slots == empty + 1
+        assert not step.cancel([first], policy.pool), "it is under way"
+        assert first in policy.pool
+        await step.fetch([second], policy.pool)
+        assert running.end > 0
+
+    tried(call)
+
+
+def test_a_lifted_transfer_overtakes_those_that_were_submitted_before() -> None:
+    async def call(step: Step, policy: Trying) -> None:
+        fetches = [step.fetch([page], policy.pool, speculative=True) for page in policy.spare[:3]]
+        step.lift([policy.spare[2]], policy.pool)
+        for fetch in fetches:
+            await fetch
+        assert fetches[0].end == fetches[2].start < fetches[1].start
+
+    tried(call)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        ("absent", NotResident, "cancel: page L2 dense #0 is not in pool pool"),
+        ("half", PolicyError, "cancel: these pages are not what one fetch brings"),
+        ("used", PolicyError, "cancel: page L2 dense #0 is used by a task that was submitted"),
+    ],
+)
+def test_what_cannot_be_cancelled_is_refused(damage: str, error: type[PolicyError], says: str) -> None:
+    async def call(step: Step, policy: Trying) -> None:
+        busy, *pages = reversed(policy.spare)
+        first = pages[-1]
+        step.fetch([busy], policy.pool)
+        if damage == "half":
+            step.fetch([first, pages[0]], policy.pool)
+        elif damage == "used":
+            step.fetch([first], policy.pool)
+            step.fetch([first], policy.back, source=policy.pool)
+        step.cancel([first], policy.pool)
+
+    with pytest.raises(error, match=says):
+        tried(call)
