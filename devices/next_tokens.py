@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moesched.beams import Standing
+from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
 from moesched.sampling import Sampling, require_numbers, sample
 from moesched.tasks import Task
@@ -38,6 +39,7 @@ class NextTokens:
         team: whose cores share out the blocks of the LM head, if they do.
         first_request: how many requests came in the batches before.
         kept: where logits (S, V) are left with their sequences, if anywhere.
+        first_bad: says where the bad numbers of a step began.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class NextTokens:
         sampling: Sampling,
         first_request: int,
         kept: list[tuple[tuple[int, ...], Tensor]] | None,
+        first_bad: Callable[[MicroBatchState], str],
     ) -> None:
         self._config = config
         self._head = head
@@ -63,6 +66,7 @@ class NextTokens:
         self._sampling = sampling
         self._first_request = first_request
         self._kept = kept
+        self._first_bad = first_bad
         self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
 
     def logits(self, state: MicroBatchState) -> Tensor:
@@ -77,8 +81,23 @@ class NextTokens:
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
         return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
 
-    def draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
-        """The next token of each sequence, or how far each request's beam search has come."""
+    def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
+        """The next token of each sequence, or how far each request's beam search has come.
+
+        Raises:
+            NotFinite: the logits are no numbers; the message names the step and the first tensor that was bad.
+        """
+        state = self._states[task.micro_batch]
+        try:
+            return self._draw(state, logits_SV)
+        except NotFinite as error:
+            step = f"decode step {task.step}" if task.step else "prefill"
+            raise NotFinite(
+                f"{step}: {error}, and the first bad tensor is {self._first_bad(state)}: generation stops there; "
+                "copy the checkpoint again, or try --dtype float32"
+            ) from error
+
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
         if self._kept is not None:
             self._kept.append((state.sequences, logits_SV))
@@ -94,7 +113,7 @@ class NextTokens:
 
     def _sample(self, task: Task) -> list[int] | list[Standing]:
         state = self._states[task.micro_batch]
-        return self.draw(state, self.logits(state))
+        return self.draw(task, self.logits(state))
 
     def _reorder(self, task: Task) -> None:
         """Have every beam go on from the one that it came from."""

@@ -24,6 +24,7 @@ from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
+from .first_bad_tensor import FirstBadTensor
 from .host_experts import HostExperts
 from .host_side import HOST, HostSide, bring_home
 from .kept_pages import KeptPages, Weights
@@ -397,6 +398,7 @@ class TorchDevice:
             sampling,
             self._first_request,
             self.logits if self._keep_logits else None,
+            FirstBadTensor(self._reader, self.layout, self._accelerator).name,
         )
 
     def _verbs_of_a_rank(

@@ -97,6 +97,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
         scores: of each request's best beam; None without beam search.
+        failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
         process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes
             and what the allocator keeps of those that were given back; None where not all memories are the host's.
     """
@@ -120,6 +121,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float] | None = None
     text: list[str] | None = None
     interrupted: bool = False
+    failure: str | None = None
     emulation: Emulation | None = None
     tensor_parallel: int = 1
     process_bytes: int | None = None
@@ -133,6 +135,7 @@ def make_report(
     *,
     measured: bool,
     interrupted: bool = False,
+    failure: str | None = None,
     emulation: Emulation | None = None,
 ) -> Report:
     """The report of a run of `plan` that came out as `outcome`."""
@@ -166,6 +169,7 @@ def make_report(
         tokens=outcome.tokens if measured else None,
         scores=(outcome.scores or None) if measured else None,
         interrupted=interrupted,
+        failure=failure,
         emulation=emulation,
     )
 

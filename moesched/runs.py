@@ -20,7 +20,7 @@ from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.errors import BadInput, OverBudget
+from moesched.errors import BadInput, NotFinite, OverBudget, TaskFailed
 from moesched.generation import Generation, OnTokens
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
@@ -193,6 +193,8 @@ def run(
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
 
+    So it does where logits are no numbers: `failure` of the report then says where the bad numbers began.
+
     Args:
         peers: the other ranks, where the model is cut over several; plan, policy and device are those of the first.
             What is told and reported is what the first one did, but for the trace.
@@ -248,11 +250,15 @@ def run(
                 for each in ranks:
                     await each.device.aclose()
 
-    interrupted = False
+    interrupted, failure = False, None
     try:
         anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
     except KeyboardInterrupt:
         interrupted = True
+    except TaskFailed as error:
+        if not isinstance(error.__cause__, NotFinite):
+            raise
+        failure = str(error.__cause__)
     seconds = time.perf_counter() - started
     emulation = getattr(device, "emulation", None)
     return make_report(
@@ -262,6 +268,7 @@ def run(
         seconds,
         measured=True,
         interrupted=interrupted,
+        failure=failure,
         emulation=None if emulation is None else emulation(),
     )
 

@@ -137,7 +137,7 @@ def run(
 ) -> int:
     """See HELP."""
     from moesched.cli.display import display_of
-    from moesched.cli.failures import INTERRUPTED
+    from moesched.cli.failures import BAD_INPUT, INTERRUPTED
     from moesched.cli.results import hand_out
     from moesched.jobs.model_jobs import run_model
     from moesched.jobs.prompts import TOKENIZER_NAME
@@ -179,6 +179,8 @@ def run(
             display.ran()
 
     done = hand_out(job, json=json, file=report, trace=trace)
+    if done.failure is not None:
+        return BAD_INPUT
     return INTERRUPTED if done.interrupted else code
 
 

@@ -63,7 +63,8 @@ def run_model(
 ) -> JobReport:
     """Generate text on real hardware. More prompts than fit a batch run as successive batches.
 
-    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far.
+    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Logits that are no numbers
+    end it as well: `failure` of the report then says where the bad numbers began.
 
     Args:
         model: a Hugging Face folder.
@@ -114,7 +115,7 @@ def run_model(
             with suppress(KeyboardInterrupt):
                 reports.add(job.run, batch, opened, mine, sampling, teller, numbered(trace, number))
             teller.finish_all()
-            if len(reports.all) <= number or reports.all[-1].interrupted:
+            if len(reports.all) <= number or reports.all[-1].interrupted or reports.all[-1].failure:
                 break
     if not reports.all:
         raise KeyboardInterrupt
