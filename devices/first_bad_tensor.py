@@ -35,14 +35,21 @@ class FirstBadTensor:
         self._accelerator = accelerator
 
     def name(self, state: MicroBatchState) -> str:
-        """The first tensor of the step in which a number is not finite: what it is, and its layer."""
-        tensors = self._weights_only() if self._config.ranks > 1 else self._step(state)
-        for name, tensor in tensors:
+        """The first tensor of the step in which a number is not finite: what it is, and its layer.
+
+        Of a prompt in chunks all are looked at, up to this one.
+        """
+        for name, tensor in self._weights_only() if self._config.ranks > 1 else self._chunks(state):
             if not bool(torch.isfinite(tensor).all()):
                 return name
         if self._config.ranks > 1:
             return "none of the weights, so an activation"
         return "the logits alone: the same step, run once more, had good ones"
+
+    def _chunks(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
+        if state.before is not None:
+            yield from self._chunks(state.before)
+        yield from self._step(state)
 
     def _weights_only(self) -> Iterator[tuple[str, Tensor]]:
         for name in ("embedding", "final_norm"):
@@ -80,7 +87,8 @@ class FirstBadTensor:
             yield f"the router's weights in layer {layer}", weights_Tk
             grouping = kernels.group_by_expert(experts_Tk, config.experts)
             outputs = []
-            for expert, x_nD in enumerate(x_TD[grouping.tokens_n].split(grouping.counts)):
+            groups = torch.split(x_TD[grouping.tokens_n], grouping.counts)
+            for expert, x_nD in enumerate(groups):
                 if not len(x_nD):
                     continue
                 mine = self._weights(self._layout.expert(layer, expert))
@@ -133,10 +141,10 @@ class FirstBadTensor:
         start = 0
         for keys, values, new in state.cache.views(layer, state.step):
             end = start + len(keys) * new
-            copies = [tensor.to(self._accelerator, copy=True) for tensor in (keys, values)]
-            for copy_SLKd, fresh_TKd in zip(copies, (k_TKd, v_TKd), strict=True):
-                copy_SLKd[:, -new:] = fresh_TKd[start:end].reshape(copy_SLKd[:, -new:].shape)
-            views.append(KVView(*copies, new))
+            view = KVView(keys.to(self._accelerator, copy=True), values.to(self._accelerator, copy=True), new)
+            view.keys_SLKd[:, -new:] = k_TKd[start:end].reshape(view.keys_SLKd[:, -new:].shape)
+            view.values_SLKd[:, -new:] = v_TKd[start:end].reshape(view.values_SLKd[:, -new:].shape)
+            views.append(view)
             start = end
         return views
 

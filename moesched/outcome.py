@@ -76,6 +76,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
     Attributes:
         kv_on_gpu: the share of the micro-batches whose KV cache the accelerator holds.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; None where all of a micro-batch's do.
     """
 
     batch_size: int
@@ -86,6 +87,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     kv_on_gpu: float
     discipline: str
     beams: int = 1
+    prefill_chunk: int | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +187,7 @@ def _plan_report(plan: Plan) -> PlanReport:
         kv_on_gpu=plan.kv_on_gpu,
         discipline=plan.discipline,
         beams=plan.batch.beams,
+        prefill_chunk=plan.batch.prefill_chunk if plan.chunked else None,
     )
 
 

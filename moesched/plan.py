@@ -16,9 +16,11 @@ from moesched.activations import (
     expert_workspace_bytes,
     host_rows_bytes,
     layer_bytes,
+    mask_bytes,
     staying_bytes,
     workspace_bytes,
 )
+from moesched.chunks import Chunk, chunks_of
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
@@ -50,6 +52,7 @@ class Batch(msgspec.Struct, frozen=True):
         micro_batches: the requests of each micro-batch, by index.
         first_request: how many requests of the run came in the batches before.
         beams: sequences that each request has in decode.
+        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
     """
 
     prompts: tuple[int, ...]
@@ -57,6 +60,11 @@ class Batch(msgspec.Struct, frozen=True):
     micro_batches: tuple[tuple[int, ...], ...]
     first_request: int = 0
     beams: int = 1
+    prefill_chunk: int | None = None
+
+    def chunks(self) -> dict[int, Chunk]:
+        """What each micro-batch of prefill has, by its number."""
+        return chunks_of(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
     def cache_tokens(self) -> int:
@@ -128,6 +136,7 @@ class Plan:
         self.machine = machine
         self.layout = layout
         self.batch = batch
+        self.chunks = batch.chunks()
         self.operations = Operations(layout.config, layout.dtype)
         self.stages: tuple[range, ...] = (self.layers,)
         self.memories = _memories(machine, budgets or {})
@@ -155,6 +164,11 @@ class Plan:
     def micro_batches(self) -> range:
         """The micro-batches of the batch."""
         return range(len(self.batch.micro_batches))
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a prompt is cut into several micro-batches of prefill."""
+        return len(self.chunks) > len(self.micro_batches)
 
     @property
     def ranks(self) -> int:
@@ -269,6 +283,8 @@ class Plan:
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = tokens * len(layers) * self.operations.kv_bytes
             self.memory(role, stage).reserve(f"KV cache of {tokens} tokens", nbytes)
+        if role != "accelerator":
+            self._reserve_at_hand(chosen)
         for number in chosen:
             self.kv_roles[number] = role
 
@@ -306,11 +322,9 @@ class Plan:
         self.experts_on_host = True
         if self.machine.unified:
             return
-        tokens = sorted(self._tokens, reverse=True)
+        tokens = sorted(self._rows, reverse=True)
         within = sum(host_rows_bytes(self.operations, each) for each in tokens[: self.in_flight])
-        decode = sum(
-            host_rows_bytes(self.operations, self.batch.sequences(each)) for each in self.batch.micro_batches
-        )
+        decode = sum(host_rows_bytes(self.operations, rows) for rows in self._decode_rows)
         host = self.memory("host")
         host.reserve("rows of experts on the host", max(within, decode))
         host.reserve("workspace of experts on the host", expert_workspace_bytes(self.operations, tokens[0]))
@@ -367,38 +381,49 @@ class Plan:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)
-            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._tokens)
+            rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
+            stay = sum(staying_bytes(self.operations, tokens) for tokens in rows)
             fast.reserve("hidden states of all micro-batches", stay)
-            sequences = max(map(self.batch.sequences, self.batch.micro_batches))
-            self._workspace = workspace_bytes(self.operations, max(self._tokens), sequences)
+            longest = max(self.batch.prompts) if self.chunked else 0
+            self._workspace = workspace_bytes(
+                self.operations, max(self._rows), max(self._decode_rows)
+            ) + mask_bytes(longest)
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
     @property
-    def _prompt_tokens(self) -> list[int]:
-        """Tokens of each micro-batch in prefill."""
-        prompts = self.batch.prompts
-        return [sum(prompts[request] for request in requests) for requests in self.batch.micro_batches]
+    def _decode_rows(self) -> list[int]:
+        return list(map(self.batch.sequences, self.batch.micro_batches))
 
     @property
-    def _tokens(self) -> list[int]:
-        """Tokens of each micro-batch, in prefill or in decode, whichever are more."""
-        decode = map(self.batch.sequences, self.batch.micro_batches)
-        return list(map(max, self._prompt_tokens, decode))
+    def _rows(self) -> list[int]:
+        """Tokens of each micro-batch in prefill, or in decode where these are more."""
+        prefill = [sum(chunk.tokens) for chunk in self.chunks.values()]
+        return prefill if self.chunked else list(map(max, prefill, self._decode_rows))
+
+    def _reserve_at_hand(self, micro_batches: Iterable[int]) -> None:
+        """Room for one layer's keys and values of prompts in chunks whose KV cache is not the accelerator's."""
+        cut = {chunk.micro_batch for chunk in self.chunks.values() if chunk.before >= 0} & {*micro_batches}
+        if cut and not self.machine.unified:
+            tokens = sum(
+                cached_tokens(self.batch.prompts[request])
+                for number in cut
+                for request in self.batch.micro_batches[number]
+            )
+            for fast in self.accelerators:
+                nbytes = tokens * self.operations.kv_bytes
+                fast.reserve(f"keys and values of a layer of {tokens} prompt tokens", nbytes)
 
     def _reserve_layers(self) -> None:
         """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
-        largest_first = sorted(self._tokens, reverse=True)
+        largest_first = sorted(self._rows, reverse=True)
         count = len(largest_first)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
         prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
-        decode = sum(
-            layer_bytes(self.operations, self.batch.sequences(requests))
-            for requests in self.batch.micro_batches
-        )
+        decode = sum(layer_bytes(self.operations, rows) for rows in self._decode_rows)
         for fast in self.accelerators:
             fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
-            if self.in_flight < count:
+            if self.in_flight < count or self.chunked:
                 fast.reserve("activations of all micro-batches in decode", decode)
 
     def _check_loading(self) -> None:

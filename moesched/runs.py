@@ -289,7 +289,7 @@ def decide(plan: Plan, routing: Routing) -> Callable[[Task], Any]:
     def perform(task: Task) -> Any:
         if task.verb == "route":
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-        requests = batches[task.micro_batch]
+        requests = batches[task.micro_batch] if task.step else plan.chunks[task.micro_batch].ends
         if plan.batch.beams > 1:
             return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)
         return [0] * len(requests)

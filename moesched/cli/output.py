@@ -74,6 +74,8 @@ def print_report(report: JobReport) -> None:
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
     )
+    if plan.prefill_chunk is not None:
+        sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
     if report.padded:
         sizes += ", padded"
     if report.batches > 1:

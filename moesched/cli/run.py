@@ -108,6 +108,7 @@ def run(
     ] = False,
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
+    prefill_chunk: options.PrefillChunk = None,
     budget: options.Budgets = (),
     tensor_parallel: options.TensorParallel = None,
     device: Annotated[
@@ -167,6 +168,7 @@ def run(
                 ),
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
+                prefill_chunk=prefill_chunk,
                 device=device,
                 device_settings=parse_settings(device_settings, "--device-set"),
                 machine=machine,

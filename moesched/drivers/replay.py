@@ -230,7 +230,7 @@ def replay_run(schedule: Schedule, policy: Policy, cost: CostModel) -> Timeline:
     def sizes_of(index: int) -> Sizes:
         if index >= 0:
             schedule.size(index)
-        return lambda micro_batch, verb: schedule.micro_batches[micro_batch].works[verb]
+        return lambda micro_batch, verb: schedule.numbered(micro_batch).works[verb]
 
     with no_garbage_collection():
         steps = capture(schedule, policy)

@@ -53,6 +53,7 @@ def run_model(
     sampling: Sampling | None = None,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    prefill_chunk: int | None = None,
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
@@ -73,6 +74,8 @@ def run_model(
         settings, device_settings: the policy's own, and the device's.
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the planner's, of no more requests than there are prompts.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; by default all of a micro-batch's, or as
+            many as fit.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
             Those of memories that accelerators share are for all of them.
@@ -96,7 +99,9 @@ def run_model(
         raise BadInput("no prompts were given: give at least one")
     beams = 1 if sampling is None else sampling.beams
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams)
+    job = _Job(
+        policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams, prefill_chunk
+    )
     lengths = list(map(len, encoded))
     reports = Reports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
@@ -139,6 +144,7 @@ def simulate_model(
     routing_settings: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    prefill_chunk: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
     tensor_parallel: int | None = None,
     trace: Path | str | None = None,
@@ -176,7 +182,7 @@ def simulate_model(
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel, beams)
+    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel, beams, prefill_chunk)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
@@ -199,8 +205,12 @@ class _Job:
         device: str | None = None,
         tensor_parallel: int | None = None,
         beams: int = 1,
+        prefill_chunk: int | None = None,
     ) -> None:
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise BadInput(f"--prefill-chunk is {prefill_chunk}: give 1 token or more")
         self.policy = policy
+        self.prefill_chunk = prefill_chunk
         self.beams = beams
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
@@ -233,6 +243,7 @@ class _Job:
             splits_kv=self.splits_kv,
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
             beams=self.beams,
+            prefill_chunk=self.prefill_chunk,
         )
         try:
             sizes = choose_sizes(
