@@ -46,9 +46,9 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     return max(by_token, expert_workspace_bytes(operations, tokens), logits)
 
 
-def mask_bytes(cached: int) -> int:
+def mask_bytes(tokens: int, cached: int) -> int:
     """What says which of so many cached tokens a tile of queries sees, as one byte and as a float each."""
-    return QUERY_TILE * cached * (1 + _FLOAT)
+    return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:

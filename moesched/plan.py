@@ -151,6 +151,7 @@ class Plan:
         self.experts_on_host = False
         self.home: Home | None = None
         self.staged = STAGED
+        self._layers_reserved = False
         self._needed = self._reserve_what_all_need()
 
     # -- what a policy reads -----------------------------------------------------------------------
@@ -257,7 +258,7 @@ class Plan:
         Raises:
             PolicyError: the KV cache was placed already.
         """
-        if any(self.kv_roles):
+        if self._layers_reserved:
             raise PolicyError("limit_in_flight: the memory is given away already: call it before place_kv")
         self.in_flight = max(1, micro_batches)
 
@@ -277,8 +278,7 @@ class Plan:
                 )
         if not chosen:
             return
-        if not any(self.kv_roles):
-            self._reserve_layers()
+        self._reserve_layers()
         tokens = sum(self.batch.tokens_at_end(self.batch.micro_batches[number]) for number in chosen)
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = tokens * len(layers) * self.operations.kv_bytes
@@ -287,6 +287,24 @@ class Plan:
             self._reserve_at_hand(chosen)
         for number in chosen:
             self.kv_roles[number] = role
+
+    def kv_that_fits(self, beside: int) -> list[int]:
+        """The first micro-batches whose KV caches fit the accelerators' memories beside so many bytes.
+
+        Say it after `limit_in_flight`, and before `place_kv`.
+        """
+        self._reserve_layers()
+        at_hand = sum(map(self._at_hand_bytes, self.micro_batches))
+        left = min(self.free("accelerator", stage) for stage in range(len(self.stages))) - beside - at_hand
+        layers = max(map(len, self.stages))
+        fitting = []
+        for number, requests in enumerate(self.batch.micro_batches):
+            left += self._at_hand_bytes(number)
+            left -= self.batch.tokens_at_end(requests) * layers * self.operations.kv_bytes
+            if left < 0:
+                break
+            fitting.append(number)
+        return fitting
 
     def cached_by(self, role: Role) -> list[int]:
         """The micro-batches whose KV cache a memory holds."""
@@ -384,10 +402,9 @@ class Plan:
             rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
             stay = sum(staying_bytes(self.operations, tokens) for tokens in rows)
             fast.reserve("hidden states of all micro-batches", stay)
-            longest = max(self.batch.prompts) if self.chunked else 0
-            self._workspace = workspace_bytes(
-                self.operations, max(self._rows), max(self._decode_rows)
-            ) + mask_bytes(longest)
+            self._workspace = workspace_bytes(self.operations, max(self._rows), max(self._decode_rows))
+            if self.chunked:
+                self._workspace += mask_bytes(max(self._rows), max(self.batch.prompts))
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
@@ -401,21 +418,24 @@ class Plan:
         prefill = [sum(chunk.tokens) for chunk in self.chunks.values()]
         return prefill if self.chunked else list(map(max, prefill, self._decode_rows))
 
+    def _at_hand_bytes(self, micro_batch: int) -> int:
+        """One layer's keys and values of a micro-batch's prompts, where these are cut into chunks."""
+        cut = any(chunk.micro_batch == micro_batch and chunk.before >= 0 for chunk in self.chunks.values())
+        prompts = [self.batch.prompts[request] for request in self.batch.micro_batches[micro_batch]]
+        return sum(map(cached_tokens, prompts)) * self.operations.kv_bytes if cut else 0
+
     def _reserve_at_hand(self, micro_batches: Iterable[int]) -> None:
         """Room for one layer's keys and values of prompts in chunks whose KV cache is not the accelerator's."""
-        cut = {chunk.micro_batch for chunk in self.chunks.values() if chunk.before >= 0} & {*micro_batches}
-        if cut and not self.machine.unified:
-            tokens = sum(
-                cached_tokens(self.batch.prompts[request])
-                for number in cut
-                for request in self.batch.micro_batches[number]
-            )
+        nbytes = sum(map(self._at_hand_bytes, micro_batches))
+        if nbytes and not self.machine.unified:
             for fast in self.accelerators:
-                nbytes = tokens * self.operations.kv_bytes
-                fast.reserve(f"keys and values of a layer of {tokens} prompt tokens", nbytes)
+                fast.reserve("keys and values of a layer of prompts in chunks", nbytes)
 
     def _reserve_layers(self) -> None:
-        """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
+        """What micro-batches have within a layer, once: of prefill those that are in flight, of decode all."""
+        if self._layers_reserved:
+            return
+        self._layers_reserved = True
         largest_first = sorted(self._rows, reverse=True)
         count = len(largest_first)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
