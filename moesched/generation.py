@@ -31,6 +31,7 @@ class Generation:
         loaded: when the weights that stay were loaded; nanoseconds.
         busy_loading: how long each lane had been busy by then; nanoseconds.
         step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
+        first_tokens: when each request whose prompt is through had its first token; nanoseconds.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Generation:
         self.loaded = 0
         self.busy_loading: dict[str, int] = {}
         self.step_ends: list[int] = []
+        self.first_tokens: dict[int, int] = {}
         self._schedule = schedule
         self._policy = policy
         self._stop_tokens = frozenset(stop_tokens)
@@ -83,6 +85,8 @@ class Generation:
         """Wait for a step's tokens and hand them out."""
         for batch, sample in samples:
             values = await sample
+            if not self.step_ends:
+                self.first_tokens |= dict.fromkeys(batch.ends, sample.end)
             if self._beams > 1:
                 self._take_in(batch.ends, values)
                 continue

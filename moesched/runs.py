@@ -163,6 +163,11 @@ def _replay(
         tokens=[[0] * len(ends[1:]) for _ in plan.batch.prompts],
         busy=timeline.busy(engine.lanes),
         tasks=timeline.count,
+        first_tokens={
+            request: end
+            for number, end in timeline.prefill_samples().items()
+            for request in plan.chunks[number].ends
+        },
     )
 
 
@@ -174,6 +179,7 @@ def _outcome(generation: Generation, engine: Engine) -> Outcome:
         scores=generation.scores,
         busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
         tasks=engine.submitted - engine.joins,
+        first_tokens=generation.first_tokens,
     )
 
 

@@ -296,3 +296,70 @@ def test_an_order_that_would_miss_keys_and_values_is_refused(
     driver = VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype))
     with pytest.raises(error, match=message):
         driver.run(generation.run())
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "one request": {"workload": moesched.given_lengths([32], 4)},
+    "a long prompt": {"workload": moesched.given_lengths([2048], 4), "prefill_chunk": 512},
+    "beams": {"workload": moesched.given_lengths([32], 4), "beams": 4},
+}
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "twiddler"])
+@pytest.mark.parametrize("wanted", SCENARIOS.values(), ids=SCENARIOS)
+def test_of_one_request_the_first_token_is_there_when_prefill_is_over(policy: str, wanted: Any) -> None:
+    report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy=policy, **wanted)
+    assert report.first_token_seconds == pytest.approx(report.prefill_seconds)
+    assert report.as_dict()["first_token_seconds"] > 0
+    assert report.decode_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "resident"])
+def test_of_several_requests_some_have_their_first_token_before_the_others(
+    directory: Path, policy: str
+) -> None:
+    wanted: dict[str, Any] = {"policy": policy, "batch_size": 3, "micro_batch_size": 1}
+    workload = moesched.given_lengths([900, 300, 600], 4)
+    predicted = moesched.simulate_model("mixtral-0.8b", machine="t4", workload=workload, **wanted)
+    measured = moesched.run_model(directory, prompts_of([90, 30, 60]), max_new_tokens=3, **wanted)
+    for report in (predicted, measured):
+        assert report.first_token_seconds is not None
+        assert 0 < report.first_token_seconds < report.prefill_seconds
+
+
+def test_the_table_tells_of_the_first_token(command: Any, directory: Path) -> None:
+    said = command("run", directory, "--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3)
+    assert "first token, on average" in said.out
+    said = command(
+        "run",
+        directory,
+        "--policy",
+        "resident",
+        "--prompt-ids",
+        "1,2,3",
+        "--prefill-chunk",
+        2,
+        "--max-new-tokens",
+        3,
+    )
+    assert "prompts in chunks of 2 tokens" in said.out
+
+
+def test_a_width_that_fits_in_chunks_is_told_and_fits() -> None:
+    wanted: dict[str, Any] = {
+        "machine": "t4",
+        "policy": "layer_streaming",
+        "workload": moesched.given_lengths([4096], 300),
+        "batch_size": 1,
+        "budgets": {"gpu": "640MB"},
+    }
+    with pytest.raises(
+        moesched.BadInput, match=r"needs [\d,]+ bytes of gpu.* use --beams \d+, which fits"
+    ) as refusal:
+        moesched.simulate_model("mixtral-0.8b", beams=64, **wanted)
+    width = int(str(refusal.value).rpartition("--beams ")[2].split(",")[0])
+    assert width > 1
+    assert moesched.simulate_model("mixtral-0.8b", beams=width, **wanted).plan.prefill_chunk is not None

@@ -88,6 +88,8 @@ def print_report(report: JobReport) -> None:
         ["load", format_seconds(report.load_seconds)],
         ["prefill", format_seconds(report.prefill_seconds)],
     ]
+    if report.first_token_seconds is not None:
+        rates.append(["first token, on average", format_seconds(report.first_token_seconds)])
     if report.simulated_seconds is not None:
         rates.append(["simulated", format_seconds(report.simulated_seconds)])
     wall = "wall" if report.emulation is None else "wall, not dilated"

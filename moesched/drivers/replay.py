@@ -159,6 +159,11 @@ class Timeline:
             base += len(step.tasks)
         return ends
 
+    def prefill_samples(self) -> dict[int, int]:
+        """When each micro-batch of prefill had its tokens, by its number."""
+        base, prefill = len(self.steps[0].tasks), self.steps[1]
+        return {prefill.tasks[place].micro_batch: self.ends[base + place] for place in prefill.samples}
+
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
         """How long each lane was busy after loading."""
         busy = [0] * len(lanes)

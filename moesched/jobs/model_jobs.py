@@ -31,7 +31,7 @@ from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Devices, Rank, open_devices
 from moesched.plan import Batch, Plan
 from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
-from moesched.planner.sizing import choose_sizes
+from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
 from moesched.routing.sources import find_choices
@@ -273,7 +273,7 @@ class _Job:
         """The same complaint, with the largest width that fits."""
 
         def fits(beams: int) -> bool:
-            narrower = replace(batch, beams=beams)
+            narrower = replace(batch, beams=beams, prefill_chunk=self.prefill_chunk or SMALLEST_CHUNK)
             try:
                 runs.plan_run(self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes)
             except BadInput:

@@ -91,6 +91,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         first,
         load_seconds=sum(report.load_seconds for report in reports),
         prefill_seconds=sum(report.prefill_seconds for report in reports),
+        first_token_seconds=_mean_of_requests(reports),
         decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
         throughput_tokens_per_second=_rate(sum(counts), running),
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
@@ -112,6 +113,14 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         batches=batches,
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
     )
+
+
+def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
+    """Seconds to the first token; each batch's count as often as it has requests."""
+    known = [each for each in reports if each.first_token_seconds is not None]
+    requests = sum(each.plan.batch_size for each in known)
+    total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
+    return total / requests if requests else None
 
 
 def _token_counts(report: JobReport) -> list[int]:
