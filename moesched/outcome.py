@@ -103,7 +103,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
         scores: of each request's best beam; None without beam search.
-        first_token_seconds: from the end of loading to a request's first token, on average over a batch's requests; None
+        first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
             where there was none. `prefill_seconds` is when all of them had theirs.
         failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
         process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes

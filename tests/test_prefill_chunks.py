@@ -65,7 +65,7 @@ def test_chunks_have_each_token_once_in_order(lengths: list[int], most: int, siz
     micro_batches = [tuple(requests[start : start + size]) for start in range(0, len(lengths), size)]
     chunks = chunks_of(lengths, micro_batches, most)
     seen = [0] * len(lengths)
-    ended = []
+    ended: list[int] = []
     for number, chunk in chunks.items():
         assert sum(chunk.tokens) <= most
         assert (chunk.before >= 0) == (chunk.before in chunks)
