@@ -152,7 +152,7 @@ class EmulatedDevice:
         self._torch.begin(plan, prompts, sampling)
         names = ["accelerator", "host", INTERCONNECT, *(link.lane for link in plan.machine.links)]
         self._meters = {name: _Meter() for name in names}
-        self._prefilling = len(plan.batch.micro_batches)
+        self._prefilling = sum(bool(chunk.ends) for chunk in plan.chunks.values())
         self._since = perf_counter(), process_time()
         if self._leads:
             self._time.run(self._dilations.prefill)

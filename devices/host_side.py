@@ -17,6 +17,7 @@ from .arena import aligned_bytes
 from .copies import copied, locked, wait_for_copies
 from .micro_batch import MicroBatchState
 from .page_reader import PageReader
+from .prompt_chunks import KVAtHand
 from .torch_kernels import KVView, Tensor
 
 HOST = torch.device("cpu")
@@ -32,6 +33,7 @@ class HostSide:
         slot: the bytes of a slot, by its task's slots.
         kv_slots: room for keys and values that are loaded from the host's KV cache.
         cached_here: the micro-batches whose KV cache is on the host, by index.
+        at_hand: keys and values of prompts in chunks, by the micro-batches of prefill, of those cached here.
         attend: a micro-batch's attention from queries and views of the cache.
         attend_there: the `attention` of those whose KV cache is on the accelerator.
     """
@@ -45,6 +47,7 @@ class HostSide:
         kv_slots: Sequence[Tensor],
         states: Sequence[MicroBatchState],
         cached_here: Container[int],
+        at_hand: Mapping[int, KVAtHand],
         attend: Attend,
         attend_there: Callable[[Task], None],
     ) -> None:
@@ -54,6 +57,7 @@ class HostSide:
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
         self._cached_here = cached_here
+        self._at_hand = at_hand
         self._attend = attend
         self._attend_there = attend_there
         self._reader = reader
@@ -132,6 +136,10 @@ class HostSide:
         """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
+        at_hand = self._at_hand.get(task.micro_batch)
+        if at_hand is not None:
+            state.attended_TX = self._attend(state, q_THd, at_hand.extended(state, k_TKd, v_TKd))
+            return
         views = []
         start = 0
         for new, sequences in _runs(state.step.new):

@@ -39,7 +39,10 @@ class MicroBatchState:
     Attributes:
         requests: the requests, as the KV cache knows them.
         sequences: what the requests have in the KV cache, request after request: one sequence each, later one a beam.
-        new: each sequence's tokens for the next step: its prompt, then the token sampled last.
+        new: each sequence's tokens for the next step: its prompt, or a chunk of that, then the token sampled last.
+        whole: itself, or for a chunk of prefill the micro-batch that it is part of, which decodes what is sampled.
+        before: the chunk that this one goes on from, if any.
+        ends: the places of the sequences that tokens are sampled for; None for all of them.
         searches: the beam search of each request; none without beams.
         parents: the sequence that each one of the next step goes on from, by its place among those of this step.
         cache: the KV cache that has its requests.
@@ -58,6 +61,9 @@ class MicroBatchState:
         self.beams = beams
         self.sequences = tuple(request * beams for request in requests)
         self.searches = searches
+        self.whole = self
+        self.before: MicroBatchState | None = None
+        self.ends: list[int] | None = None
         self.parents: list[int] = []
         self.new = [list(prompts[request]) for request in requests]
         self.cache: BlockedKV
@@ -75,6 +81,12 @@ class MicroBatchState:
         self.starts: list[int]
         self.on_host: HostRows | None = None
         self.logits_SV: Tensor
+
+    @property
+    def last_S(self) -> Tensor:
+        """The last token among the T of each sequence that tokens are sampled for."""
+        last_S = self.step.last_S
+        return last_S if self.ends is None else last_S[self.ends]
 
     def rows_of(self, expert: int) -> range:
         """The rows of x_nD and y_nD that are an expert's."""

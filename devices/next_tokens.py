@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moesched.beams import Standing
+from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
 from moesched.sampling import Sampling, require_numbers, sample
 from moesched.tasks import Task
@@ -38,6 +39,7 @@ class NextTokens:
         team: whose cores share out the blocks of the LM head, if they do.
         first_request: how many requests came in the batches before.
         kept: where logits (S, V) are left with their sequences, if anywhere.
+        first_bad: says where the bad numbers of a step began.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class NextTokens:
         sampling: Sampling,
         first_request: int,
         kept: list[tuple[tuple[int, ...], Tensor]] | None,
+        first_bad: Callable[[MicroBatchState], str],
     ) -> None:
         self._config = config
         self._head = head
@@ -63,12 +66,13 @@ class NextTokens:
         self._sampling = sampling
         self._first_request = first_request
         self._kept = kept
+        self._first_bad = first_bad
         self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
 
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config, head = self._config, self._head
-        last_SD = state.hidden_TD.index_select(0, moved(state.step.last_S, self._accelerator))
+        last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:
             self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
@@ -77,24 +81,44 @@ class NextTokens:
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
         return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
 
-    def draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
-        """The next token of each sequence, or how far each request's beam search has come."""
+    def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
+        """The next token of each sequence, or how far each request's beam search has come.
+
+        Raises:
+            NotFinite: the logits are no numbers; the message names the step and the first tensor that was bad.
+        """
+        state = self._states[task.micro_batch]
+        try:
+            return self._draw(state, logits_SV)
+        except NotFinite as error:
+            step = f"decode step {task.step}" if task.step else "prefill"
+            raise NotFinite(
+                f"{step}: {error}, and the first bad tensor is {self._first_bad(state)}: generation stops there; "
+                "copy the checkpoint again, or try --dtype float32"
+            ) from error
+
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
+        ends = range(len(state.sequences)) if state.ends is None else state.ends
         if self._kept is not None:
-            self._kept.append((state.sequences, logits_SV))
-        positions = [past + new for past, new in zip(state.step.past, state.step.new, strict=True)]
-        rows = len(positions) // len(state.requests)
-        requests = [self._first_request + request for request in state.requests for _ in range(rows)]
-        if state.searches:
+            self._kept.append((tuple(state.sequences[end] for end in ends), logits_SV))
+        positions = [state.step.past[end] + state.step.new[end] for end in ends]
+        mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
+        rows = len(positions) // len(mine)
+        requests = [self._first_request + request for request in mine for _ in range(rows)]
+        whole = state.whole
+        places = [whole.requests.index(request) for request in mine]
+        if whole.searches:
             require_numbers(logits_SV.numpy(), requests, positions)
-            return _advance(state, logits_SV)
+            return _advance(whole, places, logits_SV)
         tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
-        state.new = [[token] for token in tokens]
+        for place, token in zip(places, tokens, strict=True):
+            whole.new[place] = [token]
         return tokens
 
     def _sample(self, task: Task) -> list[int] | list[Standing]:
         state = self._states[task.micro_batch]
-        return self.draw(state, self.logits(state))
+        return self.draw(task, self.logits(state))
 
     def _reorder(self, task: Task) -> None:
         """Have every beam go on from the one that it came from."""
@@ -105,14 +129,17 @@ class NextTokens:
         state.sequences = tuple(heirs)
 
 
-def _advance(state: MicroBatchState, logits_SV: Tensor) -> list[Standing]:
-    state.parents, state.new = [], []
-    for search, logits in zip(state.searches, logits_SV.chunk(len(state.searches)), strict=True):
-        first = len(state.parents) // state.beams * len(logits)
-        moves = search.advance(logits.numpy())
-        state.parents += [first + parent for parent in moves.parents]
-        state.new += [[token] for token in moves.tokens]
-    return [search.standing for search in state.searches]
+def _advance(state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
+    """Have the searches of the requests at these places of a micro-batch take one more token."""
+    count = len(state.requests) * state.beams
+    if len(state.new) != count:  # so far it had prompts
+        state.parents, state.new = [0] * count, [[]] * count
+    for place, logits in zip(places, logits_SV.chunk(len(places)), strict=True):
+        moves = state.searches[place].advance(logits.numpy())
+        beams = slice(place * state.beams, (place + 1) * state.beams)
+        state.parents[beams] = [place * len(logits) + parent for parent in moves.parents]
+        state.new[beams] = [[token] for token in moves.tokens]
+    return [state.searches[place].standing for place in places]
 
 
 def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:

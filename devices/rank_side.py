@@ -22,7 +22,7 @@ class RankSide:
     Args:
         rank: which one this is, from 0.
         head: a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
-        draw: chooses a micro-batch's tokens from its logits (S, V).
+        draw: chooses a micro-batch's tokens from its logits (S, V), for a task `sample`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RankSide:
         vocabulary: int,
         states: Sequence[MicroBatchState],
         head: Callable[[MicroBatchState], Tensor],
-        draw: Callable[[MicroBatchState, Tensor], Any],
+        draw: Callable[[Task, Tensor], Any],
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -62,5 +62,4 @@ class RankSide:
         state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
 
     def _sample(self, task: Task) -> Any:
-        state = self._states[task.micro_batch]
-        return self._draw(state, state.logits_SV)
+        return self._draw(task, self._states[task.micro_batch].logits_SV)

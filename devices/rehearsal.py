@@ -187,9 +187,12 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """The micro-batch with the most tokens, several times over."""
+    """The micro-batch with the most tokens, several times over; of prompts in chunks, as many as a chunk has."""
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
-    lengths = [batch.prompts[request] for request in requests]
+    share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(
+        batch.prompts[r] for r in requests
+    )
+    lengths = [max(1, int(batch.prompts[request] * min(share, 1.0))) for request in requests]
     size = len(lengths)
     micro_batches = tuple(tuple(range(n * size, (n + 1) * size)) for n in range(REPEATS))
     return Batch(tuple(lengths * REPEATS), STEPS, micro_batches)

@@ -24,6 +24,7 @@ from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
+from .first_bad_tensor import FirstBadTensor
 from .host_experts import HostExperts
 from .host_side import HOST, HostSide, bring_home
 from .kept_pages import KeptPages, Weights
@@ -35,6 +36,7 @@ from .next_tokens import Head, NextTokens
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .products import Products, make_kernel, rows_for_kernel
+from .prompt_chunks import KVAtHand, chunk_states
 from .rank_side import RankSide
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
@@ -211,6 +213,8 @@ class TorchDevice:
         ]
         for role in KV_ROLES:
             self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
+        if plan.chunked:
+            self._states += chunk_states(plan.chunks, self._states, prompts)
         self._moe = self._moe_layer()
         tokens = self._next_tokens(sampling)
         self._verbs = {**self._verbs, **self._moe.verbs, **tokens.verbs}
@@ -354,10 +358,33 @@ class TorchDevice:
             self._bytes,
             [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
-            frozenset(plan.cached_by("host")),
+            self._cached_on_host(plan),
+            self._at_hand(plan),
             self._attend,
             self._attention,
         )
+
+    def _cached_on_host(self, plan: Plan) -> frozenset[int]:
+        """The micro-batches whose KV cache is there, chunks of prefill included."""
+        wholes = plan.cached_by("host")
+        chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
+        return frozenset([*wholes, *chunks])
+
+    def _at_hand(self, plan: Plan) -> dict[int, KVAtHand]:
+        """Room for a layer's keys and values of prompts in chunks whose KV cache is on the host, by chunk."""
+        rooms: dict[int, KVAtHand] = {}
+        found: dict[int, KVAtHand] = {}
+        for number, chunk in plan.chunks.items():
+            if chunk.before < 0 and not chunk.last and plan.kv_roles[chunk.micro_batch] == "host":
+                whole = self._states[chunk.micro_batch]
+                lengths = {
+                    sequence: plan.batch.prompts[request]
+                    for request, sequence in zip(whole.requests, whole.sequences, strict=True)
+                }
+                rooms[chunk.micro_batch] = KVAtHand(self.config, lengths, self._dtype, self._accelerator)
+            if chunk.micro_batch in rooms:
+                found[number] = rooms[chunk.micro_batch]
+        return found
 
     def _moe_layer(self) -> MoELayer:
         return MoELayer(
@@ -397,6 +424,7 @@ class TorchDevice:
             sampling,
             self._first_request,
             self.logits if self._keep_logits else None,
+            FirstBadTensor(self._reader, self.layout, self._accelerator).name,
         )
 
     def _verbs_of_a_rank(

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from moesched.activations import QUERY_TILE
 from moesched.models.config import NormKind
 
 from .packed_weights import packed_linear
@@ -26,8 +27,6 @@ from .plain_weights import plain_linear
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
 Linear = Callable[[Tensor, Blocks], Tensor]
-
-QUERY_TILE = 512  # queries per mask, so that a mask's size grows with the cache and not with its square
 
 
 class KVView(NamedTuple):

@@ -12,6 +12,8 @@ EXPERT_TILE = 512
 """An expert takes no more rows than that at once, so that its workspace does not grow with the micro-batch."""
 EXPERTS_AT_ONCE = 2
 """So many experts' workspaces count: devices run an expert on each core, with rows for two tiles between them."""
+QUERY_TILE = 512
+"""So many queries share a mask, where tokens are attended to that others were cached before."""
 _FLOAT = 4
 
 
@@ -42,6 +44,11 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, expert_workspace_bytes(operations, tokens), logits)
+
+
+def mask_bytes(tokens: int, cached: int) -> int:
+    """What says which of so many cached tokens a tile of queries sees, as one byte and as a float each."""
+    return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:

@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
         cache_tokens: what a micro-batch may have in the KV cache at the end, in whole blocks; None sets no limit.
         kv_on_gpu: the share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
         beams: sequences that each request has in decode.
+        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
     """
 
     batch_size: int
@@ -26,6 +27,7 @@ class Sizes(NamedTuple):
     cache_tokens: int | None = None
     kv_on_gpu: float | None = None
     beams: int = 1
+    prefill_chunk: int | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -110,7 +112,7 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: Sizes, first_reques
         )
         if not placed.left:
             parts = tuple(map(tuple, placed.micro_batches))
-            return Batch(tuple(taken), new_tokens, parts, first_request, sizes.beams)
+            return Batch(tuple(taken), new_tokens, parts, first_request, sizes.beams, sizes.prefill_chunk)
         taken = taken[: len(taken) - (len(placed.left) + 1) // 2]
     raise BadInput(
         f"a prompt of {prompts[0]} tokens and {new_tokens} new ones are more than the {sizes.cache_tokens} tokens of "

@@ -2,6 +2,7 @@
 
 MoeschedError
 ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line, exit code 2
+│   └── NotFinite       the logits of a step are no numbers: of a damaged checkpoint, say
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
 │   ├── OutOfOrder      a verb whose input is not there yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
@@ -20,6 +21,10 @@ class MoeschedError(Exception):
 
 class BadInput(MoeschedError):
     """The user's input cannot be used; the message names the value and the remedy in one line."""
+
+
+class NotFinite(BadInput):
+    """The logits of a step are no numbers; the message names the step and where the bad numbers began."""
 
 
 class PolicyError(MoeschedError):

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from moesched.beams import Standing
-from moesched.schedule import Schedule
+from moesched.schedule import MicroBatch, Schedule
 from moesched.seams import Policy
 from moesched.step import Step
 from moesched.tasks import Task
 
 OnTokens = Callable[[dict[int, int]], object]
+Sampled = tuple[MicroBatch, Task]
+"""A micro-batch, and the task that samples its tokens."""
 
 
 class Generation:
@@ -29,6 +31,7 @@ class Generation:
         loaded: when the weights that stay were loaded; nanoseconds.
         busy_loading: how long each lane had been busy by then; nanoseconds.
         step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
+        first_tokens: when each request whose prompt is through had its first token; nanoseconds.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Generation:
         self.loaded = 0
         self.busy_loading: dict[str, int] = {}
         self.step_ends: list[int] = []
+        self.first_tokens: dict[int, int] = {}
         self._schedule = schedule
         self._policy = policy
         self._stop_tokens = frozenset(stop_tokens)
@@ -76,20 +80,22 @@ class Generation:
             await task
             self.loaded = max(self.loaded, task.end)
 
-    async def _submit(self, index: int, *, last: bool) -> list[Task]:
+    async def _submit(self, index: int, *, last: bool) -> list[Sampled]:
         step = Step(self._schedule, index, last=last)
         await (self._policy.decode(step) if index else self._policy.prefill(step))
         return step.close()
 
-    async def _collect(self, samples: list[Task]) -> None:
+    async def _collect(self, samples: list[Sampled]) -> None:
         """Wait for a step's tokens and hand them out."""
-        for batch, sample in zip(self._schedule.micro_batches, samples, strict=True):
+        for batch, sample in samples:
             values = await sample
+            if not self.step_ends:
+                self.first_tokens |= dict.fromkeys(batch.ends, sample.end)
             if self._beams > 1:
-                self._take_in(batch.requests, values)
+                self._take_in(batch.ends, values)
                 continue
             fresh = {}
-            for request, token in zip(batch.requests, values, strict=True):
+            for request, token in zip(batch.ends, values, strict=True):
                 if request not in self._stopped:
                     fresh[request] = token
                     self.tokens[request].append(token)
@@ -97,7 +103,7 @@ class Generation:
                         self._stopped.add(request)
             if self._on_tokens is not None and fresh:
                 self._on_tokens(fresh)
-        self.step_ends.append(max(sample.end for sample in samples))
+        self.step_ends.append(max(sample.end for _, sample in samples))
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
         """How far beam search has come. Tokens are handed out when they will not change any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import msgspec
 
 from moesched.plan import Plan
@@ -18,6 +20,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         busy: how long each lane was busy after loading.
         tasks: how many tasks were submitted.
         scores: of the best beam, by request; empty without beam search.
+        first_tokens: when each request had its first token; those that had none are left out.
     """
 
     loaded: int
@@ -26,6 +29,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     busy: dict[str, int]
     tasks: int
     scores: list[float] = []
+    first_tokens: dict[int, int] = {}
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -76,6 +80,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
     Attributes:
         kv_on_gpu: the share of the micro-batches whose KV cache the accelerator holds.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; None where all of a micro-batch's do.
     """
 
     batch_size: int
@@ -86,6 +91,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     kv_on_gpu: float
     discipline: str
     beams: int = 1
+    prefill_chunk: int | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +103,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
         scores: of each request's best beam; None without beam search.
+        first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
+            where there was none. `prefill_seconds` is when all of them had theirs.
+        failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
         process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes
             and what the allocator keeps of those that were given back; None where not all memories are the host's.
     """
@@ -115,11 +124,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, LaneUse]
     tasks: int
     wall_seconds: float
+    first_token_seconds: float | None = None
     simulated_seconds: float | None = None
     tokens: list[list[int]] | None = None
     scores: list[float] | None = None
     text: list[str] | None = None
     interrupted: bool = False
+    failure: str | None = None
     emulation: Emulation | None = None
     tensor_parallel: int = 1
     process_bytes: int | None = None
@@ -133,6 +144,7 @@ def make_report(
     *,
     measured: bool,
     interrupted: bool = False,
+    failure: str | None = None,
     emulation: Emulation | None = None,
 ) -> Report:
     """The report of a run of `plan` that came out as `outcome`."""
@@ -150,6 +162,9 @@ def make_report(
         plan=_plan_report(plan),
         load_seconds=loaded,
         prefill_seconds=first - loaded,
+        first_token_seconds=fmean(outcome.first_tokens.values()) / 1e9 - loaded
+        if outcome.first_tokens
+        else None,
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
@@ -166,6 +181,7 @@ def make_report(
         tokens=outcome.tokens if measured else None,
         scores=(outcome.scores or None) if measured else None,
         interrupted=interrupted,
+        failure=failure,
         emulation=emulation,
     )
 
@@ -181,6 +197,7 @@ def _plan_report(plan: Plan) -> PlanReport:
         kv_on_gpu=plan.kv_on_gpu,
         discipline=plan.discipline,
         beams=plan.batch.beams,
+        prefill_chunk=plan.batch.prefill_chunk if plan.chunked else None,
     )
 
 

@@ -16,9 +16,11 @@ from moesched.activations import (
     expert_workspace_bytes,
     host_rows_bytes,
     layer_bytes,
+    mask_bytes,
     staying_bytes,
     workspace_bytes,
 )
+from moesched.chunks import Chunk, chunks_of
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
@@ -50,6 +52,7 @@ class Batch(msgspec.Struct, frozen=True):
         micro_batches: the requests of each micro-batch, by index.
         first_request: how many requests of the run came in the batches before.
         beams: sequences that each request has in decode.
+        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
     """
 
     prompts: tuple[int, ...]
@@ -57,6 +60,11 @@ class Batch(msgspec.Struct, frozen=True):
     micro_batches: tuple[tuple[int, ...], ...]
     first_request: int = 0
     beams: int = 1
+    prefill_chunk: int | None = None
+
+    def chunks(self) -> dict[int, Chunk]:
+        """What each micro-batch of prefill has, by its number."""
+        return chunks_of(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
     def cache_tokens(self) -> int:
@@ -128,6 +136,7 @@ class Plan:
         self.machine = machine
         self.layout = layout
         self.batch = batch
+        self.chunks = batch.chunks()
         self.operations = Operations(layout.config, layout.dtype)
         self.stages: tuple[range, ...] = (self.layers,)
         self.memories = _memories(machine, budgets or {})
@@ -143,6 +152,7 @@ class Plan:
         self.experts_on_host = False
         self.home: Home | None = None
         self.staged = STAGED
+        self._layers_reserved = False
         self._needed = self._reserve_what_all_need()
 
     # -- what a policy reads -----------------------------------------------------------------------
@@ -156,6 +166,11 @@ class Plan:
     def micro_batches(self) -> range:
         """The micro-batches of the batch."""
         return range(len(self.batch.micro_batches))
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a prompt is cut into several micro-batches of prefill."""
+        return len(self.chunks) > len(self.micro_batches)
 
     @property
     def ranks(self) -> int:
@@ -244,7 +259,7 @@ class Plan:
         Raises:
             PolicyError: the KV cache was placed already.
         """
-        if any(self.kv_roles):
+        if self._layers_reserved:
             raise PolicyError("limit_in_flight: the memory is given away already: call it before place_kv")
         self.in_flight = max(1, micro_batches)
 
@@ -264,14 +279,33 @@ class Plan:
                 )
         if not chosen:
             return
-        if not any(self.kv_roles):
-            self._reserve_layers()
+        self._reserve_layers()
         tokens = sum(self.batch.tokens_at_end(self.batch.micro_batches[number]) for number in chosen)
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = tokens * len(layers) * self.operations.kv_bytes
             self.memory(role, stage).reserve(f"KV cache of {tokens} tokens", nbytes)
+        if role != "accelerator":
+            self._reserve_at_hand(chosen)
         for number in chosen:
             self.kv_roles[number] = role
+
+    def kv_that_fits(self, beside: int) -> list[int]:
+        """The first micro-batches whose KV caches fit the accelerators' memories beside so many bytes.
+
+        Say it after `limit_in_flight`, and before `place_kv`.
+        """
+        self._reserve_layers()
+        at_hand = sum(map(self._at_hand_bytes, self.micro_batches))
+        left = min(self.free("accelerator", stage) for stage in range(len(self.stages))) - beside - at_hand
+        layers = max(map(len, self.stages))
+        fitting = []
+        for number, requests in enumerate(self.batch.micro_batches):
+            left += self._at_hand_bytes(number)
+            left -= self.batch.tokens_at_end(requests) * layers * self.operations.kv_bytes
+            if left < 0:
+                break
+            fitting.append(number)
+        return fitting
 
     def cached_by(self, role: Role) -> list[int]:
         """The micro-batches whose KV cache a memory holds."""
@@ -307,11 +341,9 @@ class Plan:
         self.experts_on_host = True
         if self.machine.unified:
             return
-        tokens = sorted(self._tokens, reverse=True)
+        tokens = sorted(self._rows, reverse=True)
         within = sum(host_rows_bytes(self.operations, each) for each in tokens[: self.in_flight])
-        decode = sum(
-            host_rows_bytes(self.operations, self.batch.sequences(each)) for each in self.batch.micro_batches
-        )
+        decode = sum(host_rows_bytes(self.operations, rows) for rows in self._decode_rows)
         host = self.memory("host")
         host.reserve("rows of experts on the host", max(within, decode))
         host.reserve("workspace of experts on the host", expert_workspace_bytes(self.operations, tokens[0]))
@@ -372,38 +404,51 @@ class Plan:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes)
-            stay = sum(staying_bytes(self.operations, tokens) for tokens in self._tokens)
+            rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
+            stay = sum(staying_bytes(self.operations, tokens) for tokens in rows)
             fast.reserve("hidden states of all micro-batches", stay)
-            sequences = max(map(self.batch.sequences, self.batch.micro_batches))
-            self._workspace = workspace_bytes(self.operations, max(self._tokens), sequences)
+            self._workspace = workspace_bytes(self.operations, max(self._rows), max(self._decode_rows))
+            if self.chunked:
+                self._workspace += mask_bytes(max(self._rows), max(self.batch.prompts))
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
 
     @property
-    def _prompt_tokens(self) -> list[int]:
-        """Tokens of each micro-batch in prefill."""
-        prompts = self.batch.prompts
-        return [sum(prompts[request] for request in requests) for requests in self.batch.micro_batches]
+    def _decode_rows(self) -> list[int]:
+        return list(map(self.batch.sequences, self.batch.micro_batches))
 
     @property
-    def _tokens(self) -> list[int]:
-        """Tokens of each micro-batch, in prefill or in decode, whichever are more."""
-        decode = map(self.batch.sequences, self.batch.micro_batches)
-        return list(map(max, self._prompt_tokens, decode))
+    def _rows(self) -> list[int]:
+        """Tokens of each micro-batch in prefill, or in decode where these are more."""
+        prefill = [sum(chunk.tokens) for chunk in self.chunks.values()]
+        return prefill if self.chunked else list(map(max, prefill, self._decode_rows))
+
+    def _at_hand_bytes(self, micro_batch: int) -> int:
+        """One layer's keys and values of a micro-batch's prompts, where these are cut into chunks."""
+        cut = any(chunk.micro_batch == micro_batch and chunk.before >= 0 for chunk in self.chunks.values())
+        prompts = [self.batch.prompts[request] for request in self.batch.micro_batches[micro_batch]]
+        return sum(map(cached_tokens, prompts)) * self.operations.kv_bytes if cut else 0
+
+    def _reserve_at_hand(self, micro_batches: Iterable[int]) -> None:
+        """Room for one layer's keys and values of prompts in chunks whose KV cache is not the accelerator's."""
+        nbytes = sum(map(self._at_hand_bytes, micro_batches))
+        if nbytes and not self.machine.unified:
+            for fast in self.accelerators:
+                fast.reserve("keys and values of a layer of prompts in chunks", nbytes)
 
     def _reserve_layers(self) -> None:
-        """What micro-batches have within a layer: of prefill those that are in flight, of decode all."""
-        largest_first = sorted(self._tokens, reverse=True)
+        """What micro-batches have within a layer, once: of prefill those that are in flight, of decode all."""
+        if self._layers_reserved:
+            return
+        self._layers_reserved = True
+        largest_first = sorted(self._rows, reverse=True)
         count = len(largest_first)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
         prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
-        decode = sum(
-            layer_bytes(self.operations, self.batch.sequences(requests))
-            for requests in self.batch.micro_batches
-        )
+        decode = sum(layer_bytes(self.operations, rows) for rows in self._decode_rows)
         for fast in self.accelerators:
             fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
-            if self.in_flight < count:
+            if self.in_flight < count or self.chunked:
                 fast.reserve("activations of all micro-batches in decode", decode)
 
     def _check_loading(self) -> None:

@@ -20,7 +20,7 @@ from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.errors import BadInput, OverBudget
+from moesched.errors import BadInput, NotFinite, OverBudget, TaskFailed
 from moesched.generation import Generation, OnTokens
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
@@ -168,6 +168,11 @@ def _replay(
         tokens=[[0] * len(ends[1:]) for _ in plan.batch.prompts],
         busy=timeline.busy(engine.lanes),
         tasks=timeline.count,
+        first_tokens={
+            request: end
+            for number, end in timeline.prefill_samples().items()
+            for request in plan.chunks[number].ends
+        },
     )
 
 
@@ -179,6 +184,7 @@ def _outcome(generation: Generation, engine: Engine) -> Outcome:
         scores=generation.scores,
         busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
         tasks=engine.submitted - engine.joins,
+        first_tokens=generation.first_tokens,
     )
 
 
@@ -197,6 +203,8 @@ def run(
     keep_open: bool = False,
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
+
+    So it does where logits are no numbers: `failure` of the report then says where the bad numbers began.
 
     Args:
         peers: the other ranks, where the model is cut over several; plan, policy and device are those of the first.
@@ -253,11 +261,15 @@ def run(
                 for each in ranks:
                     await each.device.aclose()
 
-    interrupted = False
+    interrupted, failure = False, None
     try:
         anyio.run(main, backend_options={"use_uvloop": _has_uvloop()})
     except KeyboardInterrupt:
         interrupted = True
+    except TaskFailed as error:
+        if not isinstance(error.__cause__, NotFinite):
+            raise
+        failure = str(error.__cause__)
     seconds = time.perf_counter() - started
     emulation = getattr(device, "emulation", None)
     return make_report(
@@ -267,6 +279,7 @@ def run(
         seconds,
         measured=True,
         interrupted=interrupted,
+        failure=failure,
         emulation=None if emulation is None else emulation(),
     )
 
@@ -293,7 +306,7 @@ def decide(plan: Plan, routing: Routing, previews: Previews | None = None) -> Ca
             return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
         if task.verb == "preview_route":
             return previews.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-        requests = batches[task.micro_batch]
+        requests = batches[task.micro_batch] if task.step else plan.chunks[task.micro_batch].ends
         if plan.batch.beams > 1:
             return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)
         return [0] * len(requests)

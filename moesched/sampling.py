@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from moesched.errors import BadInput, MoeschedError
+from moesched.errors import BadInput, NotFinite
 
 Logits = npt.NDArray[np.floating[Any]]
 Probabilities = npt.NDArray[np.float64]
@@ -60,7 +60,7 @@ def sample(
     """One token for each row of logits.
 
     requests: each row's index among all requests of the run. positions: the place that its token will have in
-    its sequence. Raises MoeschedError where logits are no numbers.
+    its sequence. Raises NotFinite where logits are no numbers.
     """
     require_numbers(logits_SV, requests, positions)
     if sampling.temperature == 0:
@@ -72,12 +72,11 @@ def sample(
 
 
 def require_numbers(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
-    """Raise MoeschedError where logits are no numbers."""
+    """Raise NotFinite where logits are no numbers."""
     largest_S = logits_SV.max(axis=1)
     if not np.isfinite(largest_S).all():
         row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
-        what = f"the logits of request {requests[row]} at position {positions[row]} are no numbers"
-        raise MoeschedError(f"{what}; check the checkpoint's weights, or try --dtype float32")
+        raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are no numbers")
 
 
 def uniform(seed: int, request: int, position: int) -> float:

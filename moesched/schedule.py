@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import add
 from typing import Literal, NamedTuple
 
+from moesched.chunks import Chunk
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.memory import Fixed
@@ -38,11 +40,20 @@ class MicroBatch:
 
     `works` are what its verbs ask of the stage, those of all stages are in `works_at`. `on_host` is None where its
     routed rows are not on the host, else what experts have left there.
+
+    In prefill it may be a chunk, which goes on from the one `before`, and shares with it the tokens, the KV cache and,
+    where that is on the host, a layer's keys and values `at_hand`: `attended_at_hand` is the last layer that it put
+    there. `ends` are the requests that it samples tokens for.
     """
 
     __slots__ = (
+        "at_hand",
+        "attended_at_hand",
         "attention",
         "attention_host",
+        "before",
+        "chunk",
+        "ends",
         "expert_outputs",
         "hidden",
         "index",
@@ -78,7 +89,11 @@ class MicroBatch:
         kv_on_accelerator: bool,
     ) -> None:
         self.index = index
-        self.requests = requests
+        self.requests = self.ends = requests
+        self.chunk: Chunk | None = None
+        self.before: MicroBatch | None = None
+        self.at_hand = Block(f"keys and values at hand mb{index}")
+        self.attended_at_hand = -1
         self.tokens = Block(f"tokens mb{index}")
         self.positions = Block(f"positions mb{index}")
         self.hidden = Block(f"hidden mb{index}")
@@ -102,6 +117,16 @@ class MicroBatch:
         self.stage: Stage
         self.works: dict[str, Work] = {}
         self.works_at: list[dict[str, Work]] = []
+
+    def become(self, chunk: Chunk, whole: MicroBatch, before: MicroBatch | None) -> None:
+        """Be a chunk of another one, which goes on from the chunk before."""
+        self.chunk, self.ends, self.before = chunk, chunk.ends, before
+        self.tokens, self.positions, self.kv, self.at_hand = (
+            whole.tokens,
+            whole.positions,
+            whole.kv,
+            whole.at_hand,
+        )
 
     def enter(self, stage: Stage) -> None:
         """From here on its verbs run at that stage."""
@@ -140,9 +165,13 @@ class Schedule:
             )
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
+        self.prefill_batches = self._chunks() if plan.chunked else self.micro_batches
+        """The micro-batches of prefill: other ones than those of decoding where prompts are cut into chunks."""
+        for batch, chunk in zip(self.prefill_batches, plan.chunks.values(), strict=True):
+            batch.chunk = chunk
         slots = plan.kv_slots * len(self.stages)
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
-        self.limited = plan.in_flight is not None and plan.in_flight < len(self.micro_batches)
+        self.limited = plan.in_flight is not None and plan.in_flight < len(self.prefill_batches)
         """Whether micro-batches of prefill share rooms for what they have within a layer."""
         self.places = deque(Block(f"place {number}") for number in range(plan.in_flight or 0))
         self.stride = (len(plan.layers) + 1) * STRIDE
@@ -150,6 +179,35 @@ class Schedule:
         self._works: dict[tuple[str, str, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
         self.submit = engine.submit if plan.ranks == 1 else self._rank_tasks().submit
+
+    def _chunks(self) -> list[MicroBatch]:
+        plan = self.plan
+        made: dict[int, MicroBatch] = {}
+        for number, chunk in plan.chunks.items():
+            whole = self.micro_batches[chunk.micro_batch]
+            batch = made[number] = MicroBatch(
+                number,
+                chunk.requests,
+                len(plan.layers),
+                unified=self.unified,
+                kv_on_accelerator=whole.kv_on_accelerator,
+            )
+            batch.become(chunk, whole, made.get(chunk.before))
+        return list(made.values())
+
+    def batches(self, index: int) -> list[MicroBatch]:
+        """The micro-batches of a step."""
+        return self.micro_batches if index else self.prefill_batches
+
+    def numbered(self, number: int) -> MicroBatch:
+        """The micro-batch that a task names, of whichever kind of step."""
+        count = len(self.micro_batches)
+        return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
+
+    def end_prefill(self) -> None:
+        """All prompts are through: micro-batches of decoding go on from there."""
+        for batch in self.micro_batches:
+            batch.tag = self.stride - 1
 
     def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
         """The work of one kind of operation on `tokens` rows; the same object for the same rows."""
@@ -173,7 +231,7 @@ class Schedule:
     def size(self, index: int) -> None:
         """Set the micro-batches' works for a step: the same objects as in the step before, but for attention's."""
         kind: Kind = "decode" if index else "prefill"
-        for batch in self.micro_batches:
+        for batch in self.batches(index):
             if kind != self._sized_for:
                 _size_works(self, batch, kind)
             _size_attention(self, batch, index + self._age if index else 0)
@@ -198,7 +256,8 @@ class Schedule:
 
     def _rank_tasks(self) -> RankTasks:
         lane = self.lanes[INTERCONNECT]
-        return RankTasks(self.engine, lane, self.operations, self.work, len(self.micro_batches))
+        count = len(self.micro_batches) + len(self.prefill_batches)
+        return RankTasks(self.engine, lane, self.operations, self.work, count)
 
     def skip(self, steps: int) -> None:
         """Go on as if that many more steps had been scheduled, each like the one before."""
@@ -271,12 +330,14 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
     operations = schedule.operations
     sequences = tokens = plan.batch.sequences(batch.requests)
     if kind == "prefill":
-        sequences = len(batch.requests)
-        tokens = sum(plan.batch.prompts[request] for request in batch.requests)
+        assert batch.chunk is not None
+        sequences, tokens = len(batch.ends), sum(batch.chunk.tokens)
     batch.works_at = []
     for stage in schedule.stages:
         accelerator = stage.processors["accelerator"]
-        works = {"sample": schedule.work("sample", accelerator, sequences, operations.sample)}
+        works: dict[str, Work] = {}
+        if sequences:
+            works["sample"] = schedule.work("sample", accelerator, sequences, operations.sample)
         for verb in ("embed", "pre_attention", "post_attention", "route", "preview_route", "combine"):
             works[verb] = schedule.work(verb, accelerator, tokens, getattr(operations, verb))
         if plan.batch.beams > 1:
@@ -297,13 +358,17 @@ def _size_works(schedule: Schedule, batch: MicroBatch, kind: Kind) -> None:
 def _size_attention(schedule: Schedule, batch: MicroBatch, index: int) -> None:
     """Set a micro-batch's works that grow from step to step."""
     prompts = schedule.plan.batch.prompts
-    beams = schedule.plan.batch.beams if index else 1
-    lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
-    tokens = len(lengths) if index else sum(lengths)
+    beams = schedule.plan.batch.beams
     if index:
+        lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
+        tokens = len(lengths)
         amount = schedule.operations.attention_step(lengths)
     else:
-        amount = schedule.operations.attention([(length, length) for length in lengths])
+        assert batch.chunk is not None
+        new = batch.chunk.tokens
+        lengths = list(map(add, batch.chunk.starts, new))
+        tokens = sum(new)
+        amount = schedule.operations.attention(list(zip(new, lengths, strict=True)))
     flops, nbytes, parts = amount
     there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
     host = schedule.plan.machine.roles.host

@@ -11,6 +11,10 @@ A micro-batch passes these stages in every layer, and its tag says which it has 
     ATTENDED --post_attention--> INPUT of the next layer
     ATTENDED --route--> ROUTED --run_expert for each expert, then combine--> INPUT of the next layer
 
+In prefill a micro-batch may be a chunk of long prompts (see `chunks.py`). It goes on from the chunk before it, in the
+order of `Step.micro_batches`: that one is embedded, and in each layer attended to, before it is. `sample` of a chunk in
+which no prompt ends has nothing to do.
+
 With several beams, `embed` of a decode step is preceded by a task that has every beam continue the one it came from.
 
 What a layer's router will choose may be guessed one layer earlier: `preview_route` reads a routed micro-batch's hidden
@@ -62,15 +66,16 @@ class Step:
         kind: "prefill" or "decode".
         index: 0 for prefill, then 1, 2, ... for the decode steps.
         layers: the model's layers.
-        micro_batches: the micro-batches.
+        micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
         last: whether no step follows, so that nothing need be fetched for one.
+        chunked: whether it is a prefill in which prompts are cut.
     """
 
     def __init__(self, schedule: Schedule, index: int, *, last: bool = False) -> None:
         self._schedule = schedule
         self._engine = schedule.engine
         self._submit = schedule.submit
-        self._batches = schedule.micro_batches
+        self._batches = schedule.batches(index)
         self._base = index * schedule.stride
         self._limited = schedule.limited and not index
         self._host = schedule.lanes["host"]
@@ -78,13 +83,18 @@ class Step:
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
         self.last = last
+        self.chunked = not index and schedule.plan.chunked
         self.layers = schedule.plan.layers
-        self.micro_batches = schedule.plan.micro_batches
+        self.micro_batches = range(len(self._batches))
         schedule.size(index)
 
     def kv_on_accelerator(self, micro_batch: int) -> bool:
         """Whether the plan has the accelerator hold a micro-batch's KV cache, rather than the host."""
         return self._batches[micro_batch].kv_on_accelerator
+
+    def goes_on(self, micro_batch: int) -> bool:
+        """Whether it is a chunk that goes on from the one before it, in prefill."""
+        return self._batches[micro_batch].before is not None
 
     # -- pages -------------------------------------------------------------------------------------
 
@@ -163,14 +173,16 @@ class Step:
         batch = self._batches[micro_batch]
         if batch.tag != self._base - 1:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
+        if batch.before is not None and batch.before.tag < self._base:
+            raise OutOfOrder(f"embed: mb{micro_batch} goes on from mb{micro_batch - 1}: embed that first")
         batch.tag = self._base
         lane = batch.stage.lane
         if self.index and self._schedule.plan.batch.beams > 1:
             at_home, kernel = (lane, Kernel) if batch.kv_on_accelerator else (self._host, HostKernel)
             work = batch.works["reorder"]
-            reorder = kernel(at_home, work, "reorder", -1, micro_batch, -1, None, self.index)
+            reorder = kernel(at_home, work, "reorder", -1, batch.index, -1, None, self.index)
             self._submit(reorder, (batch.tokens,), (batch.positions, *batch.kv))
-        batch.last = task = Kernel(lane, batch.works["embed"], "embed", -1, micro_batch, -1, None, self.index)
+        batch.last = task = Kernel(lane, batch.works["embed"], "embed", -1, batch.index, -1, None, self.index)
         return self._submit(task, (batch.tokens,), (batch.hidden, batch.positions))
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
@@ -195,7 +207,7 @@ class Step:
             batch.works["pre_attention"],
             "pre_attention",
             layer,
-            micro_batch,
+            batch.index,
             -1,
             view,
             self.index,
@@ -215,7 +227,11 @@ class Step:
             raise self._out_of_order("attention", layer, batch, tag)
         cache = batch.kv[layer]
         slot = None
+        if self.chunked:
+            self._require_before("attention", layer, micro_batch)
         if not batch.kv_on_accelerator:
+            if self.chunked and not schedule.unified:
+                cache = self._put_at_hand(layer, micro_batch)
             if self.index:
                 slot = self._take_staged(batch, layer)
                 cache = cache if schedule.unified else schedule.kv_slots[slot]
@@ -223,7 +239,7 @@ class Step:
         batch.tag = tag - QKV + ATTENDED
         lane = batch.stage.lane
         batch.last = task = Kernel(
-            lane, batch.works["attention"], "attention", layer, micro_batch, -1, slot, self.index
+            lane, batch.works["attention"], "attention", layer, batch.index, -1, slot, self.index
         )
         return self._submit(task, (batch.qkv, cache), (batch.attention, cache))
 
@@ -253,7 +269,7 @@ class Step:
         if schedule.unified:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         work = batch.works_at[stage.number]["load_kv"]
-        task = PageTransfer(stage.from_host, work, "load_kv", layer, micro_batch, -1, slot, self.index)
+        task = PageTransfer(stage.from_host, work, "load_kv", layer, batch.index, -1, slot, self.index)
         # The positions say where in the cache the keys and values lie.
         return self._submit(task, (batch.kv[layer], batch.positions), (schedule.kv_slots[slot],))
 
@@ -267,7 +283,7 @@ class Step:
         if self._schedule.unified:
             return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
         lane, work = batch.stage.to_host, batch.works["offload_qkv"]
-        batch.last = task = PageTransfer(lane, work, "offload_qkv", layer, micro_batch, -1, None, self.index)
+        batch.last = task = PageTransfer(lane, work, "offload_qkv", layer, batch.index, -1, None, self.index)
         return self._submit(task, (batch.qkv,), (batch.qkv_host,))
 
     def cpu_attention(self, layer: int, micro_batch: int) -> Task:
@@ -276,6 +292,12 @@ class Step:
         tag = self._base + layer * STRIDE + QKV_HOST
         if batch.tag != tag:
             raise self._out_of_order("cpu_attention", layer, batch, tag)
+        if self.chunked:
+            self._require_before("cpu_attention", layer, micro_batch)
+            if batch.before is not None and batch.before.unsaved == layer:
+                raise OutOfOrder(
+                    f"cpu_attention: offload_kv the keys and values of mb{micro_batch - 1} before"
+                )
         if batch.kv_on_accelerator and not self._schedule.unified:
             raise PolicyError("cpu_attention: the KV cache lives on the accelerator: use attention")
         if layer in batch.staged:
@@ -287,7 +309,7 @@ class Step:
             batch.works["cpu_attention"],
             "cpu_attention",
             layer,
-            micro_batch,
+            batch.index,
             -1,
             None,
             self.index,
@@ -304,7 +326,7 @@ class Step:
         if self._schedule.unified:
             return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
         lane, work = batch.stage.from_host, batch.works["load_hidden"]
-        batch.last = task = PageTransfer(lane, work, "load_hidden", layer, micro_batch, -1, None, self.index)
+        batch.last = task = PageTransfer(lane, work, "load_hidden", layer, batch.index, -1, None, self.index)
         return self._submit(task, (batch.attention_host,), (batch.attention,))
 
     def offload_kv(self, layer: int, micro_batch: int) -> Task:
@@ -317,9 +339,11 @@ class Step:
             self._leaving(batch, ())
             return batch.last  # type: ignore[return-value]  # a layer to save means that a task was submitted
         lane, work = batch.stage.to_host, batch.works["offload_kv"]
-        task = PageTransfer(lane, work, "offload_kv", layer, micro_batch, -1, None, self.index)
+        task = PageTransfer(lane, work, "offload_kv", layer, batch.index, -1, None, self.index)
         # All else that uses the positions lies between this step's `embed` and the next one's; this alone may be late.
-        reads = (batch.qkv, batch.kv[layer], batch.positions)
+        reads: tuple[Block, ...] = (batch.qkv, batch.kv[layer], batch.positions)
+        if self.chunked:  # attention was over keys and values at hand, and has touched no cache
+            reads = (*reads, batch.attention)
         return self._submit(task, self._leaving(batch, reads), (batch.kv[layer],))
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
@@ -336,7 +360,7 @@ class Step:
             batch.works["post_attention"],
             "post_attention",
             layer,
-            micro_batch,
+            batch.index,
             -1,
             view,
             self.index,
@@ -357,7 +381,7 @@ class Step:
         batch.tag = tag - ATTENDED + ROUTED
         batch.pending = None
         batch.last = batch.routed = task = Decision(
-            stage.lane, batch.works["route"], "route", layer, micro_batch, -1, view, self.index
+            stage.lane, batch.works["route"], "route", layer, batch.index, -1, view, self.index
         )
         reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
@@ -409,7 +433,7 @@ class Step:
             return batch.last  # type: ignore[return-value]  # a tag past INPUT means that a task was submitted
         lane, work = batch.stage.to_host, batch.works["offload_routed"]
         batch.last = task = PageTransfer(
-            lane, work, "offload_routed", layer, micro_batch, -1, None, self.index
+            lane, work, "offload_routed", layer, batch.index, -1, None, self.index
         )
         return self._submit(task, (batch.normed,), (batch.normed_host,))
 
@@ -432,7 +456,7 @@ class Step:
         loaded = Block(f"outputs from the host mb{micro_batch}")
         batch.expert_outputs.append(loaded)
         batch.last = task = PageTransfer(
-            lane, work, "load_routed", layer, micro_batch, -1, experts, self.index
+            lane, work, "load_routed", layer, batch.index, -1, experts, self.index
         )
         return self._submit(task, tuple(output.block for output in outputs), (loaded,))
 
@@ -477,7 +501,7 @@ class Step:
             kind, amount = f"kept expert at {at}", operations.kept_expert
         work = schedule.work(kind, stage.processors[at], tokens, amount)
         lane, kernel = (stage.lane, Kernel) if at == "accelerator" else (self._host, HostKernel)
-        task = kernel(lane, work, "run_expert", layer, micro_batch, expert, view, self.index)
+        task = kernel(lane, work, "run_expert", layer, batch.index, expert, view, self.index)
         rows = batch.normed if at == "accelerator" else batch.normed_host
         return self._submit(task, (rows, *view.reads), (output,))
 
@@ -500,7 +524,7 @@ class Step:
         outputs, batch.expert_outputs = batch.expert_outputs, []
         lane = batch.stage.lane
         batch.last = task = Kernel(
-            lane, batch.works["combine"], "combine", layer, micro_batch, -1, None, self.index
+            lane, batch.works["combine"], "combine", layer, batch.index, -1, None, self.index
         )
         reads = (batch.normed, batch.hidden, *outputs)
         if batch.on_host is not None:  # the rows went to the host, and no expert ran there
@@ -515,14 +539,16 @@ class Step:
         if batch.tag != tag or batch.unsaved >= 0:
             raise self._out_of_order("sample", len(self.layers), batch, tag)
         batch.tag = self._base + self._schedule.stride - 1
+        if not batch.ends:
+            return batch.last  # type: ignore[return-value]  # the tag means that tasks were submitted
         lane = batch.stage.lane
         batch.last = task = Decision(
-            lane, batch.works["sample"], "sample", -1, micro_batch, -1, None, self.index
+            lane, batch.works["sample"], "sample", -1, batch.index, -1, None, self.index
         )
         return self._submit(task, (batch.hidden,), (batch.tokens,))
 
-    def close(self) -> list[Task]:
-        """End the step; returns each micro-batch's `sample`, whose values are its tokens.
+    def close(self) -> list[tuple[MicroBatch, Task]]:
+        """End the step; returns the micro-batches that sampled tokens, and each one's `sample`, whose values these are.
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
@@ -535,7 +561,10 @@ class Step:
                     f"{self.kind} step {self.index} ended before mb{batch.index} was sampled: "
                     f"it is at {self._where(batch)}{last}"
                 )
-            samples.append(batch.last)
+            if batch.ends:
+                samples.append((batch, batch.last))
+        if self.chunked:
+            self._schedule.end_prefill()
         return samples
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -581,6 +610,38 @@ class Step:
             batch.place = None
             self._schedule.places.append(place)
         return (*reads, place)
+
+    def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
+        """Check that the chunk that a chunk goes on from was attended to in that layer."""
+        before = self._batches[micro_batch].before
+        if before is not None and before.tag < self._base + layer * STRIDE + ATTENDED_HOST:
+            raise OutOfOrder(
+                f"{verb}(L{layer}, mb{micro_batch}) goes on from mb{micro_batch - 1}, which has not been attended to "
+                "in that layer: take micro-batches in their order"
+            )
+
+    def _put_at_hand(self, layer: int, micro_batch: int) -> Block:
+        """Where a chunk finds the keys and values of those before it, since the KV cache is on the host.
+
+        There is room for those of one layer: all chunks pass it, on the same processor, before the next one.
+        """
+        batch = self._batches[micro_batch]
+        before = batch.before
+        if before is None:
+            following = self._batches[micro_batch + 1 :]
+            others = [each for each in following if each.at_hand is batch.at_hand]
+            if any(each.tag < self._base + (layer - 1) * STRIDE + ATTENDED_HOST for each in others if layer):
+                raise OutOfOrder(
+                    f"attention(L{layer}, mb{micro_batch}): its prompts go on in later micro-batches, which have to "
+                    f"pass L{layer - 1} before, as the KV cache is on the host: take all of them layer by layer"
+                )
+        elif before.attended_at_hand != layer:
+            raise PolicyError(
+                f"attention(L{layer}, mb{micro_batch}): mb{micro_batch - 1}, which it goes on from, was attended to on "
+                "the host: use cpu_attention here too"
+            )
+        batch.attended_at_hand = layer
+        return batch.at_hand
 
     def _take_staged(self, batch: MicroBatch, layer: int) -> int:
         """The slot with a layer's keys and values, which is empty for the next `load_kv` from here on."""

@@ -28,9 +28,9 @@ class Adversarial:
     def plan(self, plan: Plan) -> None:
         choose = self.random
         plan.discipline = choose.choice(("in_order", "ready_first"))
-        self.kv_on_host = {j for j in plan.micro_batches if choose.random() < 0.5}
-        plan.place_kv("host", self.kv_on_host)
-        plan.place_kv("accelerator", set(plan.micro_batches) - self.kv_on_host)
+        kv_on_host = {j for j in plan.micro_batches if choose.random() < 0.5}
+        plan.place_kv("host", kv_on_host)
+        plan.place_kv("accelerator", set(plan.micro_batches) - kv_on_host)
         plan.stage_kv(choose.randint(0, 3))
         self.kv_slots = plan.kv_slots
         self.unified = plan.machine.unified
@@ -53,8 +53,14 @@ class Adversarial:
         await self._schedule(step)
 
     async def _schedule(self, step: Step) -> None:
-        """Advance a random micro-batch by some verbs, until all are sampled."""
-        programs = [self._micro_batch(step, j) for j in step.micro_batches]
+        """Advance a random micro-batch by some verbs, until all are sampled; the chunks of a prompt one by one."""
+        chains: list[list[int]] = []
+        for j in step.micro_batches:
+            if step.goes_on(j):
+                chains[-1].append(j)
+            else:
+                chains.append([j])
+        programs = [self._in_turn(step, chain) for chain in chains]
         answers: dict[int, Any] = {}
         while programs:
             program = self.random.choice(programs)
@@ -68,6 +74,10 @@ class Adversarial:
                     answers[id(program)] = await handle
                 elif self.random.random() < 0.02:
                     await handle
+
+    def _in_turn(self, step: Step, chain: Sequence[int]) -> Generator[Task, dict[int, int], None]:
+        for j in chain:
+            yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
         """All verbs of one micro-batch, in an order that its own data allows."""
@@ -113,19 +123,20 @@ class Adversarial:
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Attention where the KV cache lets it run."""
-        on_host = j in self.kv_on_host and (step.kind == "decode" or self.random.random() < 0.5)
+        kv_on_host = not step.kv_on_accelerator(j)
+        on_host = kv_on_host and (step.kind == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
             yield step.offload_qkv(i, j)
             yield step.cpu_attention(i, j)
             yield step.load_hidden(i, j)
         else:
             yield step.attention(i, j)
-            if j in self.kv_on_host:
+            if kv_on_host:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, j: int) -> bool:
         """Whether attention is to run on the accelerator on keys and values loaded for it; takes a slot if so."""
-        loads = step.kind == "decode" and j in self.kv_on_host
+        loads = step.kind == "decode" and not step.kv_on_accelerator(j)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
         return taken

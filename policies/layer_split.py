@@ -10,6 +10,7 @@ from moesched.plan import Plan
 from moesched.step import Step
 
 from .expert_placement import keep_dense, keep_experts, leave_on_host
+from .kv_placement import attend, place_kv_that_fits
 
 
 class LayerSplit:
@@ -24,7 +25,7 @@ class LayerSplit:
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
-        plan.place_kv("accelerator")
+        place_kv_that_fits(plan, experts=0)
         plan.run_experts_on_host()
         keep_dense(plan)
         experts = range(plan.layout.config.experts)
@@ -47,7 +48,7 @@ class LayerSplit:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
+                attend(step, i, j)
                 if i in self.whole:
                     step.post_attention(i, j)
                 else:

@@ -13,6 +13,7 @@ from moesched.plan import Plan
 from moesched.step import Step
 
 from .expert_placement import keep_dense, keep_experts, leave_on_host, order_of, popularity_of
+from .kv_placement import attend, place_kv_that_fits
 
 
 class Twiddler:
@@ -38,7 +39,7 @@ class Twiddler:
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
-        plan.place_kv("accelerator")
+        place_kv_that_fits(plan, experts=2)
         keep_dense(plan)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
         latencies = ExpertLatencies(plan)
@@ -66,7 +67,7 @@ class Twiddler:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
+                attend(step, i, j)
                 self._run_experts(step, i, j, await step.route(i, j))
                 step.combine(i, j)
         for j in step.micro_batches:

@@ -11,6 +11,7 @@ import torch
 from _mixtrals import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from moesched.activations import QUERY_TILE
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
 from moesched.devices.torch_kernels import KVView
@@ -162,7 +163,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int])
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
     torch.manual_seed(7)
-    tokens, past = kernels.QUERY_TILE + 90, 60
+    tokens, past = QUERY_TILE + 90, 60
     q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
     out = kernels.attention(q, [KVView(k[None], v[None], tokens)], window)
     everything = torch.cat((torch.zeros(past, 2, 4), q))

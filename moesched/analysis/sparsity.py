@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, NotFinite
 from moesched.jobs.model_jobs import run_model
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.watched import Watched
@@ -87,6 +87,8 @@ def sparsity_of(
         tensor_parallel=1,
         listener=Watched("activations", counter),
     )
+    if report.failure is not None:
+        raise NotFinite(report.failure)
     return SparsityReport(
         model=config.name,
         dtype=report.dtype,

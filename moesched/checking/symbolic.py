@@ -60,6 +60,7 @@ class SymbolicDevice:
         """Take in the prompts."""
         self._config = plan.layout.config
         self._batch = plan.batch
+        self._chunks = plan.chunks
         self._unified = plan.machine.unified
         self._offloads_kv = set() if plan.machine.unified else set(plan.cached_by("host"))
         self._memory_of = {
@@ -69,6 +70,8 @@ class SymbolicDevice:
             self._data[slot] = slot.tag or 0
         for index, requests in enumerate(plan.batch.micro_batches):
             self._data["tokens", index] = first_tokens(requests)
+        for index, chunk in plan.chunks.items():
+            self._data["prompt", index] = first_tokens(chunk.requests, chunk.starts)
 
     def execute(self, task: Task) -> Any:
         """Run one task; its value is known and its writes are seen at its end."""
@@ -99,8 +102,10 @@ class SymbolicDevice:
 
     def _embed(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
-        data.write(self._hidden(task), embed(data.read(("tokens", j))))
-        data.write(("positions", j), positions(task.step))
+        held = data.read(("tokens" if task.step else "prompt", j))
+        data.write(self._hidden(task), embed(held))
+        starts = () if task.step else self._chunks[j].starts
+        data.write(("positions", j), positions(task.step, starts))
 
     def _pass_hidden(self, task: Task, data: _Access) -> None:
         source, destination = task.operands
@@ -118,12 +123,14 @@ class SymbolicDevice:
     def _attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv", j))
-        offloads = j in self._offloads_kv
+        offloads = self._whole(task) in self._offloads_kv
         slot = task.operands if offloads else None
-        key: Key = ("kv", i, j) if slot is None else ("kv slot", slot)
-        cache = append(data.read(key), qkv, data.read(("positions", j)))
-        if slot is not None or not offloads:
-            data.write(key, cache)
+        key: Key = ("kv", i, self._whole(task)) if slot is None else ("kv slot", slot)
+        if offloads and not task.step:
+            key = ("kv at hand", self._whole(task))
+        held = 0 if offloads and not task.step and self._chunks[j].before < 0 else data.read(key)
+        cache = append(held, qkv, data.read(("positions", j)))
+        data.write(key, cache)
         data.write(("attention", j), attend(i, qkv, cache))
 
     def _load_kv(self, task: Task, data: _Access) -> None:
@@ -131,15 +138,16 @@ class SymbolicDevice:
         data.write(("kv slot", task.operands), data.read(("kv", task.layer, task.micro_batch)))
 
     def _offload_kv(self, task: Task, data: _Access) -> None:
-        i, j = task.layer, task.micro_batch
-        where = data.read(("positions", j))
-        data.write(("kv", i, j), append(data.read(("kv", i, j)), data.read(("qkv", j)), where))
+        key = ("kv", task.layer, self._whole(task))
+        j = task.micro_batch
+        data.write(key, append(data.read(key), data.read(("qkv", j)), data.read(("positions", j))))
 
     def _cpu_attention(self, task: Task, data: _Access) -> None:
         i, j = task.layer, task.micro_batch
         qkv = data.read(("qkv" if self._unified else "qkv on the host", j))
-        cache = append(data.read(("kv", i, j)), qkv, data.read(("positions", j)))
-        data.write(("kv", i, j), cache)
+        key = ("kv", i, self._whole(task))
+        cache = append(data.read(key), qkv, data.read(("positions", j)))
+        data.write(key, cache)
         data.write(("attention" if self._unified else "attention on the host", j), attend(i, qkv, cache))
 
     def _load_hidden(self, task: Task, data: _Access) -> None:
@@ -187,9 +195,12 @@ class SymbolicDevice:
         data.write(self._hidden(task), combine(hidden, [data.read(("output", e, j)) for e in routed]))
 
     def _sample(self, task: Task, data: _Access) -> list[int]:
-        j = task.micro_batch
-        tokens = sample(data.read(self._hidden(task)), self._batch.micro_batches[j])
-        data.write(("tokens", j), symbol("tokens", *tokens))
+        key = ("tokens", self._whole(task))
+        requests = (
+            self._batch.micro_batches[task.micro_batch] if task.step else self._chunks[task.micro_batch].ends
+        )
+        tokens = sample(data.read(self._hidden(task)), requests)
+        data.write(key, symbol("tokens", data.read(key), *tokens))
         return tokens
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -199,8 +210,13 @@ class SymbolicDevice:
         return "hidden", task.micro_batch, self._memory_of[task.lane.name]
 
     def _tokens(self, task: Task) -> int:
-        requests = self._batch.micro_batches[task.micro_batch]
-        return len(requests) if task.step else sum(self._batch.prompts[request] for request in requests)
+        if task.step:
+            return len(self._batch.micro_batches[task.micro_batch])
+        return sum(self._chunks[task.micro_batch].tokens)
+
+    def _whole(self, task: Task) -> int:
+        """The micro-batch of decoding that a task's chunk is part of."""
+        return task.micro_batch if task.step else self._chunks[task.micro_batch].micro_batch
 
     def _routed(self, task: Task, data: _Access, weights: Mapping[int, int]) -> tuple[int, dict[int, int]]:
         j = task.micro_batch
@@ -262,9 +278,9 @@ def symbol(*parts: int | str) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
-def first_tokens(requests: Iterable[int]) -> int:
-    """The prompts of a micro-batch."""
-    return symbol("prompts", *requests)
+def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
+    """The prompts of a micro-batch; of a chunk, what begins with these tokens of each."""
+    return symbol("prompts", *requests, "from", *starts)
 
 
 def embed(tokens: int) -> int:
@@ -277,9 +293,9 @@ def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
     return symbol("qkv", layer, hidden, weights[-1])
 
 
-def positions(step: int) -> int:
-    """Where the tokens of a step go in the cache."""
-    return symbol("positions", step)
+def positions(step: int, starts: Iterable[int] = ()) -> int:
+    """Where the tokens of a step go in the cache; in prefill each prompt's go on from so many."""
+    return symbol("positions", step, *starts)
 
 
 def append(cache: int, qkv: int, where: int) -> int:
@@ -326,29 +342,34 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
     """What every schedule of a plan must come to, request by request: the model, run without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
-        for step_tokens in _generate(plan, plan.batch, requests):
-            for request, token in zip(requests, step_tokens, strict=True):
+        for fresh in _generate(plan, plan.batch, requests):
+            for request, token in fresh.items():
                 tokens[request].append(token)
     return tokens
 
 
-def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[list[int]]:
+def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[dict[int, int]]:
     layout = plan.layout
     cache = dict.fromkeys(plan.layers, 0)
     held = first_tokens(requests)
-    for index in range(batch.new_tokens):
-        count_ = len(requests) if index else sum(batch.prompts[request] for request in requests)
-        hidden = embed(held)
+    number = batch.micro_batches.index(requests)
+    prefill = [(0, chunk) for chunk in plan.chunks.values() if chunk.micro_batch == number]
+    for index, chunk in [*prefill, *((index, None) for index in range(1, batch.new_tokens))]:
+        count_ = len(requests) if chunk is None else sum(chunk.tokens)
+        starts = () if chunk is None else chunk.starts
+        hidden = embed(held if chunk is None else first_tokens(chunk.requests, starts))
         for i in plan.layers:
             dense = symbol("weights", *(page.id for page in layout.dense(i)))
             qkv = project(i, hidden, {-1: dense})
-            cache[i] = append(cache[i], qkv, positions(index))
+            cache[i] = append(cache[i], qkv, positions(index, starts))
             hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
             outputs = [
                 expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
                 for e in choose_experts(layout.config, hidden, count_)
             ]
             hidden = combine(hidden, outputs)
-        sampled = sample(hidden, requests)
-        held = symbol("tokens", *sampled)
-        yield sampled
+        ending = requests if chunk is None else chunk.ends
+        if ending:
+            sampled = sample(hidden, ending)
+            held = symbol("tokens", held, *sampled)
+            yield dict(zip(ending, sampled, strict=True))

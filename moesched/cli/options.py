@@ -81,6 +81,15 @@ MicroBatchSize = Annotated[
     int | None,
     Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
 ]
+PrefillChunk = Annotated[
+    int | None,
+    Parameter(
+        group=SIZES,
+        metavar="N",
+        help="Prompts pass a layer at most N tokens at a time. Fewer take less memory; more give each expert more rows "
+        "for the same weights. By default all at once, or as many as fit.",
+    ),
+]
 Beams = Annotated[
     int, Parameter(group=BEAMS, metavar="N", help="Go on with the N likeliest sequences of each prompt.")
 ]

@@ -74,6 +74,8 @@ def print_report(report: JobReport) -> None:
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
     )
+    if plan.prefill_chunk is not None:
+        sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
     if report.padded:
         sizes += ", padded"
     if report.batches > 1:
@@ -86,6 +88,8 @@ def print_report(report: JobReport) -> None:
         ["load", format_seconds(report.load_seconds)],
         ["prefill", format_seconds(report.prefill_seconds)],
     ]
+    if report.first_token_seconds is not None:
+        rates.append(["first token, on average", format_seconds(report.first_token_seconds)])
     if report.simulated_seconds is not None:
         rates.append(["simulated", format_seconds(report.simulated_seconds)])
     wall = "wall" if report.emulation is None else "wall, not dilated"

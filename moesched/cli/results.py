@@ -30,6 +30,8 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
         print_report(report)
         if trace is not None and untraced is None:
             print(f"\ntrace: {trace}, to be opened in https://ui.perfetto.dev")
+    if report.failure is not None:
+        tell(f"after {sum(map(len, report.tokens or []))} tokens: {report.failure}")
     if report.interrupted:
         tell(f"interrupted after {sum(map(len, report.tokens or []))} tokens")
     if file is not None:

@@ -108,6 +108,7 @@ def run(
     ] = False,
     batch_size: options.BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
+    prefill_chunk: options.PrefillChunk = None,
     budget: options.Budgets = (),
     tensor_parallel: options.TensorParallel = None,
     device: Annotated[
@@ -137,7 +138,7 @@ def run(
 ) -> int:
     """See HELP."""
     from moesched.cli.display import display_of
-    from moesched.cli.failures import INTERRUPTED
+    from moesched.cli.failures import BAD_INPUT, INTERRUPTED
     from moesched.cli.results import hand_out
     from moesched.jobs.model_jobs import run_model
     from moesched.jobs.prompts import TOKENIZER_NAME
@@ -167,6 +168,7 @@ def run(
                 ),
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
+                prefill_chunk=prefill_chunk,
                 device=device,
                 device_settings=parse_settings(device_settings, "--device-set"),
                 machine=machine,
@@ -179,6 +181,8 @@ def run(
             display.ran()
 
     done = hand_out(job, json=json, file=report, trace=trace)
+    if done.failure is not None:
+        return BAD_INPUT
     return INTERRUPTED if done.interrupted else code
 
 

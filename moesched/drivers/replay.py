@@ -159,6 +159,11 @@ class Timeline:
             base += len(step.tasks)
         return ends
 
+    def prefill_samples(self) -> dict[int, int]:
+        """When each micro-batch of prefill had its tokens, by its number."""
+        base, prefill = len(self.steps[0].tasks), self.steps[1]
+        return {prefill.tasks[place].micro_batch: self.ends[base + place] for place in prefill.samples}
+
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
         """How long each lane was busy after loading."""
         busy = [0] * len(lanes)
@@ -230,7 +235,7 @@ def replay_run(schedule: Schedule, policy: Policy, cost: CostModel) -> Timeline:
     def sizes_of(index: int) -> Sizes:
         if index >= 0:
             schedule.size(index)
-        return lambda micro_batch, verb: schedule.micro_batches[micro_batch].works[verb]
+        return lambda micro_batch, verb: schedule.numbered(micro_batch).works[verb]
 
     with no_garbage_collection():
         steps = capture(schedule, policy)

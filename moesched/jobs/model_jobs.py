@@ -31,7 +31,7 @@ from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Devices, Rank, open_devices
 from moesched.plan import Batch, Plan
 from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
-from moesched.planner.sizing import choose_sizes
+from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
 from moesched.routing.previews import PREVIEW_ACCURACY
@@ -54,6 +54,7 @@ def run_model(
     sampling: Sampling | None = None,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    prefill_chunk: int | None = None,
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
@@ -64,7 +65,8 @@ def run_model(
 ) -> JobReport:
     """Generate text on real hardware. More prompts than fit a batch run as successive batches.
 
-    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far.
+    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Logits that are no numbers
+    end it as well: `failure` of the report then says where the bad numbers began.
 
     Args:
         model: a Hugging Face folder.
@@ -73,6 +75,8 @@ def run_model(
         settings, device_settings: the policy's own, and the device's.
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the planner's, of no more requests than there are prompts.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; by default all of a micro-batch's, or as
+            many as fit.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
             Those of memories that accelerators share are for all of them.
@@ -96,7 +100,9 @@ def run_model(
         raise BadInput("no prompts were given: give at least one")
     beams = 1 if sampling is None else sampling.beams
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams)
+    job = _Job(
+        policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams, prefill_chunk
+    )
     lengths = list(map(len, encoded))
     reports = Reports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
@@ -115,7 +121,7 @@ def run_model(
             with suppress(KeyboardInterrupt):
                 reports.add(job.run, batch, opened, mine, sampling, teller, numbered(trace, number))
             teller.finish_all()
-            if len(reports.all) <= number or reports.all[-1].interrupted:
+            if len(reports.all) <= number or reports.all[-1].interrupted or reports.all[-1].failure:
                 break
     if not reports.all:
         raise KeyboardInterrupt
@@ -140,6 +146,7 @@ def simulate_model(
     preview_accuracy: float = PREVIEW_ACCURACY,
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    prefill_chunk: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
     tensor_parallel: int | None = None,
     trace: Path | str | None = None,
@@ -187,6 +194,7 @@ def simulate_model(
         budgets,
         tensor_parallel=tensor_parallel,
         beams=beams,
+        prefill_chunk=prefill_chunk,
         preview_accuracy=preview_accuracy,
     )
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
@@ -211,9 +219,13 @@ class _Job:
         device: str | None = None,
         tensor_parallel: int | None = None,
         beams: int = 1,
+        prefill_chunk: int | None = None,
         preview_accuracy: float = PREVIEW_ACCURACY,
     ) -> None:
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise BadInput(f"--prefill-chunk is {prefill_chunk}: give 1 token or more")
         self.policy = policy
+        self.prefill_chunk = prefill_chunk
         self.beams = beams
         self.preview_accuracy = preview_accuracy
         cls = find_policy(policy)
@@ -247,6 +259,7 @@ class _Job:
             splits_kv=self.splits_kv,
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
             beams=self.beams,
+            prefill_chunk=self.prefill_chunk,
         )
         try:
             sizes = choose_sizes(
@@ -276,7 +289,7 @@ class _Job:
         """The same complaint, with the largest width that fits."""
 
         def fits(beams: int) -> bool:
-            narrower = replace(batch, beams=beams)
+            narrower = replace(batch, beams=beams, prefill_chunk=self.prefill_chunk or SMALLEST_CHUNK)
             try:
                 runs.plan_run(self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes)
             except BadInput:

@@ -48,7 +48,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded")
-        of_runs = ("tokens", "scores", "text", "interrupted", "bytes_read", "emulation")
+        of_runs = ("tokens", "scores", "text", "interrupted", "failure", "bytes_read", "emulation")
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
@@ -83,6 +83,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         scores += [-math.inf] * (requests - len(scores))
     if text is not None:
         text += [""] * (requests - len(text))
+    failure = next((report.failure for report in reports if report.failure), None)
     counts = [count for report in reports for count in _token_counts(report)]
     decoding = sum(sum(report.step_seconds[1:]) for report in reports)
     running = sum(sum(report.step_seconds) for report in reports)
@@ -90,6 +91,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         first,
         load_seconds=sum(report.load_seconds for report in reports),
         prefill_seconds=sum(report.prefill_seconds for report in reports),
+        first_token_seconds=_mean_of_requests(reports),
         decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
         throughput_tokens_per_second=_rate(sum(counts), running),
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
@@ -104,12 +106,21 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         tokens=tokens,
         scores=scores,
         text=text,
-        interrupted=any(report.interrupted for report in reports) or len(reports) < batches,
+        interrupted=any(report.interrupted for report in reports) or (not failure and len(reports) < batches),
+        failure=failure,
         kinds=_merge_kinds([kind for report in reports for kind in report.kinds]),
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
     )
+
+
+def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
+    """Seconds to the first token; each batch's count as often as it has requests."""
+    known = [each for each in reports if each.first_token_seconds is not None]
+    requests = sum(each.plan.batch_size for each in known)
+    total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
+    return total / requests if requests else None
 
 
 def _token_counts(report: JobReport) -> list[int]:

@@ -25,6 +25,10 @@ MOST_WORSE = 2
 """So many counts in a row that are no better, and those beyond are not looked at."""
 
 
+SMALLEST_CHUNK = 64
+"""Prompts are cut into chunks of no fewer tokens than that where nobody asks for it."""
+
+
 def choose_sizes(
     setting: Setting,
     *,
@@ -34,6 +38,8 @@ def choose_sizes(
 ) -> Sizes:
     """What is given, and what the planner finds best where nothing is.
 
+    Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
+
     Args:
         setting: its lengths are those of all requests, in their order.
         successive: whether all requests run, in successive batches; else only the first batch must fit.
@@ -41,16 +47,43 @@ def choose_sizes(
     Raises:
         BadInput: a given size is below 1, or not even one request fits; the message says by how many bytes, of what.
     """
+    chunks: list[int | None] = [setting.prefill_chunk]
+    if setting.prefill_chunk is None:
+        chunks += _smaller_chunks(max(setting.lengths) * (micro_batch_size or 1))
+    for number, chunk in enumerate(chunks):
+        cut = replace(setting, prefill_chunk=chunk)
+        try:
+            sizes = _sizes(cut, batch_size, micro_batch_size, successive)
+            if len(chunks) > 1:
+                cut.plan(next(batches_of(cut.lengths, cut.new_tokens, sizes)))
+        except BadInput:
+            if number + 1 == len(chunks):
+                raise
+        else:
+            return sizes
+    raise AssertionError("the last one was returned or raised")
+
+
+def _smaller_chunks(tokens: int) -> list[int]:
+    """Powers of two below so many tokens, the largest first."""
+    return [
+        1 << power for power in range(tokens.bit_length(), 5, -1) if SMALLEST_CHUNK <= 1 << power < tokens
+    ]
+
+
+def _sizes(setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool) -> Sizes:
+    """The same, with chunks as the setting says."""
     for option, size in (("--batch-size", batch_size), ("--micro-batch-size", micro_batch_size)):
         if size is not None and size < 1:
             raise BadInput(f"{option} is {size}: give 1 or more")
     count = len(setting.lengths)
     if batch_size is None and count > 1:
-        found = _search(setting, micro_batch_size, successive)._replace(beams=setting.beams)
+        found = _search(setting, micro_batch_size, successive)
+        found = found._replace(beams=setting.beams, prefill_chunk=setting.prefill_chunk)
         return _fit_all(setting, found) if successive else found
     batch_size = min(batch_size or 1, count)
     size = min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size)
-    return Sizes(batch_size, size, beams=setting.beams)
+    return Sizes(batch_size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:

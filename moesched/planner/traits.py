@@ -42,6 +42,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         splits_kv: whether the policy can be told the share of the KV cache that stays on the accelerator.
         kv_on_gpu: that share, where it is not to be searched.
         beams: sequences that each request has in decode.
+        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
     """
 
     make: Callable[..., Policy]
@@ -55,11 +56,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     splits_kv: bool = False
     kv_on_gpu: float | None = None
     beams: int = 1
+    prefill_chunk: int | None = None
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
         lengths = self.lengths[: micro_batches * size]
-        return batch_of(lengths, self.new_tokens, Sizes(len(lengths), size, beams=self.beams))
+        sizes = Sizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
+        return batch_of(lengths, self.new_tokens, sizes)
 
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
@@ -233,8 +236,12 @@ class _Needs:
         schedule = Schedule(plan, Engine(lanes.values()), lanes)
         batch = schedule.micro_batches[number]
         schedule.size(0)
-        works = batch.works
-        self._prefill = [works["pre_attention"], works["attention"], works["post_attention"]]
+        self._prefill = [
+            each.works[verb]
+            for each in schedule.prefill_batches
+            if each.chunk is not None and each.chunk.micro_batch == number
+            for verb in ("pre_attention", "attention", "post_attention")
+        ]
         schedule.size(max(1, plan.batch.new_tokens // 2))
         works = batch.works
         self._accelerator = [works["pre_attention"]]

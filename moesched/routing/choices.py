@@ -36,6 +36,8 @@ class BatchRouting:
         self._prompts = [
             np.array([batch.prompts[request] for request in requests]) for requests in batch.micro_batches
         ]
+        self._chunks = batch.chunks()
+        self._first_request = batch.first_request
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """How many of the tokens go to each expert that gets any, in ascending order of expert.
@@ -43,11 +45,13 @@ class BatchRouting:
         Raises:
             ValueError: the micro-batch has another number of tokens in that step.
         """
-        requests_T, positions_T = self._requests[micro_batch], self._prompts[micro_batch] + step - 1
-        if step == 0:
-            lengths = self._prompts[micro_batch]
-            requests_T = np.repeat(requests_T, lengths)
-            positions_T = np.concatenate([np.arange(length) for length in lengths])
+        if step:
+            requests_T, positions_T = self._requests[micro_batch], self._prompts[micro_batch] + step - 1
+        else:
+            chunk = self._chunks[micro_batch]
+            requests_T = np.repeat(np.array(chunk.requests) + self._first_request, chunk.tokens)
+            spans = zip(chunk.starts, chunk.tokens, strict=True)
+            positions_T = np.concatenate([np.arange(start, start + length) for start, length in spans])
         if len(requests_T) != tokens:
             raise ValueError(f"step {step} of mb{micro_batch} has {len(requests_T)} tokens, not {tokens}")
         chosen_Tk = self._choices.of_tokens(layer, requests_T, positions_T)

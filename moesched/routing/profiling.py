@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, NotFinite
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.jobs.model_jobs import run_model
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
@@ -70,6 +70,8 @@ def profile_routing(
         budgets=budgets,
         listener=Watched("routing", recorder),
     )
+    if report.failure is not None:
+        raise NotFinite(report.failure)
     # The last token of a request is sampled and never routed.
     routed = [
         length + max(0, len(tokens) - 1) for length, tokens in zip(lengths, report.tokens or [], strict=True)

@@ -1,0 +1,157 @@
+"""Logits that are no numbers: generation stops, says where they began, and keeps what there is."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moesched
+from moesched.models.checkpoint import open_checkpoint
+from moesched.trace import check_trace
+from small_models import small_model
+
+EMULATED = ("--device", "emulated", "--device-set", "dilation=1", "--machine", "t4")
+RUNS = {
+    "one memory": ("--policy", "resident"),
+    "experts by the policy": ("--policy", "twiddler", *EMULATED),
+    "KV cache on the host": ("--policy", "cgopipe", *EMULATED),
+}
+TOKENS = 6
+PROMPTS = ("--prompt-ids", "1,2,3;4,5", "--max-new-tokens", TOKENS)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of its own, to be damaged."""
+    return small_model(tmp_path / "model")
+
+
+def damage(directory: Path, name: str, *, row: int = 0, number: float = float("nan")) -> None:
+    """Put a number into a tensor, first in a row."""
+    stored = open_checkpoint(directory).tensors[name]
+    assert stored.dtype == "float32"
+    width = 1 if len(stored.shape) == 1 else stored.shape[1]
+    with stored.file.open("r+b") as file:
+        file.seek(stored.offset + 4 * width * row)
+        file.write(struct.pack("<f", number))
+
+
+def stopped(said: Any) -> str:
+    """The line of a run that stopped."""
+    assert said.code == 2
+    (line,) = said.err.splitlines()
+    assert line.startswith("moesched: after ")
+    assert said.json["interrupted"] is False
+    assert said.json["failure"] in line
+    return str(said.json["failure"])
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", ["layers.1.v", "layers.3.router", "layers.2.attention_norm", "lm_head"])
+def test_the_damaged_weight_is_named(command: Any, model: Path, name: str, run: tuple[str, ...]) -> None:
+    damage(model, name)
+    line = stopped(command("run", model, *run, *PROMPTS, "--json"))
+    assert line.startswith("prefill: the logits of request ")
+    assert f"the first bad tensor is weight {name}:" in line
+
+
+def test_a_damaged_expert_is_named_where_tokens_were_routed_to_it(command: Any, model: Path) -> None:
+    for expert in range(4):
+        damage(model, f"layers.2.experts.{expert}.down")
+    line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--json"))
+    assert "the first bad tensor is weight layers.2.experts." in line
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_the_tokens_before_are_kept_and_the_trace_so_far_is_written(
+    command: Any, model: Path, tmp_path: Path, run: tuple[str, ...]
+) -> None:
+    good = command("run", model, *run, *PROMPTS, "--json").json["tokens"]
+    place = next(
+        n for n in range(1, TOKENS - 1) if good[0][n] not in (*good[0][:n], *good[1][: n + 2], *range(6))
+    )
+    damage(model, "embedding", row=good[0][place])
+    trace = tmp_path / "trace.json"
+    said = command("run", model, *run, *PROMPTS, "--micro-batch-size", 2, "--json", "--trace", trace)
+    line = stopped(said)
+    assert f"decode step {place + 1}: the logits of request 0 at position {3 + place + 1} are" in line
+    assert "the first bad tensor is weight embedding" in line
+    assert said.json["tokens"] == [tokens[: place + 1] for tokens in good]
+    assert len(said.json["step_seconds"]) == place + 1
+    assert not check_trace(trace)
+
+
+def test_an_activation_is_named_where_the_weights_are_numbers(command: Any, model: Path) -> None:
+    stored = open_checkpoint(model).tensors["layers.1.o"]
+    for row in range(stored.shape[0]):
+        for number in (3e38, -3e38):
+            damage(model, "layers.1.o", row=row, number=number)
+    damage(model, "layers.1.v", number=3e38)
+    line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--json"))
+    assert "weight" not in line.partition("first bad tensor")[2].partition(":")[0]
+    assert "layer 1:" in line
+
+
+def test_of_a_model_over_several_ranks_the_weight_is_named(command: Any, model: Path) -> None:
+    damage(model, "layers.1.v")
+    wanted = (
+        "--policy",
+        "cgopipe",
+        "--device",
+        "emulated",
+        "--device-set",
+        "dilation=1",
+        "--machine",
+        "t4x2",
+    )
+    line = stopped(command("run", model, *wanted, *PROMPTS, "--json"))
+    assert "the first bad tensor is weight layers.1.v" in line
+
+
+def test_batches_after_the_one_that_stopped_do_not_run(command: Any, model: Path) -> None:
+    damage(model, "final_norm")
+    said = command("run", model, "--policy", "resident", *PROMPTS, "--batch-size", 1, "--json")
+    stopped(said)
+    assert said.json["tokens"] == [[], []]
+
+
+def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
+    damage(model, "final_norm")
+    with pytest.raises(moesched.BadInput, match="weight final_norm"):
+        moesched.profile_routing(model, [[1, 2]], max_new_tokens=2)
+    with pytest.raises(moesched.BadInput, match="weight final_norm"):
+        moesched.sparsity_of(model, [[1, 2]])
+
+
+def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
+    from moesched.devices.first_bad_tensor import FirstBadTensor
+    from moesched.devices.kv_cache import BlockedKV
+    from moesched.devices.micro_batch import MicroBatchState
+    from moesched.devices.page_reader import PageReader
+    from moesched.devices.torch_kernels import rotary
+    from moesched.models.layout import weight_layout
+
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config
+    state = MicroBatchState([0], [[1, 2, 3]], [], 1)
+    state.cache = BlockedKV(config, 1)
+    state.cache.open(0)
+    state.step = state.cache.extend(state.sequences, [3])
+    state.angles = rotary(state.step.positions_T, config.head_dim, config.rope_theta)
+    layout = weight_layout(config)
+    with PageReader(checkpoint, layout) as reader:
+        named = FirstBadTensor(reader, layout, torch.device("cpu")).name(state)
+    assert named.startswith("the logits alone")
+
+
+def test_beam_search_stops_as_well(command: Any, model: Path) -> None:
+    damage(model, "lm_head", row=5)
+    line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--beams", 3, "--json"))
+    assert line.startswith(
+        "prefill: the logits of request 0 at position 3 are no numbers, and the first bad tensor"
+    )
+    assert "weight lm_head" in line

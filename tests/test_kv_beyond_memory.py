@@ -1,0 +1,94 @@
+"""Policies for few requests: the KV cache that fast memory has no room for lies on the host, with the same tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesched
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Batch, Plan
+from moesched.plugins import make_policy
+from moesched.runs import plan_run
+from small_models import small_model
+
+POLICIES = ("twiddler", "layer_split")
+LONG = (1200, 1100, 900, 1000)
+
+
+def planned(policy: str, gpu: int, chunk: int | None = None) -> Plan:
+    """A plan of four long prompts, each a micro-batch, under so many bytes of fast memory."""
+    batch = Batch(LONG, 4, ((0,), (1,), (2,), (3,)), prefill_chunk=chunk)
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    return plan_run(load_machine("t4"), layout, batch, make_policy(policy), {"gpu": gpu})
+
+
+@pytest.mark.parametrize("chunk", [None, 256])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_as_much_of_the_cache_stays_as_fits_and_never_less_with_more_memory(
+    policy: str, chunk: int | None
+) -> None:
+    least = next(mb for mb in range(200, 400, 4) if fits(policy, mb * 1_000_000, chunk))
+    shares = [planned(policy, (least + more) * 1_000_000, chunk).kv_on_gpu for more in range(0, 60, 4)]
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    assert {0.25, 0.5, 0.75} <= set(shares)
+
+
+def fits(policy: str, gpu: int, chunk: int | None) -> bool:
+    try:
+        planned(policy, gpu, chunk)
+    except moesched.BadInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_context_under_a_small_budget_runs(policy: str) -> None:
+    wanted: dict[str, Any] = {
+        "machine": "t4",
+        "policy": policy,
+        "workload": moesched.given_lengths([16_000], 3),
+    }
+    roomy = moesched.simulate_model("mixtral-0.8b", **wanted)
+    tight = moesched.simulate_model("mixtral-0.8b", budgets={"gpu": "450MB"}, **wanted)
+    assert roomy.plan.kv_on_gpu == 1.0
+    assert tight.plan.kv_on_gpu == 0.0
+    assert tight.peak_bytes["gpu"] <= 450_000_000
+    assert any(kind.kind == "cpu_attention" for kind in tight.kinds)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_the_same_wherever_the_cache_lies(tmp_path: Path, policy: str, chunk: int | None) -> None:
+    model = small_model(tmp_path / "model")
+    choose = random.Random(2)
+    prompts = [[choose.randrange(256) for _ in range(40 + request)] for request in range(4)]
+    wanted: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "batch_size": 4,
+        "micro_batch_size": 1,
+        "prefill_chunk": chunk,
+    }
+    expected = moesched.run_model(model, prompts, policy="resident", **wanted).tokens
+    on_two: dict[str, Any] = {
+        "device": "emulated",
+        "machine": "t4",
+        "device_settings": {"dilation": 1},
+        **wanted,
+    }
+    shares = set()
+    for budget in range(250_000, 550_000, 12_000):
+        try:
+            report = moesched.run_model(model, prompts, policy=policy, budgets={"gpu": budget}, **on_two)
+        except moesched.BadInput:
+            continue
+        shares.add(report.plan.kv_on_gpu)
+        assert report.tokens == expected
+    assert shares > {0.0, 1.0}

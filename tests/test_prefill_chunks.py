@@ -1,0 +1,365 @@
+"""Long prompts in chunks: the same tokens under every policy, within the memory of a chunk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _mixtrals import mixtral
+from hypothesis import given
+from hypothesis import strategies as some
+
+import moesched
+from commands import refused
+from moesched.checking.symbolic import SymbolicDevice, expected_tokens
+from moesched.chunks import chunks_of
+from moesched.cost import Roofline
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.errors import OutOfOrder, PolicyError
+from moesched.generation import Generation
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Batch, Plan
+from moesched.plugins import make_policy
+from moesched.runs import make_lanes, plan_run
+from moesched.schedule import Schedule
+from moesched.step import Step
+from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer
+from small_models import small_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POLICIES = (
+    "resident",
+    "layer_streaming",
+    "cgopipe",
+    "flexgen",
+    "flexgen_cpu",
+    "expert_streaming",
+    "cpu_ffn",
+    "twiddler",
+    "layer_split",
+    "adversarial",
+)
+LENGTHS = (70, 13, 45)
+EMULATED: dict[str, Any] = {"device": "emulated", "machine": "t4", "device_settings": {"dilation": 1}}
+
+
+def prompts_of(lengths: Sequence[int], vocabulary: int = 256) -> list[list[int]]:
+    choose = random.Random(5)
+    return [[choose.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+# ---------------------------------------------------------------- what a chunk has
+
+
+@given(some.lists(some.integers(1, 40), min_size=1, max_size=6), some.integers(1, 50), some.integers(1, 6))
+def test_chunks_have_each_token_once_in_order(lengths: list[int], most: int, size: int) -> None:
+    requests = range(len(lengths))
+    micro_batches = [tuple(requests[start : start + size]) for start in range(0, len(lengths), size)]
+    chunks = chunks_of(lengths, micro_batches, most)
+    seen = [0] * len(lengths)
+    ended: list[int] = []
+    for number, chunk in chunks.items():
+        assert sum(chunk.tokens) <= most
+        assert (chunk.before >= 0) == (chunk.before in chunks)
+        assert chunk.before < number
+        for request, start, tokens in zip(chunk.requests, chunk.starts, chunk.tokens, strict=True):
+            assert request in micro_batches[chunk.micro_batch]
+            assert start == seen[request]
+            seen[request] += tokens
+        assert chunk.ends == tuple(each for each in chunk.requests if seen[each] == lengths[each])
+        ended += chunk.ends
+    assert seen == lengths
+    assert sorted(ended) == list(requests)
+    assert sum(chunk.last for chunk in chunks.values()) == len(micro_batches)
+
+
+def test_prompts_that_fit_are_the_micro_batches_of_decoding() -> None:
+    assert list(chunks_of([3, 4, 5], [(0, 1), (2,)], 7)) == [0, 1]
+    assert list(chunks_of([3, 4, 5], [(0, 1), (2,)], 6)) == [2, 3, 4]
+
+
+# ---------------------------------------------------------------- the same tokens
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def tokens_of(directory: Path, chunk: int | None, lengths: Sequence[int] = LENGTHS, **wanted: Any) -> Any:
+    wanted = {"policy": "resident", "max_new_tokens": 6, "batch_size": 3, "micro_batch_size": 2, **wanted}
+    return moesched.run_model(directory, prompts_of(lengths), prefill_chunk=chunk, **wanted).tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("machine", [{}, EMULATED], ids=["one memory", "two memories"])
+def test_every_policy_generates_the_same_tokens_in_chunks(
+    directory: Path, policy: str, machine: dict[str, Any]
+) -> None:
+    expected = tokens_of(directory, None)
+    assert tokens_of(directory, 16, policy=policy, **machine) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+@pytest.mark.parametrize("window", [None, 5, 24])
+def test_tokens_are_those_of_hugging_face(tmp_path: Path, chunk: int, window: int | None) -> None:
+    torch.manual_seed(3)
+    model = mixtral(initializer_range=0.15, sliding_window=window)
+    model.save_pretrained(tmp_path)
+    for policy, more in (("resident", {}), ("cgopipe", EMULATED)):
+        found = moesched.run_model(
+            tmp_path,
+            prompts_of([50, 9], 97),
+            policy=policy,
+            max_new_tokens=8,
+            batch_size=2,
+            micro_batch_size=2,
+            prefill_chunk=chunk,
+            **more,
+        )
+        for prompt, tokens in zip(prompts_of([50, 9], 97), found.tokens or [], strict=True):
+            expected = model.generate(
+                torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+            )
+            assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_beams_and_drawn_tokens_do_not_depend_on_chunks(directory: Path) -> None:
+    for sampling in (moesched.Sampling(beams=3), moesched.Sampling(temperature=0.8, seed=3)):
+        expected = tokens_of(directory, None, sampling=sampling)
+        assert tokens_of(directory, 16, sampling=sampling) == expected
+        assert tokens_of(directory, 16, sampling=sampling, policy="cgopipe", **EMULATED) == expected
+
+
+def test_chunks_pass_several_accelerators(directory: Path) -> None:
+    expected = tokens_of(directory, None)
+    over_two = {**EMULATED, "machine": "t4x2"}
+    assert tokens_of(directory, 16, policy="cgopipe", **over_two) == expected
+
+
+def test_bad_numbers_of_an_early_chunk_are_found(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    from test_bad_numbers import damage
+
+    damage(model, "layers.1.v")
+    report = moesched.run_model(model, prompts_of([40]), policy="cgopipe", prefill_chunk=16, **EMULATED)
+    assert report.failure is not None
+    assert "weight layers.1.v" in report.failure
+
+
+# ---------------------------------------------------------------- on symbols, in simulation
+
+
+def chunked_plan(policy: Any, chunk: int | None = 8, budget: dict[str, int] | None = None) -> Plan:
+    lengths = (21, 3, 10, 16)
+    batch = Batch(lengths, 3, ((0, 1), (2,), (3,)), prefill_chunk=chunk)
+    return plan_run(load_machine("t4"), weight_layout(SHAPES["mixtral-0.8b"]), batch, policy, budget)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [*((policy, 0) for policy in POLICIES[1:-1]), *(("adversarial", seed) for seed in range(30))],
+)
+def test_every_task_reads_what_it_was_meant_to(policy: str, seed: int) -> None:
+    scheduler = make_policy(policy, {"seed": seed} if policy == "adversarial" else {})
+    plan = chunked_plan(scheduler, chunk=(8, 5, 3)[seed % 3])
+    lanes = make_lanes(plan)
+    engine = Engine(lanes.values())
+    device = SymbolicDevice()
+    device.begin(plan)
+    generation = Generation(Schedule(plan, engine, lanes), scheduler)
+    perform = dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision), device.execute)
+    VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype), perform=perform).run(generation.run())
+    assert generation.tokens == expected_tokens(plan)
+
+
+def simulated(chunk: int | None, **wanted: Any) -> moesched.JobReport:
+    wanted = {"policy": "cgopipe", "workload": moesched.given_lengths([2048], 4), "requests": 2, **wanted}
+    return moesched.simulate_model("mixtral-0.8b", machine="t4", prefill_chunk=chunk, **wanted)
+
+
+def test_a_chunk_bounds_the_memory_of_prefill_and_weights_are_fetched_once() -> None:
+    whole, cut = (
+        simulated(None, batch_size=2, micro_batch_size=2),
+        simulated(256, batch_size=2, micro_batch_size=2),
+    )
+    assert whole.plan.prefill_chunk is None
+    assert cut.plan.prefill_chunk == 256
+    policy = make_policy("layer_streaming")
+    sizes = [chunked_plan(policy, chunk=chunk).memory("accelerator").used for chunk in (None, 8)]
+    assert sizes[1] < sizes[0]
+    fetched = [sum(kind.nbytes for kind in each.kinds if kind.kind == "fetch") for each in (whole, cut)]
+    assert fetched[1] <= fetched[0] * 1.01
+
+
+def test_a_replayed_simulation_is_that_of_the_engine() -> None:
+    policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
+    times = [
+        moesched.runs.simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
+        for name, each in policy.items()
+    ]
+    assert times[0] == times[1]
+
+
+def test_the_router_of_a_simulation_sees_each_token_once() -> None:
+    wanted: dict[str, Any] = {"policy": "twiddler", "routing": "popularity", "batch_size": 1, "requests": 1}
+    cut, whole = simulated(100, **wanted), simulated(None, **wanted)
+    rows = [sum(kind.flops for kind in each.kinds if kind.kind == "run_expert") for each in (cut, whole)]
+    assert rows[0] == pytest.approx(rows[1])
+
+
+# ---------------------------------------------------------------- chosen by the planner, refused
+
+
+def test_prompts_are_cut_only_where_memory_asks_for_it(command: Any) -> None:
+    wanted = (
+        "simulate",
+        "--model",
+        "mixtral-0.8b",
+        "--machine",
+        "t4",
+        "--policy",
+        "layer_streaming",
+        "--gen",
+        2,
+    )
+    prompts = moesched.given_lengths([4096], 2)
+    roomy = moesched.simulate_model("mixtral-0.8b", machine="t4", policy="layer_streaming", workload=prompts)
+    assert roomy.plan.prefill_chunk is None
+    tight = moesched.simulate_model(
+        "mixtral-0.8b", machine="t4", policy="layer_streaming", workload=prompts, budgets={"gpu": "650MB"}
+    )
+    assert tight.plan.prefill_chunk == 512
+    assert tight.peak_bytes["gpu"] <= 650_000_000
+    refused(command(*wanted, "--workload", "mtbench", "--prefill-chunk", 0), "--prefill-chunk is 0")
+
+
+class OutOfTurn:
+    """Attends to the last chunk first."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        self.pool = plan.pool("accelerator", "layer", 2 * len(plan.layout.layer(0)), plan.layout.pages)
+
+    async def prefill(self, step: Step) -> None:
+        step.fetch(step.pages(0), self.pool)
+        for j in step.micro_batches:
+            step.embed(j)
+        for j in reversed(step.micro_batches):
+            step.pre_attention(0, j)
+            step.attention(0, j)
+
+    async def decode(self, step: Step) -> None: ...
+
+
+class OneByOne(OutOfTurn):
+    """Takes a chunk through two layers before the next one, with the KV cache on the host."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("host")
+        self.pool = plan.pool("accelerator", "layer", 2 * len(plan.layout.layer(0)), plan.layout.pages)
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in (0, 1):
+            step.fetch(step.pages(i), self.pool)
+            step.pre_attention(i, 0)
+            step.attention(i, 0)
+            step.offload_kv(i, 0)
+            step.post_attention(i, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (OutOfTurn, OutOfOrder, "goes on from mb"),
+        (OneByOne, OutOfOrder, "take all of them layer by layer"),
+    ],
+)
+def test_an_order_that_would_miss_keys_and_values_is_refused(
+    policy: Any, error: type[PolicyError], message: str
+) -> None:
+    scheduler = policy()
+    plan = chunked_plan(scheduler)
+    lanes = make_lanes(plan)
+    engine = Engine(lanes.values())
+    generation = Generation(Schedule(plan, engine, lanes), scheduler)
+    driver = VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype))
+    with pytest.raises(error, match=message):
+        driver.run(generation.run())
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "one request": {"workload": moesched.given_lengths([32], 4)},
+    "a long prompt": {"workload": moesched.given_lengths([2048], 4), "prefill_chunk": 512},
+    "beams": {"workload": moesched.given_lengths([32], 4), "beams": 4},
+}
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "twiddler"])
+@pytest.mark.parametrize("wanted", SCENARIOS.values(), ids=SCENARIOS)
+def test_of_one_request_the_first_token_is_there_when_prefill_is_over(policy: str, wanted: Any) -> None:
+    report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy=policy, **wanted)
+    assert report.first_token_seconds == pytest.approx(report.prefill_seconds)
+    assert report.as_dict()["first_token_seconds"] > 0
+    assert report.decode_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "resident"])
+def test_of_several_requests_some_have_their_first_token_before_the_others(
+    directory: Path, policy: str
+) -> None:
+    wanted: dict[str, Any] = {"policy": policy, "batch_size": 3, "micro_batch_size": 1}
+    workload = moesched.given_lengths([900, 300, 600], 4)
+    predicted = moesched.simulate_model("mixtral-0.8b", machine="t4", workload=workload, **wanted)
+    measured = moesched.run_model(directory, prompts_of([90, 30, 60]), max_new_tokens=3, **wanted)
+    for report in (predicted, measured):
+        assert report.first_token_seconds is not None
+        assert 0 < report.first_token_seconds < report.prefill_seconds
+
+
+def test_the_table_tells_of_the_first_token(command: Any, directory: Path) -> None:
+    said = command("run", directory, "--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3)
+    assert "first token, on average" in said.out
+    said = command(
+        "run",
+        directory,
+        "--policy",
+        "resident",
+        "--prompt-ids",
+        "1,2,3",
+        "--prefill-chunk",
+        2,
+        "--max-new-tokens",
+        3,
+    )
+    assert "prompts in chunks of 2 tokens" in said.out
+
+
+def test_a_width_that_fits_in_chunks_is_told_and_fits() -> None:
+    wanted: dict[str, Any] = {
+        "machine": "t4",
+        "policy": "layer_streaming",
+        "workload": moesched.given_lengths([4096], 300),
+        "batch_size": 1,
+        "budgets": {"gpu": "640MB"},
+    }
+    with pytest.raises(
+        moesched.BadInput, match=r"needs [\d,]+ bytes of gpu.* use --beams \d+, which fits"
+    ) as refusal:
+        moesched.simulate_model("mixtral-0.8b", beams=64, **wanted)
+    width = int(str(refusal.value).rpartition("--beams ")[2].split(",")[0])
+    assert width > 1
+    assert moesched.simulate_model("mixtral-0.8b", beams=width, **wanted).plan.prefill_chunk is not None
