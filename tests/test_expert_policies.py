@@ -36,6 +36,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("cpu_ffn", {"kv_on_gpu": 0.5}),
     ("layer_split", {}),
     ("twiddler", {}),
+    ("twiddler_makespan", {}),
+    ("twiddler_makespan", {"experts": 4}),
 ]
 
 # -- placement -----------------------------------------------------------------------------------------------------
