@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from importlib.metadata import entry_points
 from statistics import median
 from time import thread_time
@@ -50,9 +50,9 @@ class Answer:
     def __init__(self, tokens: Mapping[int, int]) -> None:
         self.tokens = tokens
 
-    def __await__(self) -> Iterator[Any]:
+    def __await__(self) -> Generator[Any, None, Mapping[int, int]]:
+        yield from ()
         return self.tokens
-        yield
 
 
 class IdleStep:

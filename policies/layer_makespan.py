@@ -24,8 +24,9 @@ NEAR = 1.01
 class LayerCosts(Protocol):
     """Seconds of what a layer's experts need, each alone; those of experts do not fall with their tokens."""
 
-    transfer: float
-    """Of one expert's weights to the accelerator."""
+    @property
+    def transfer(self) -> float:
+        """Of one expert's weights to the accelerator."""
 
     def at_host(self, tokens: int) -> float:
         """Of an expert on the host."""

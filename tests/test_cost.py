@@ -221,7 +221,7 @@ def test_the_roofline_reads_experts_no_faster_than_they_were_seen_to_be_read() -
     operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
 
     def seconds(amount: Any) -> float:
-        return roofline.work(Work("expert", "cpu", *amount[:2], 1, amount[2])).seconds
+        return roofline.work(Work("expert", "cpu", amount.flops, amount.nbytes, 1, amount.parts)).seconds
 
     reading = operations.expert_bytes / (10 * GB)
     assert (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import layer_decision
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from moesched.seams import Routing
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 
+DOCS = Path(__file__).parent.parent / "docs"
 MIXTRAL = weight_layout(SHAPES["mixtral-8x7b"])
 TABLE_1 = {"rtx6000": 56, "rtx6000-ada": 125}
 """Twiddler's two environments, and the experts of Mixtral that stay on the GPU there."""
@@ -229,3 +232,10 @@ def test_a_choice_on_a_machine_whose_host_has_no_copies_leaves_kept_experts_wher
 
 def test_a_layer_without_choices_is_left_alone() -> None:
     assert decide(Layer([3], [], Costs(), kept_on_host=False)) == Choice((), (), 5.0)
+
+
+def test_the_page_shows_what_the_script_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layer_decision.main(["--out", str(tmp_path / "layer-decision.svg")])
+    assert f"```\n{capsys.readouterr().out.strip()}\n```" in (DOCS / "layer-decision.md").read_text()
+    drawn = DOCS / "pictures" / "layer-decision.svg"
+    assert (tmp_path / drawn.name).read_text().count("<path") == drawn.read_text().count("<path")
