@@ -42,6 +42,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("prefetch_gate", {}),
     ("prefetch_gate", {"offload_per_layer": 4, "buffers": 2}),
     ("twiddler", {}),
+    ("twiddler_makespan", {}),
+    ("twiddler_makespan", {"experts": 4}),
 ]
 
 # -- placement -----------------------------------------------------------------------------------------------------

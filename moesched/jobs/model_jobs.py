@@ -58,6 +58,7 @@ def run_model(
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
+    foreign_machine: bool = False,
     budgets: Mapping[str, int | str] | None = None,
     tensor_parallel: int | None = None,
     trace: Path | str | None = None,
@@ -78,6 +79,7 @@ def run_model(
         prefill_chunk: tokens of prompts that pass a layer together, at most; by default all of a micro-batch's, or as
             many as fit.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
+        foreign_machine: use its costs even if they were measured on another processor than this one.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
             Those of memories that accelerators share are for all of them.
         tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
@@ -100,8 +102,9 @@ def run_model(
         raise BadInput("no prompts were given: give at least one")
     beams = 1 if sampling is None else sampling.beams
     _require_continuations(beams, config)
+    machine = find_machine(machine, device, foreign=foreign_machine)
     job = _Job(
-        policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams, prefill_chunk
+        policy, settings, config, dtype, machine, budgets, tensor_parallel, beams, prefill_chunk=prefill_chunk
     )
     lengths = list(map(len, encoded))
     reports = Reports()
@@ -190,7 +193,7 @@ def simulate_model(
         settings,
         config,
         dtype,
-        machine,
+        find_machine(machine),
         budgets,
         tensor_parallel=tensor_parallel,
         beams=beams,
@@ -214,9 +217,8 @@ class _Job:
         settings: Mapping[str, Any] | None,
         config: ModelConfig,
         dtype: str | None,
-        machine: Machine | str,
+        machine: Machine,
         budgets: Mapping[str, int | str] | None,
-        device: str | None = None,
         tensor_parallel: int | None = None,
         beams: int = 1,
         prefill_chunk: int | None = None,
@@ -230,9 +232,7 @@ class _Job:
         self.preview_accuracy = preview_accuracy
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
-        cut, self.machine, self.budgets = cut_over_ranks(
-            config, find_machine(machine, device), budgets, tensor_parallel, cls
-        )
+        cut, self.machine, self.budgets = cut_over_ranks(config, machine, budgets, tensor_parallel, cls)
         self.splits_kv = splits_kv(cls, self.machine)
         self.layout = weight_layout(cut, dtype)
 

@@ -33,11 +33,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         memory: the memory that it computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
         launch_seconds: fixed time per operation.
+        expert_bandwidth: bytes of weights per second that an expert's kernel was seen to read, where that is less than
+            the memory gives.
     """
 
     memory: str
     flops: dict[str, float]
     launch_seconds: NotNegative = 0.0
+    expert_bandwidth: Positive | None = None
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,7 +149,10 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost."""
+    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost.
+
+    `measured_on` says on what processor that was measured; empty where it was not.
+    """
 
     name: str
     processors: dict[str, Processor]
@@ -154,6 +160,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     links: list[Link]
     roles: Roles
     description: str = ""
+    measured_on: str = ""
     accelerator_group: AcceleratorGroup = AcceleratorGroup()
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []

@@ -28,7 +28,10 @@ class ExpertChoices(Protocol):
 
 
 class BatchRouting:
-    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch."""
+    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch.
+
+    In decode each of a request's beams takes experts as a request of its own would.
+    """
 
     def __init__(self, choices: ExpertChoices, batch: Batch) -> None:
         self._choices = choices
@@ -38,6 +41,7 @@ class BatchRouting:
         ]
         self._chunks = batch.chunks()
         self._first_request = batch.first_request
+        self._beams = batch.beams
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """How many of the tokens go to each expert that gets any, in ascending order of expert.
@@ -45,13 +49,15 @@ class BatchRouting:
         Raises:
             ValueError: the micro-batch has another number of tokens in that step.
         """
-        if step:
-            requests_T, positions_T = self._requests[micro_batch], self._prompts[micro_batch] + step - 1
-        else:
+        if step == 0:
             chunk = self._chunks[micro_batch]
             requests_T = np.repeat(np.array(chunk.requests) + self._first_request, chunk.tokens)
             spans = zip(chunk.starts, chunk.tokens, strict=True)
             positions_T = np.concatenate([np.arange(start, start + length) for start, length in spans])
+        else:
+            requests, lengths = self._requests[micro_batch], self._prompts[micro_batch]
+            requests_T = (requests[:, None] * self._beams + np.arange(self._beams)).ravel()
+            positions_T = np.repeat(lengths + step - 1, self._beams)
         if len(requests_T) != tokens:
             raise ValueError(f"step {step} of mb{micro_batch} has {len(requests_T)} tokens, not {tokens}")
         chosen_Tk = self._choices.of_tokens(layer, requests_T, positions_T)

@@ -1,0 +1,197 @@
+"""What twiddler_makespan expects a layer to take, against what it took: on an emulated machine, and with lanes sharing.
+
+    python benchmarks/layer_estimate.py [--repeats N]
+
+Real runs of a small random Mixtral on the emulated device: real threads, tensors, queues and copies, an accelerator and
+a link that keep the time of a machine whose rates are divided so that an expert takes as long as Mixtral 8x7B's does on
+the profile. Emulated tasks do not slow each other down; so Mixtral 8x7B itself runs on the virtual clock too, where
+lanes share memories max-min fairly. A layer is measured from the router's answer to the last output on the accelerator.
+Prompts of several lengths and beams give layers of all sorts. The error is |expected / measured - 1| of each layer.
+Results go to benchmarks/results/layer_estimate-<machine>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from _results import named_for_machine, write_result
+
+from moesched.devices.emulated_device import EmulatedDevice
+from moesched.machines import Machine, Tier, load_machine
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.plan import Batch, split_batch
+from moesched.plugins import make_policy
+from moesched.routing.choices import BatchRouting
+from moesched.routing.generated import GeneratedChoices
+from moesched.routing.popularity import LikeMixtral
+from moesched.runs import plan_run, run, simulate
+from moesched.sampling import Sampling
+from moesched.tasks import Task
+
+MIXTRAL = SHAPES["mixtral-8x7b"]
+SMALL = msgspec.structs.replace(
+    MIXTRAL,
+    name="mixtral-small",
+    layers=4,
+    hidden=256,
+    intermediate=896,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=512,
+)
+MACHINES = ("rtx6000", "rtx6000-ada", "t4")
+KEPT = {"rtx6000": 56 / 256, "rtx6000-ada": 125 / 256, "t4": 20 / 256}
+CASES = {"a prompt of 64": (64, 6, 1), "a prompt of 300": (300, 2, 1), "8 beams": (16, 6, 8)}
+BAR = 0.10
+
+
+class Ended:
+    """Remembers the tasks of the steps."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        if task.step >= 0:
+            self.tasks.append(task)
+
+
+def slower(machine: Machine, layout: WeightLayout) -> Machine:
+    """A machine on which the layout's experts take as long as Mixtral 8x7B's in 16 bits do on the other."""
+    config = layout.config
+    smaller = MIXTRAL.hidden * MIXTRAL.intermediate * 2 / (config.hidden * config.intermediate * 4)
+    replace = msgspec.structs.replace
+    processors = {
+        name: replace(
+            each,
+            flops={"float32": each.flops["bfloat16"] / smaller / 2},
+            expert_bandwidth=each.expert_bandwidth and each.expert_bandwidth / smaller,
+        )
+        for name, each in machine.processors.items()
+    }
+    memories = {
+        name: Tier(capacity="1GB", bandwidth=each.bandwidth / smaller)
+        for name, each in machine.memories.items()
+    }
+    links = [replace(each, bandwidth=each.bandwidth / smaller) for each in machine.links]
+    return replace(
+        machine, name=f"{machine.name}-like", processors=processors, memories=memories, links=links
+    )
+
+
+def layers_of(tasks: Sequence[Task], policy: Any) -> list[dict[str, float]]:
+    """What was expected of every layer of every step, and measured."""
+    ends: dict[tuple[int, int], int] = {}
+    for task in tasks:
+        if task.verb in ("run_expert", "load_routed"):
+            ends[task.step, task.layer] = max(task.end, ends.get((task.step, task.layer), 0))
+    found = []
+    for task in tasks:
+        if task.verb != "route":
+            continue
+        kept = tuple(sorted(n for e, n in task.value.items() if (task.layer, e) in policy.at_gpu))
+        missing = sorted(
+            (n for e, n in task.value.items() if (task.layer, e) not in policy.at_gpu), reverse=True
+        )
+        expected = policy.known.get((kept, tuple(missing)))
+        if expected is not None:
+            measured = (ends[task.step, task.layer] - task.end) / 1e9
+            found.append({"expected": expected.seconds, "measured": measured})
+    return found
+
+
+def batch_of(prompt: int, new_tokens: int, beams: int) -> Batch:
+    return msgspec.structs.replace(split_batch([prompt], new_tokens, 1), beams=beams)
+
+
+def emulated(machine: str, case: str, checkpoint_folder: Path) -> list[dict[str, float]]:
+    """Layers of a real run on the emulated device."""
+    prompt, new_tokens, beams = CASES[case]
+    checkpoint = open_checkpoint(checkpoint_folder)
+    layout = weight_layout(checkpoint.config, "float32")
+    device = EmulatedDevice(checkpoint, layout)
+    policy: Any = make_policy(
+        "twiddler_makespan", {"experts": round(KEPT[machine] * SMALL.layers * SMALL.experts)}
+    )
+    described = slower(load_machine(machine), layout)
+    plan = plan_run(described, layout, batch_of(prompt, new_tokens, beams), policy, {}, device.slot_bytes)
+    ended = Ended()
+    prompts = [[(7 * place * place + place) % SMALL.vocabulary for place in range(prompt)]]
+    run(plan, policy, device, prompts, sampling=Sampling(beams=beams), observers=[ended])
+    return layers_of(ended.tasks, policy)
+
+
+def shared(machine: str, case: str) -> list[dict[str, float]]:
+    """Layers of Mixtral 8x7B on the virtual clock, where lanes share memories."""
+    layout, batch = weight_layout(MIXTRAL, "bfloat16"), batch_of(*CASES[case])
+    experts = round(KEPT[machine] * MIXTRAL.layers * MIXTRAL.experts)
+    policy: Any = make_policy("twiddler_makespan", {"experts": experts})
+    plan = plan_run(load_machine(machine), layout, batch, policy)
+    ended = Ended()
+    routing = BatchRouting(GeneratedChoices(LikeMixtral(), MIXTRAL), batch)
+    simulate(plan, policy, routing=routing, sharing=True, observers=[ended])
+    return layers_of(ended.tasks, policy)
+
+
+def summary(layers: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Errors, and the medians of both."""
+    errors = sorted(abs(each["expected"] / each["measured"] - 1) for each in layers)
+    return {
+        "layers": len(layers),
+        "median_error": round(median(errors), 4),
+        "worst_tenth": round(errors[int(0.9 * len(errors))], 4),
+        "expected_ms": round(1e3 * median(each["expected"] for each in layers), 3),
+        "measured_ms": round(1e3 * median(each["measured"] for each in layers), 3),
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=1)
+    options = parser.parse_args(arguments)
+    found: dict[str, dict[str, Any]] = {"emulated": {}, "shared": {}}
+    everything: dict[str, list[dict[str, float]]] = {"emulated": [], "shared": []}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_random_model(SMALL, Path(folder) / "model", seed=1, dtype="float32")
+        for machine in MACHINES:
+            for case in CASES:
+                layers = {
+                    "emulated": [
+                        each for _ in range(options.repeats) for each in emulated(machine, case, checkpoint)
+                    ],
+                    "shared": shared(machine, case),
+                }
+                for kind, mine in layers.items():
+                    everything[kind] += mine
+                    said = found[kind][f"{machine}, {case}"] = summary(mine)
+                    print(f"{kind:<9} {machine:<12} {case:<16}", said, flush=True)
+    errors = {
+        kind: median(abs(each["expected"] / each["measured"] - 1) for each in layers)
+        for kind, layers in everything.items()
+    }
+    print("median errors:", errors)
+    result = {
+        "command": "python benchmarks/layer_estimate.py",
+        "bar": BAR,
+        "median_error": {kind: round(error, 4) for kind, error in errors.items()},
+        "cases": found,
+    }
+    print(write_result(named_for_machine("layer_estimate"), result, "torch"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""twiddler_makespan against twiddler and layer_split, simulated on both environments of the Twiddler paper.
+
+    python benchmarks/makespan.py
+
+Mixtral 8x7B with 56 and 125 of its 256 experts on the GPU (Table 1), popular as in Appendix C: batch 1 with 64 tokens
+in and 32 out, prefill of 512 to 4096 tokens, beam search of widths 4, 8 and 12 with 32 tokens in and 16 out, its beams
+in one batch. layer_split has 8 and 16 layers on the GPU at most, as many as fit. Ratios are the others' seconds over
+twiddler_makespan's. Results go to benchmarks/results/makespan.json.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from _results import write_result
+
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Batch, split_batch
+from moesched.plugins import make_policy
+from moesched.routing.choices import BatchRouting
+from moesched.routing.generated import GeneratedChoices
+from moesched.routing.popularity import LikeMixtral, expected_profile
+from moesched.routing.profile import write_profile
+from moesched.runs import plan_run, simulate
+
+SHAPE = SHAPES["mixtral-8x7b"]
+LAYOUT = weight_layout(SHAPE, "bfloat16")
+EXPERTS = {"rtx6000": 56, "rtx6000-ada": 125}
+GPU_LAYERS = {"rtx6000": 8, "rtx6000-ada": 16}
+OURS = "twiddler_makespan"
+OTHERS = ("twiddler", "layer_split")
+
+
+def cases() -> dict[str, Batch]:
+    """What is run, by name."""
+    beams = {f"beams {n}": msgspec.structs.replace(split_batch([32], 16, 1), beams=n) for n in (4, 8, 12)}
+    prefill = {f"prefill {n}": split_batch([n], 1, 1) for n in (512, 1024, 2048, 4096)}
+    return {"batch 1": split_batch([64], 32, 1), **prefill, **beams}
+
+
+def seconds(machine: str, policy: str, batch: Batch, profile: Path) -> float:
+    """What all steps take."""
+    settings: dict[str, Any] = {"experts": EXPERTS[machine], "popularity": str(profile)}
+    if policy == "layer_split":
+        settings = {"gpu_layers": GPU_LAYERS[machine]}
+    made = make_policy(policy, settings)
+    plan = plan_run(load_machine(machine), LAYOUT, batch, made)
+    routing = BatchRouting(GeneratedChoices(LikeMixtral(), SHAPE), batch)
+    return sum(simulate(plan, made, routing=routing).step_seconds)
+
+
+def main() -> None:
+    """Simulate, print a table, write the JSON."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "popularity.csv"
+        write_profile(expected_profile(LikeMixtral(), SHAPE, 0, 100_000), profile)
+        for machine in EXPERTS:
+            found[machine] = {}
+            for case, batch in cases().items():
+                took = {policy: seconds(machine, policy, batch, profile) for policy in (OURS, *OTHERS)}
+                found[machine][case] = took
+                ratios = "  ".join(f"{policy} {took[policy] / took[OURS]:.3f}" for policy in OTHERS)
+                print(f"{machine:<12} {case:<13} {took[OURS]:8.3f} s   {ratios}", flush=True)
+    gains = {
+        f"{other}, {machine}": {case: round(took[other] / took[OURS], 3) for case, took in each.items()}
+        for machine, each in found.items()
+        for other in OTHERS
+    }
+    twiddler = [each for name, each in gains.items() if name.startswith("twiddler,")]
+    figures = {
+        "command": "python benchmarks/makespan.py",
+        "times_twiddler_prefill_and_beams": round(
+            fmean(ratio for each in twiddler for case, ratio in each.items() if case != "batch 1"), 3
+        ),
+        "times_twiddler_least": min(min(each.values()) for each in twiddler),
+        "times_layer_split_batch_1": round(
+            fmean(each["batch 1"] for name, each in gains.items() if name.startswith("layer_split")), 3
+        ),
+        "ratios": gains,
+        "seconds": found,
+    }
+    print(write_result("makespan", figures))
+
+
+if __name__ == "__main__":
+    main()
