@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from statistics import fmean, median
 
 from moesched.errors import BadInput
-from moesched.machines import INTERCONNECT, CostPoint, Machine
+from moesched.machines import INTERCONNECT, CostPoint, Machine, Processor
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
 DISPATCH, HOP = "dispatch", "hop"
 COMPUTE, ATTENTION = "compute", "attention"
+EXPERTS = ("expert", "kept expert", "experts", "kept experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 
 
@@ -45,7 +46,7 @@ class Roofline:
         if processor is not None:
             computing = work.flops / self.machine.peak(work.resource, self.dtype)
             moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
-            seconds = max(computing, moving) + processor.launch_seconds
+            seconds = max(computing, moving, _reading_experts(work, processor)) + processor.launch_seconds
             return _demand(seconds, ((work.resource, computing), (processor.memory, moving)))
         for link in self.machine.links:
             if work.resource == f"{link.source}->{link.destination}":
@@ -174,6 +175,14 @@ class Surface:
 
     def __call__(self, size: float, rows: float) -> float:
         return Curve((each, curve(rows)) for each, curve in self._curves.items())(size)
+
+
+def _reading_experts(work: Work, processor: Processor) -> float:
+    """How long a processor reads the work's experts at the rate that was seen; 0 where none was."""
+    if processor.expert_bandwidth is None:
+        return 0.0
+    weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
+    return weights / processor.expert_bandwidth
 
 
 def _rising(values: Iterable[float]) -> list[float]:

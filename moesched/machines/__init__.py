@@ -33,11 +33,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         memory: the memory that it computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
         launch_seconds: fixed time per operation.
+        expert_bandwidth: bytes of weights per second that an expert's kernel was seen to read, where that is less than
+            the memory gives.
     """
 
     memory: str
     flops: dict[str, float]
     launch_seconds: NotNegative = 0.0
+    expert_bandwidth: Positive | None = None
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

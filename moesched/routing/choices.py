@@ -28,7 +28,10 @@ class ExpertChoices(Protocol):
 
 
 class BatchRouting:
-    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch."""
+    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch.
+
+    In decode each of a request's beams takes experts as a request of its own would.
+    """
 
     def __init__(self, choices: ExpertChoices, batch: Batch) -> None:
         self._choices = choices
@@ -36,6 +39,7 @@ class BatchRouting:
         self._prompts = [
             np.array([batch.prompts[request] for request in requests]) for requests in batch.micro_batches
         ]
+        self._beams = batch.beams
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """How many of the tokens go to each expert that gets any, in ascending order of expert.
@@ -43,11 +47,13 @@ class BatchRouting:
         Raises:
             ValueError: the micro-batch has another number of tokens in that step.
         """
-        requests_T, positions_T = self._requests[micro_batch], self._prompts[micro_batch] + step - 1
+        requests, lengths = self._requests[micro_batch], self._prompts[micro_batch]
         if step == 0:
-            lengths = self._prompts[micro_batch]
-            requests_T = np.repeat(requests_T, lengths)
+            requests_T = np.repeat(requests, lengths)
             positions_T = np.concatenate([np.arange(length) for length in lengths])
+        else:
+            requests_T = (requests[:, None] * self._beams + np.arange(self._beams)).ravel()
+            positions_T = np.repeat(lengths + step - 1, self._beams)
         if len(requests_T) != tokens:
             raise ValueError(f"step {step} of mb{micro_batch} has {len(requests_T)} tokens, not {tokens}")
         chosen_Tk = self._choices.of_tokens(layer, requests_T, positions_T)
