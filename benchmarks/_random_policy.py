@@ -22,6 +22,7 @@ POLICIES = (
     "cgopipe",
     "flexgen",
     "layer_streaming",
+    "lru_offload",
     "resident",
     "twiddler",
 )

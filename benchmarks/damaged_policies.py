@@ -36,7 +36,16 @@ from moesched.seams import Policy
 from moesched.testing import Case, run_on_symbols
 
 STUCK_AFTER_SECONDS = 60.0
-POLICIES = ("resident", "layer_streaming", "cgopipe", "flexgen", "twiddler", "adversarial", "adversarial")
+POLICIES = (
+    "resident",
+    "layer_streaming",
+    "cgopipe",
+    "flexgen",
+    "twiddler",
+    "lru_offload",
+    "adversarial",
+    "adversarial",
+)
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [60], [11, 12]]
 NEW_TOKENS = 3
 MICRO_BATCH = 2

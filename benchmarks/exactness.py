@@ -64,6 +64,7 @@ POLICIES = (
     "fastdecode",
     "flexgen",
     "flexgen_cpu",
+    "lru_offload",
     "twiddler",
 )
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)

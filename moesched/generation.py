@@ -67,10 +67,14 @@ class Generation:
 
     async def _load(self) -> None:
         loads = [task for kept in self._schedule.plan.kept for task in self._schedule.load(kept)]
+        await self._wait_for(loads)
+        await self._wait_for(self._schedule.fill())  # slots may have helped to load what stays
+        self.busy_loading = {name: lane.busy for name, lane in self._schedule.lanes.items()}
+
+    async def _wait_for(self, loads: Sequence[Task]) -> None:
         for task in loads:
             await task
             self.loaded = max(self.loaded, task.end)
-        self.busy_loading = {name: lane.busy for name, lane in self._schedule.lanes.items()}
 
     async def _submit(self, index: int, *, last: bool) -> list[Task]:
         step = Step(self._schedule, index, last=last)

@@ -134,6 +134,7 @@ class Plan:
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
         self.pools: list[Pool] = []
         self.kept: list[Fixed] = []
+        self.filled: list[tuple[Pool, tuple[Page, ...]]] = []
         self.kv_roles: list[Role | None] = [None for _ in self.micro_batches]
         self.kv_slots = 0
         self.kv_slot_bytes = 0
@@ -341,6 +342,10 @@ class Plan:
         kept = Fixed(f"kept {len(self.kept)}", memory, pages, [self.slot_bytes(page) for page in pages])
         self.kept.append(kept)
         return kept
+
+    def fill(self, pool: Pool, pages: Iterable[Page]) -> None:
+        """Have pages in a pool before the first step: they are brought there once those that stay are loaded."""
+        self.filled.append((pool, tuple(pages)))
 
     def check(self) -> None:
         """Whether the plan can run.

@@ -237,6 +237,20 @@ class Schedule:
             tasks.append(self.engine.submit(task, (), (slot,)))
         return tasks
 
+    def fill(self) -> list[PageTransfer]:
+        """Submit the transfers that bring pages to pools where they are to be before the first step."""
+        source = self.plan.machine.roles.weights
+        tasks = []
+        for pool, pages in self.plan.filled:
+            for page in pages:
+                slot = pool.place(page, self.engine)
+                lane, work = self.move(source, pool.memory.name, page.nbytes)
+                task = PageTransfer(
+                    lane, work, "fetch", page.layer, -1, page.expert, pages=(page,), slots=(slot,)
+                )
+                tasks.append(self.engine.submit(task, (), (slot,)))
+        return tasks
+
 
 def _kept(plan: Plan) -> Kept:
     """How much of the weights stays in the accelerators' memories."""

@@ -41,6 +41,7 @@ def expected(model: Path) -> list[list[int]] | None:
         ("expert_streaming", {}),
         ("cpu_ffn", {}),
         ("layer_split", {"gpu_layers": 1}),
+        ("lru_offload", {"offload_per_layer": 2}),
         ("twiddler", {"experts": 4}),
         ("adversarial", {"seed": 1}),
     ],

@@ -35,6 +35,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("cpu_ffn", {}),
     ("cpu_ffn", {"kv_on_gpu": 0.5}),
     ("layer_split", {}),
+    ("lru_offload", {}),
+    ("lru_offload", {"offload_per_layer": 4, "buffers": 1}),
     ("twiddler", {}),
 ]
 

@@ -79,6 +79,7 @@ POLICIES = [
     ("flexgen", {}),
     ("flexgen_cpu", {}),
     ("flexgen_synchronous", {}),
+    ("lru_offload", {}),
     ("three_tiers", {}),
     *(("adversarial", {"seed": n}) for n in range(8)),
 ]

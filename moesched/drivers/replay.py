@@ -256,6 +256,7 @@ def capture(schedule: Schedule, policy: Policy) -> list[Template]:
 
     for kept in schedule.plan.kept:
         schedule.load(kept)
+    schedule.fill()
     steps = [Template(engine.take(), engine.lanes, edges)]
     index = 0
     while index < count:

@@ -277,9 +277,10 @@ class _Needs:
 
 
 def kept_bytes(plan: Plan) -> int:
-    """Bytes of the weights that stay in the accelerators' memories."""
+    """Bytes of the weights that are in the accelerators' memories before the first step: to stay, or in a cache."""
     fast = plan.accelerators
-    return sum(slot.nbytes for kept in plan.kept if kept.memory in fast for slot in kept.slots)
+    stay = sum(slot.nbytes for kept in plan.kept if kept.memory in fast for slot in kept.slots)
+    return stay + _filled_bytes(plan)
 
 
 def _weight_bytes(plan: Plan) -> int:
@@ -287,8 +288,15 @@ def _weight_bytes(plan: Plan) -> int:
 
 
 def _pool_bytes(plan: Plan) -> int:
+    """Bytes of the slots that weights pass through; a cache's that are filled before the first step are none."""
     fast = plan.memory("accelerator")
-    return sum(slot.nbytes for pool in plan.pools if pool.memory is fast for slot in pool.slots)
+    slots = sum(slot.nbytes for pool in plan.pools if pool.memory is fast for slot in pool.slots)
+    return slots - _filled_bytes(plan)
+
+
+def _filled_bytes(plan: Plan) -> int:
+    fast = plan.memory("accelerator")
+    return sum(len(pages) * pool.slot_bytes for pool, pages in plan.filled if pool.memory is fast)
 
 
 def _used(plan: Plan) -> dict[str, int]:

@@ -1,0 +1,110 @@
+"""Mixtral-Offloading (Eliseev and Mazur 2023): each layer has a cache of its experts on the GPU, least recently used.
+
+As in its code, all else stays on the GPU, the experts of a layer that are there run first, and a missing one comes to
+a buffer while those before it compute. That code also copies the expert that is given up back to the host, and has
+copies wait for kernels. Here weights, which do not change, only come, and copies and kernels overlap: in its favour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moesched.errors import BadInput
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .expert_placement import keep_dense
+from .expert_pool import ExpertPool, all_fit, experts_that_fit
+
+
+class LruOffload:
+    """Every expert runs on the accelerator; one that is missing there is fetched, in place of that used longest ago.
+
+    Settings:
+        offload_per_layer: how many experts of a layer its cache has no room for; by default as few as fit.
+        buffers: for how many more there is room, of any layer: those that come while the one used longest ago goes.
+    """
+
+    def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
+        if buffers < 1:
+            raise BadInput(f"policy lru_offload: buffers is {buffers}: give 1 or more")
+        self.offload_per_layer = offload_per_layer
+        self.buffers = buffers
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        keep_dense(plan)
+        layers, experts = plan.layers, plan.layout.config.experts
+        offloaded = self._offloaded(plan)
+        # The code has the first ones offloaded.
+        filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
+        self.room = experts - offloaded
+        self.cached = [dict.fromkeys(range(offloaded, experts)) for _ in layers]
+        """By layer, that used longest ago first."""
+        if offloaded:
+            self.pool = ExpertPool(plan, len(filled) + self.buffers, filled)
+        else:
+            plan.keep([page for page in plan.layout.pages if page.expert >= 0])
+
+    def _offloaded(self, plan: Plan) -> int:
+        """How many experts of a layer are not in its cache.
+
+        Raises:
+            BadInput: the layer has not so many.
+        """
+        experts = plan.layout.config.experts
+        if self.offload_per_layer > experts:
+            raise BadInput(
+                f"policy lru_offload: offload_per_layer is {self.offload_per_layer}, but a layer of "
+                f"{plan.layout.config.name} has {experts} experts: give 0 to {experts}, or leave it away for the fewest"
+            )
+        if self.offload_per_layer >= 0:
+            return self.offload_per_layer
+        if all_fit(plan):
+            return 0
+        room = max(0, experts_that_fit(plan) - self.buffers) // len(plan.layers)
+        return max(1, experts - room)
+
+    async def prefill(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+            routing = [step.route(i, j) for j in step.micro_batches]
+            self._run_experts(step, i, [await handle for handle in routing])
+            for j in step.micro_batches:
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
+        """Those in the cache first; each that is missing is fetched once for all micro-batches."""
+        cache = self.cached[i]
+        needed = sorted({expert for each in routed for expert in each})
+        hits = [expert for expert in needed if expert in cache]
+        for expert in hits:
+            del cache[expert]
+            cache[expert] = None
+            self._run_expert(step, i, expert, routed)
+        for expert in needed:
+            if expert not in hits:
+                self.pool.fetch(step, (i, expert))
+                self._run_expert(step, i, expert, routed)
+                cache[expert] = None
+                if len(cache) > self.room:
+                    oldest = next(iter(cache))
+                    del cache[oldest]
+                    self.pool.evict(step, (i, oldest))
+
+    def _run_expert(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
+        for j in step.micro_batches:
+            if expert in routed[j]:
+                step.run_expert(i, expert, j)
