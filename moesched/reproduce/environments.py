@@ -12,15 +12,12 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
-from moesched.cost import cost_model
 from moesched.jobs.lookup import find_shape
 from moesched.jobs.model_jobs import simulate_model
 from moesched.machines import Machine, Processor, load_machine
 from moesched.models.layout import weight_layout
-from moesched.models.operations import Operations
 from moesched.routing.profile import write_profile
 from moesched.routing.sources import find_profile
-from moesched.tasks import Work
 from moesched.workloads import given_lengths
 
 from .twiddler_paper import Environment, TwiddlerPaper
@@ -34,6 +31,9 @@ RIVALS = {
 SEED = 0
 LOOKED_AT = 32
 """How many decode steps of a generation are simulated; the others are as long as these on average."""
+
+FETCHING = "layer_split, fetching"
+"""The same split between layers, but experts of the others go to the GPU where that is faster (Algorithm 1)."""
 
 Machines = Callable[[Machine], Machine]
 
@@ -70,66 +70,55 @@ class Bench:
         self.machine = machine
         self.config = find_shape(paper.model)
         self.layout = weight_layout(self.config)
-        self._looked_at = looked_at
-        ours = {"experts": environment.experts, "popularity": str(popularity)}
-        self._settings: dict[str, dict[str, str | int]] = {
-            "twiddler": ours,
-            "twiddler_makespan": ours,
-            "lru_offload": {"offload_per_layer": environment.offload_per_layer},
-            "layer_split": {"gpu_layers": environment.gpu_layers},
-            "layer_streaming": {},
+        self.looked_at = looked_at
+        ours: dict[str, str | int] = {"experts": environment.experts, "popularity": str(popularity)}
+        whole = environment.gpu_layers * self.config.experts
+        self._systems: dict[str, tuple[str, dict[str, str | int]]] = {
+            "twiddler": ("twiddler", ours),
+            "twiddler_makespan": ("twiddler_makespan", ours),
+            "lru_offload": ("lru_offload", {"offload_per_layer": environment.offload_per_layer}),
+            "layer_split": ("layer_split", {"gpu_layers": environment.gpu_layers}),
+            "layer_streaming": ("layer_streaming", {}),
+            FETCHING: ("twiddler", {"experts": whole, "placement": "front"}),
         }
         self.run = cache(self._run)
 
-    def first_token(self, policy: str, prompt: int) -> float:
+    def first_token(self, system: str, prompt: int) -> float:
         """Seconds to the first token."""
-        return self.run(policy, prompt, 1, 1).prefill_seconds
+        return self.run(system, prompt, 1, 1).prefill_seconds
 
-    def generate(self, policy: str, prompt: int, beams: int = 1) -> Ran:
+    def generate(self, system: str, prompt: int, beams: int = 1) -> Ran:
         """A prompt and decode steps after it."""
-        return self.run(policy, prompt, 1 + self._looked_at, beams)
+        return self.run(system, prompt, 1 + self.looked_at, beams)
 
-    def dense_on_host(self, tokens: int) -> float:
-        """What llama.cpp takes longer than `layer_split` for so many tokens, in seconds: an estimate.
+    @property
+    def dense_bytes(self) -> int:
+        """What every token needs of the layers that llama.cpp has on the CPU."""
+        on_cpu = range(self.environment.gpu_layers, self.config.layers)
+        return sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
 
-        It also computes projections and router of the layers that are not on the GPU on the CPU, where `layer_split`
-        has them on the GPU. Attention itself is left out, and that llama.cpp copies less.
-        """
-        operations, cost = Operations(self.config, self.layout.dtype), cost_model(self.machine, self.layout.dtype)
-        roles = self.machine.roles
-
-        def seconds(processor: str) -> float:
-            amounts = operations.pre_attention(tokens), operations.route(tokens)
-            works = (Work("dense", processor, each.flops, each.nbytes, tokens, each.parts) for each in amounts)
-            return sum(cost.work(work).seconds for work in works)
-
-        layers = self.config.layers - self.environment.gpu_layers
-        return layers * max(0.0, seconds(roles.host) - seconds(roles.accelerator))
-
-    def _run(self, policy: str, prompt: int, new_tokens: int, beams: int) -> Ran:
+    def _run(self, system: str, prompt: int, new_tokens: int, beams: int) -> Ran:
+        policy, settings = self._systems[system]
         report = simulate_model(
             self.paper.model,
             machine=self.machine,
             policy=policy,
-            settings=self._settings[policy],
+            settings=settings,
             workload=given_lengths([prompt], new_tokens),
             routing=self.paper.routing,
             seed=SEED,
             beams=beams,
             batch_size=1,
             micro_batch_size=1,
-            budgets={self.machine.accelerator.memory: self._gpu_bytes(policy)},
+            budgets={self.machine.accelerator.memory: self._gpu_bytes(system)},
         )
         prefill, *steps = report.step_seconds
         return Ran(prefill, fmean(steps) if steps else 0.0)
 
-    def _gpu_bytes(self, policy: str) -> int:
+    def _gpu_bytes(self, system: str) -> int:
         """The GPU's memory; what llama.cpp keeps on the CPU and `layer_split` on the GPU comes on top."""
         capacity = self.machine.memories[self.machine.accelerator.memory].nbytes
-        if policy != "layer_split":
-            return capacity
-        on_cpu = range(self.environment.gpu_layers, self.config.layers)
-        return capacity + sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
+        return capacity + (self.dense_bytes if system in ("layer_split", FETCHING) else 0)
 
 
 def as_measured(paper: TwiddlerPaper) -> Machines:
@@ -139,14 +128,14 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
     def changed(machine: Machine) -> Machine:
         host = machine.host
-        linear = replace(host, flops={dtype: rate for dtype in host.flops}, expert_bandwidth=None)
+        linear = replace(host, flops=dict.fromkeys(host.flops, rate), expert_bandwidth=None)
         return _with(machine, machine.roles.host, linear)
 
     return changed
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """A copy of an expert's weights takes so many times what the GPU takes to run it; None leaves it its memory's rate."""
+    """Copying an expert takes so many times what the GPU takes to run it; None leaves it its memory's rate."""
 
     def changed(machine: Machine) -> Machine:
         link = machine.link(machine.roles.weights, machine.accelerator.memory)
