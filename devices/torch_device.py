@@ -296,8 +296,8 @@ class TorchDevice:
     # -- weights -----------------------------------------------------------------------------------
 
     def _load(self, task: PageTransfer) -> None:
-        for page in task.pages:
-            if page.id not in self._home:
+        for page, slot in zip(task.pages, task.slots, strict=True):
+            if slot.memory != self._host or page.id not in self._home:
                 self._kept.load(page)
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
@@ -419,7 +419,9 @@ class TorchDevice:
     def _home_of_weights(self, plan: Plan) -> dict[int, Tensor]:
         """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
         fast, host = plan.memory("accelerator"), plan.memory("host")
-        if plan.machine.roles.weights == host.name:
+        if plan.home is not None:
+            pages = plan.home.pages()
+        elif plan.machine.roles.weights == host.name:
             kept = {page.id for pool in plan.kept if pool.memory is fast for page in pool.pages()}
             pages = [page for page in self.layout.pages if page.id not in kept]
         else:

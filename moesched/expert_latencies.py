@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moesched.cost import cost_model
+from moesched.drivers.sharing import fair_rates
 from moesched.models.operations import Amount
 from moesched.plan import Plan
-from moesched.seams import CostModel
+from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
 
@@ -29,12 +30,17 @@ class ExpertLatencies:
         self._at_accelerator: dict[int, float] = {}
         source, destination = self._roles.weights, plan.memory("accelerator").name
         self.transfer = 0.0
+        self._fetch: Demand | None = None
         if source != destination:
-            link = f"{source}->{destination}"
             pages = plan.layout.expert(0, 0)
             nbytes = sum(page.nbytes for page in pages)
-            parts = (Part(link, nbytes / len(pages), len(pages)),)
-            self.transfer = self._cost.work(Work(link, link, nbytes=nbytes, parts=parts)).seconds
+            self._fetch = self._moved(source, destination, nbytes, len(pages))
+            self.transfer = self._fetch.seconds
+        self._row = plan.operations.hidden_bytes
+        self._ends = destination, plan.memory("host").name
+        self._to_host: dict[int, float] = {}
+        self._from_host: dict[int, float] = {}
+        self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def at_host(self, tokens: int) -> float:
         """Of so many tokens on the host (`cpu_lat`)."""
@@ -44,10 +50,44 @@ class ExpertLatencies:
         """Of so many tokens on the accelerator, its weights being there (`gpu_lat`)."""
         return self._known(self._at_accelerator, self._roles.accelerator, tokens)
 
+    def to_host(self, tokens: int) -> float:
+        """Of copying the hidden states of so many tokens from the accelerator to the host."""
+        seconds = self._to_host.get(tokens)
+        if seconds is None:
+            there, here = self._ends
+            seconds = self._to_host[tokens] = self._moved(there, here, tokens * self._row).seconds
+        return seconds
+
+    def from_host(self, rows: int) -> float:
+        """Of copying so many rows of outputs from the host to the accelerator."""
+        seconds = self._from_host.get(rows)
+        if seconds is None:
+            there, here = self._ends
+            seconds = self._from_host[rows] = self._moved(here, there, rows * self._row).seconds
+        return seconds
+
+    def side_by_side(self, tokens: int) -> tuple[float, float]:
+        """The speed of an expert of so many tokens on the host, and of a transfer, while both go on; 1 is alone."""
+        rates = self._side_by_side.get(tokens)
+        if rates is None:
+            rates = 1.0, 1.0
+            if self._fetch is not None:
+                host, link = fair_rates([self._computed(self._roles.host, tokens), self._fetch])
+                rates = host, link
+            self._side_by_side[tokens] = rates
+        return rates
+
     def _known(self, known: dict[int, float], processor: str, tokens: int) -> float:
         seconds = known.get(tokens)
         if seconds is None:
-            flops, nbytes, parts = self._amount(tokens)
-            work = Work("expert", processor, flops, nbytes, tokens, parts)
-            seconds = known[tokens] = self._cost.work(work).seconds
+            seconds = known[tokens] = self._computed(processor, tokens).seconds
         return seconds
+
+    def _computed(self, processor: str, tokens: int) -> Demand:
+        flops, nbytes, parts = self._amount(tokens)
+        return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts))
+
+    def _moved(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> Demand:
+        link = f"{source}->{destination}"
+        parts = (Part(link, nbytes / pieces, pieces),)
+        return self._cost.work(Work(link, link, nbytes=nbytes, parts=parts))

@@ -141,6 +141,7 @@ class Plan:
         self.discipline: Discipline = "ready_first"
         self.in_flight: int | None = None
         self.experts_on_host = False
+        self.kept_experts_on_host = False
         self.home: Home | None = None
         self.staged = STAGED
         self._needed = self._reserve_what_all_need()
@@ -318,6 +319,13 @@ class Plan:
         for fast in self.accelerators:
             fast.reserve("hidden states on their way to the host", tokens[0] * self.operations.hidden_bytes)
 
+    def run_kept_experts_on_host(self) -> None:
+        """Have the host run experts that stay in an accelerator, too, where weights come from the host's own memory.
+
+        `kept_experts_on_host` says afterwards whether it can. Say it after `run_experts_on_host`.
+        """
+        self.kept_experts_on_host = self.experts_on_host and self.weights_on_host and not self.machine.unified
+
     def pool(
         self, role: Role, name: str, slots: int, pages: Sequence[Page], replacement: Replacement = "ring"
     ) -> Pool:
@@ -359,7 +367,7 @@ class Plan:
                 f"the policy's plan says nothing of the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
         if self.experts_on_host and self.weights_on_host and not self.machine.unified and self.home is None:
-            kept = {page.id for pool in self.kept for page in pool.pages()}
+            kept = {page.id for pool in self.kept for page in pool.pages() if not self._at_host_too(page)}
             self.home = Home(self.memory("host"), (page for page in self.layout.pages if page.id not in kept))
         self._check_loading()
 
@@ -419,6 +427,9 @@ class Plan:
             loaded = sum(sizes) + self.layout.globals_bytes
             self.staged = min(STAGED, max(1, (host.capacity - loaded) // max(sizes)))
             host.require("weights while they are loaded", loaded + self.staged * max(sizes))
+
+    def _at_host_too(self, page: Page) -> bool:
+        return self.kept_experts_on_host and page.expert >= 0
 
     def _used(self) -> dict[str, int]:
         return {name: memory.used for name, memory in self.memories.items()}

@@ -14,6 +14,9 @@ from moesched.step import Step
 
 from .expert_placement import keep_dense, keep_experts, leave_on_host, order_of, popularity_of
 
+VISITORS = 2
+"""Experts that are moved have room on the accelerator while the one before runs."""
+
 
 class Twiddler:
     """Each expert by itself, in ascending order: on the GPU if it stays there or is moved there and done sooner.
@@ -41,7 +44,7 @@ class Twiddler:
         plan.place_kv("accelerator")
         keep_dense(plan)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
-        latencies = ExpertLatencies(plan)
+        self.latencies = latencies = ExpertLatencies(plan)
         self.cpu_lat, self.gpu_lat = latencies.at_host, latencies.at_accelerator
         self.trans_lat = latencies.transfer
         self.has_host = not plan.machine.unified
@@ -50,7 +53,9 @@ class Twiddler:
             self.at_gpu = keep_experts(plan, order)
             return
         plan.run_experts_on_host()
-        self.visitors = plan.pool("accelerator", "visitors", 2 * len(plan.layout.expert(0, 0)), experts)
+        self.visitors = plan.pool(
+            "accelerator", "visitors", VISITORS * len(plan.layout.expert(0, 0)), experts
+        )
         self.at_gpu = keep_experts(plan, order, self.most)
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 

@@ -213,3 +213,20 @@ def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_pro
     assert operations.attention_step([8, 8, 9]) == operations.attention([(1, 8), (1, 8), (1, 9)])
     prompt = parts(operations.attention([(8, 8), (8, 8)]))["attention prompt"]
     assert (prompt.times, prompt.size) == (2, 4 * 36 * operations.query_width)
+
+
+def test_the_roofline_reads_experts_no_faster_than_they_were_seen_to_be_read() -> None:
+    slow = Processor(memory="host", flops={"bfloat16": 1e12}, expert_bandwidth=10 * GB)
+    roofline = Roofline(machine(processors={"cpu": slow}), "bfloat16")
+    operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
+
+    def seconds(amount: Any) -> float:
+        return roofline.work(Work("expert", "cpu", *amount[:2], 1, amount[2])).seconds
+
+    reading = operations.expert_bytes / (10 * GB)
+    assert (
+        seconds(operations.kept_expert(1)) == seconds(operations.fetched_expert(1)) == pytest.approx(reading)
+    )
+    assert seconds(operations.post_attention(1)) == pytest.approx(2 * reading)
+    assert seconds(operations.fetched_expert(4000)) > 2 * reading, "many rows take longer to compute"
+    assert seconds(operations.sample(1)) == pytest.approx(operations.sample(1).nbytes / (100 * GB))

@@ -243,3 +243,12 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
 def test_what_cannot_be_is_told(name: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInput, match=told):
         find_choices(name, MIXTRAL, settings)
+
+
+def test_in_decode_each_beam_takes_experts_of_its_own() -> None:
+    batch = msgspec.structs.replace(split_batch([9, 5], 3, 2), beams=4)
+    routing = BatchRouting(GeneratedChoices(Uniform(), MIXTRAL, 0), batch)
+    assert sum(routing.choose(0, 0, 0, 14).values()) == 2 * 14
+    tokens = [routing.choose(step, layer, 0, 8) for step in (1, 2) for layer in range(32)]
+    assert all(sum(each.values()) == 2 * 8 for each in tokens)
+    assert max(map(len, tokens)) > 2 * len(batch.prompts), "beams of a request differ"

@@ -38,6 +38,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("lru_offload", {}),
     ("lru_offload", {"offload_per_layer": 4, "buffers": 1}),
     ("twiddler", {}),
+    ("twiddler_makespan", {}),
+    ("twiddler_makespan", {"experts": 4}),
 ]
 
 # -- placement -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""Where a layer's experts run so that it ends first: against all choices there are, and in whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesched.expert_latencies import ExpertLatencies
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Plan, split_batch
+from moesched.plugins import make_policy
+from moesched.policies.layer_makespan import FEW, Choice, Layer, decide
+from moesched.runs import plan_run, simulate
+from moesched.seams import Routing
+from moesched.tasks import HostKernel, Task
+from moesched.testing import Case, run_on_symbols
+
+MIXTRAL = weight_layout(SHAPES["mixtral-8x7b"])
+TABLE_1 = {"rtx6000": 56, "rtx6000-ada": 125}
+"""Twiddler's two environments, and the experts of Mixtral that stay on the GPU there."""
+
+
+class Costs(NamedTuple):
+    """Times like a processor's: a step, then a line."""
+
+    transfer: float = 30.0
+    host: tuple[float, float] = (6.0, 0.1)
+    accelerator: tuple[float, float] = (5.0, 0.01)
+    rates: tuple[float, float] = (1.0, 1.0)
+    copy: float = 0.01
+
+    def at_host(self, tokens: int) -> float:
+        return max(self.host[0], tokens * self.host[1])
+
+    def at_accelerator(self, tokens: int) -> float:
+        return max(self.accelerator[0], tokens * self.accelerator[1])
+
+    def to_host(self, tokens: int) -> float:
+        return self.copy + 1e-4 * tokens
+
+    def from_host(self, rows: int) -> float:
+        return self.copy + 1e-4 * rows
+
+    def side_by_side(self, tokens: int) -> tuple[float, float]:
+        return self.rates
+
+
+TIMES = st.floats(0.01, 50.0)
+RATES = st.floats(0.3, 1.0)
+COSTS = st.builds(
+    Costs,
+    transfer=TIMES,
+    host=st.tuples(TIMES, st.floats(0.001, 1.0)),
+    accelerator=st.tuples(TIMES, st.floats(0.001, 1.0)),
+    rates=st.tuples(RATES, RATES),
+    copy=st.floats(0.0, 2.0),
+)
+
+
+def tokens(least: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 400), min_size=least, max_size=most).map(sorted)
+
+
+def subsets(count: int) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(range(count), size) for size in range(count + 1))
+
+
+def brute_force(layer: Layer) -> float:
+    """The least end of all choices; the experts that are fetched come with the largest first."""
+    return min(
+        layer.end_of(away, fetched)
+        for away in subsets(layer.movable)
+        for fetched in subsets(len(layer.missing))
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens(0, 3), tokens(1, 5), COSTS, st.booleans())
+def test_a_decision_is_within_two_percent_of_the_best_of_all(
+    kept: list[int], missing: list[int], costs: Costs, kept_on_host: bool
+) -> None:
+    layer = Layer(kept, missing[::-1], costs, kept_on_host=kept_on_host)
+    choice = decide(layer)
+    assert choice.seconds == pytest.approx(layer.end_of(choice.away, choice.fetched))
+    assert choice.seconds <= 1.02 * brute_force(layer)
+    assert kept_on_host or not choice.away
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens(0, 40), tokens(FEW + 1, 88), COSTS, st.floats(0.85, 1.0))
+def test_with_many_experts_that_share_little_no_threshold_is_much_better(
+    kept: list[int], missing: list[int], costs: Costs, rate: float
+) -> None:
+    costs = costs._replace(rates=(rate, rate))
+    layer = Layer(kept, missing[::-1], costs, kept_on_host=False)
+    choice = decide(layer)
+    assert choice.seconds == pytest.approx(layer.end_of(choice.away, choice.fetched))
+    best = min(layer.end_of((), range(count)) for count in range(len(missing) + 1))
+    assert choice.seconds <= 1.05 * best
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing", "fetched", "why"),
+    [
+        ([], [1, 1], 0, "the host is done with both before one has come"),
+        ([], [1] * 8, 1, "one comes while the host computes seven"),
+        ([], [200] * 6, 2, "the host computes four in little more than the time of two fetches"),
+        ([], [900] * 6, 5, "each is faster moved, but the host need not stand idle"),
+    ],
+)
+def test_link_and_host_share_a_layer(kept: list[int], missing: list[int], fetched: int, why: str) -> None:
+    choice = decide(Layer(kept, missing, Costs(), kept_on_host=False))
+    assert len(choice.fetched) == fetched, why
+
+
+def test_an_expert_that_stays_runs_on_an_idle_host_if_that_has_its_weights() -> None:
+    assert decide(Layer([1, 1], [], Costs(), kept_on_host=True)).away == (0,)
+    assert decide(Layer([1, 1], [], Costs(), kept_on_host=False)).away == ()
+
+
+def test_the_largest_are_fetched_first() -> None:
+    choice = decide(Layer([], [500, 500, 200, 1], Costs(), kept_on_host=False))
+    assert choice.fetched == (0, 1)
+
+
+def test_slower_side_by_side_means_a_later_end_and_fewer_fetches() -> None:
+    alone, together = (
+        Layer([], [200] * 6, Costs(rates=rates), kept_on_host=False) for rates in ((1.0, 1.0), (0.5, 0.6))
+    )
+    assert together.end_of((), (0, 1)) > 1.2 * alone.end_of((), (0, 1))
+    assert together.end_of((), ()) == alone.end_of((), ()), "nothing runs beside the host"
+    assert decide(together).seconds > decide(alone).seconds
+
+
+# -- latencies -----------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_rows_and_contention_are_those_of_the_machines_cost_model() -> None:
+    latencies = ExpertLatencies(Plan(load_machine("t4"), MIXTRAL, split_batch([2], 2, 1)))
+    assert latencies.to_host(100) == pytest.approx(10e-6 + 100 * 4096 * 2 / 12e9)
+    assert latencies.from_host(100) == pytest.approx(latencies.to_host(100))
+    host, link = latencies.side_by_side(1)
+    assert host == link == pytest.approx(1 / (1 + 12 / 100), rel=0.01), "both want more than the memory gives"
+    assert latencies.side_by_side(4096) == (1.0, 1.0), "the host computes, and leaves its memory to the link"
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_profiles_of_the_papers_machines_have_its_measured_ratio(name: str) -> None:
+    latencies = ExpertLatencies(Plan(load_machine(name), MIXTRAL, split_batch([2], 2, 1)))
+    for n in (1, 16, 256, 1024):
+        assert 2 <= latencies.transfer / latencies.at_accelerator(n) <= 5.01
+    assert latencies.to_host(1) < 0.01 * latencies.at_host(1)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+class SameForAll:
+    """A routing in which every layer's experts get these tokens."""
+
+    def __init__(self, tokens: dict[int, int]) -> None:
+        self.tokens = tokens
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        return self.tokens
+
+
+def first_layer(policy: str, routing: Routing, machine: str = "rtx6000") -> list[Task]:
+    """What an expert of layer 0 takes part in, in one decode step."""
+    ended = Ended()
+    made = make_policy(policy, {"experts": TABLE_1[machine]})
+    plan = plan_run(load_machine(machine), MIXTRAL, split_batch([4], 2, 1), made)
+    simulate(plan, made, routing=routing, observers=[ended])
+    return [task for task in ended.tasks if task.layer == 0 and task.step == 1]
+
+
+class Ended:
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        self.tasks.append(task)
+
+
+def test_a_layer_ends_when_it_was_estimated_to() -> None:
+    routing = SameForAll({0: 300, 1: 200, 2: 150, 3: 120, 4: 110, 5: 90, 6: 60, 7: 20})
+    tasks = first_layer("twiddler_makespan", routing)
+    begin = next(task.end for task in tasks if task.verb == "route")
+    end = next(task.start for task in tasks if task.verb == "combine")
+    kept = {0, 1}  # 56 of 256 experts, spread evenly over the layers
+    assert {task.expert for task in tasks if task.verb == "fetch"}.isdisjoint(kept)
+    plan = Plan(load_machine("rtx6000"), MIXTRAL, split_batch([4], 2, 1))
+    layer = Layer([200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), kept_on_host=True)
+    assert (end - begin) / 1e9 == pytest.approx(decide(layer).seconds, rel=0.01)
+
+
+def test_an_idle_cpu_takes_over_an_expert_that_stays() -> None:
+    tasks = first_layer("twiddler_makespan", SameForAll({0: 1, 1: 1}))
+    assert {isinstance(task, HostKernel) for task in tasks if task.verb == "run_expert"} == {True, False}
+
+
+@pytest.mark.parametrize("machine", TABLE_1)
+def test_a_layer_never_ends_later_than_with_algorithm_1(machine: str) -> None:
+    for each in (1, 8, 60, 128, 300, 1024):
+        routing = SameForAll(dict.fromkeys(range(8), each))
+        ours, theirs = (
+            max(task.end for task in first_layer(policy, routing, machine) if task.verb == "combine")
+            - min(task.end for task in first_layer(policy, routing, machine) if task.verb == "route")
+            for policy in ("twiddler_makespan", "twiddler")
+        )
+        assert ours <= 1.01 * theirs
+
+
+def test_a_choice_on_a_machine_whose_host_has_no_copies_leaves_kept_experts_where_they_are() -> None:
+    policy: Any = make_policy("twiddler_makespan", {"experts": 6})
+    plan = Case(name="unified", machine=load_machine("cpu-nvme"), weights=1.5).plan(policy)
+    ended = run_on_symbols(policy, plan)
+    assert ended.tokens == ended.expected
+    assert not plan.kept_experts_on_host
+    assert not any(isinstance(task, HostKernel) for task in ended.tasks if task.verb == "run_expert")
+
+
+def test_a_layer_without_choices_is_left_alone() -> None:
+    assert decide(Layer([3], [], Costs(), kept_on_host=False)) == Choice((), (), 5.0)
