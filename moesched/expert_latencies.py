@@ -11,6 +11,8 @@ from moesched.plan import Plan
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
+MANY_ROWS = 1024
+
 
 class ExpertLatencies:
     """Seconds of one expert of a plan's model on the plan's machine, each alone.
@@ -37,9 +39,9 @@ class ExpertLatencies:
             self._fetch = self._moved(source, destination, nbytes, len(pages))
             self.transfer = self._fetch.seconds
         self._row = plan.operations.hidden_bytes
-        self._ends = destination, plan.memory("host").name
-        self._to_host: dict[int, float] = {}
-        self._from_host: dict[int, float] = {}
+        host = plan.memory("host").name
+        self._to_host = self._line(destination, host)
+        self._from_host = self._line(host, destination)
         self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def at_host(self, tokens: int) -> float:
@@ -52,29 +54,24 @@ class ExpertLatencies:
 
     def to_host(self, tokens: int) -> float:
         """Of copying the hidden states of so many tokens from the accelerator to the host."""
-        seconds = self._to_host.get(tokens)
-        if seconds is None:
-            there, here = self._ends
-            seconds = self._to_host[tokens] = self._moved(there, here, tokens * self._row).seconds
-        return seconds
+        alone, each = self._to_host
+        return alone + each * tokens
 
     def from_host(self, rows: int) -> float:
         """Of copying so many rows of outputs from the host to the accelerator."""
-        seconds = self._from_host.get(rows)
-        if seconds is None:
-            there, here = self._ends
-            seconds = self._from_host[rows] = self._moved(here, there, rows * self._row).seconds
-        return seconds
+        alone, each = self._from_host
+        return alone + each * rows
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """The speed of an expert of so many tokens on the host, and of a transfer, while both go on; 1 is alone."""
-        rates = self._side_by_side.get(tokens)
+        """How fast an expert of about so many tokens on the host, and a transfer, go on side by side; 1 is alone."""
+        about = 1 << (tokens - 1).bit_length()
+        rates = self._side_by_side.get(about)
         if rates is None:
             rates = 1.0, 1.0
             if self._fetch is not None:
-                host, link = fair_rates([self._computed(self._roles.host, tokens), self._fetch])
+                host, link = fair_rates([self._computed(self._roles.host, about), self._fetch])
                 rates = host, link
-            self._side_by_side[tokens] = rates
+            self._side_by_side[about] = rates
         return rates
 
     def _known(self, known: dict[int, float], processor: str, tokens: int) -> float:
@@ -86,6 +83,14 @@ class ExpertLatencies:
     def _computed(self, processor: str, tokens: int) -> Demand:
         flops, nbytes, parts = self._amount(tokens)
         return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts))
+
+    def _line(self, source: str, destination: str) -> tuple[float, float]:
+        """Seconds of a copy of rows by themselves, and of each row: decisions ask for many numbers of rows."""
+        if source == destination:
+            return 0.0, 0.0
+        one, many = (self._moved(source, destination, rows * self._row).seconds for rows in (1, MANY_ROWS))
+        each = max(0.0, many - one) / (MANY_ROWS - 1)
+        return one - each, each
 
     def _moved(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> Demand:
         link = f"{source}->{destination}"

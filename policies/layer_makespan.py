@@ -134,11 +134,10 @@ class Layer:
 def decide(layer: Layer) -> Choice:
     """The choice with which the layer ends first: within 1 % of the best for few experts, near it for many."""
     thresholds = _Thresholds(layer)
-    balanced = thresholds.balanced()
     if len(layer.kept) + len(layer.missing) > FEW:
-        return balanced
-    best, least = thresholds.best(balanced)
-    return best if best.seconds <= NEAR * least else _Search(layer, best).best()
+        return thresholds.balanced()
+    best = thresholds.best()
+    return best if thresholds.none_beats(best) else _Search(layer, best).best()
 
 
 class _Thresholds:
@@ -162,28 +161,37 @@ class _Thresholds:
             sent = bisect_left(range(self._layer.movable), True, key=self._host_is_last)
         return min((self._balanced(away) for away in {max(0, sent - 1), sent}), key=_seconds)
 
-    def best(self, known: Choice) -> tuple[Choice, float]:
-        """The best of them, and what no choice at all can beat; what hardly beats the known one is not looked at."""
-        layer, best = self._layer, known
-        least = enough = known.seconds / NEAR
+    def best(self) -> Choice:
+        """The best of them, but for 1 %; what hardly beats it is not looked at."""
+        transfer, left, gathered = self._layer.transfer, self._left, self._gathered
+        looks = []
+        for away in range(self._layer.movable + 1):
+            sent, here = self._away[away], self._here[away]
+            for fetched, waiting in enumerate(left):
+                least = max(sent + waiting, here + gathered[fetched], fetched * transfer)
+                looks.append((least, away, fetched))
+        looks.sort()
+        best = self._choice(*looks[0][1:])
+        for least, away, fetched in looks[1:]:
+            if least * NEAR >= best.seconds:
+                break
+            best = min(best, self._choice(away, fetched), key=_seconds)
+        return best
+
+    def none_beats(self, best: Choice) -> bool:
+        """Whether no choice at all, by thresholds or not, beats it by more than 1 %."""
+        layer, enough = self._layer, best.seconds / NEAR
+        if len({*layer.missing_here}) <= 1 and len({*layer.kept_here}) <= 1:
+            return True  # whoever is fetched or sent away, the accelerator has as much to do
         for away in range(layer.movable + 1):
             here = self._here[0] - self._here[len(layer.kept) - away]
-            for fetched in range(len(self._left)):
-                moving = fetched * layer.transfer
-                host = self._away[away] + self._left[fetched]
-                if moving >= enough:
-                    break
-                if host >= enough or here >= enough:
-                    continue
-                shortest = self._fetched[len(self._fetched) - fetched :]
-                bound = layer.end(host, here, shortest, 0)
-                if bound >= enough:
-                    continue
-                least = min(least, bound)
-                found = self._choice(away, fetched)
-                if found.seconds < best.seconds:
-                    best, enough = found, found.seconds / NEAR
-        return best, least
+            for fetched, waiting in enumerate(self._left):
+                host = self._away[away] + waiting
+                if host < enough and here < enough and fetched * layer.transfer < enough:
+                    shortest = self._fetched[len(self._fetched) - fetched :]
+                    if layer.end(host, here, shortest, 0) < enough:
+                        return False
+        return True
 
     def _host_is_last(self, away: int) -> bool:
         """Whether the host has more to do than the accelerator with what stays there, so many being sent away."""

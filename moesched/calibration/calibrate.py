@@ -37,7 +37,13 @@ from moesched.calibration.task_times import TaskTimes, point, rounded
 from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Machine
-from moesched.machines.local import available_memory, calibrated_file, unified_machine, usable_cores
+from moesched.machines.local import (
+    available_memory,
+    calibrated_file,
+    this_processor,
+    unified_machine,
+    usable_cores,
+)
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.random_model import write_random_model
@@ -343,11 +349,13 @@ class _Calibration:
             flops={dtype: _best_flops(operations, dtype) for dtype in DTYPES},
             memory_bandwidth=_best_bandwidth(operations, "stream"),
             disk_bandwidth=_best_bandwidth(operations, DISK),
-            description=f"calibrated: {_processor()}, {usable_cores()} cores, torch {version('torch')}; "
+            description=f"calibrated: {this_processor()}, torch {version('torch')}; "
             f"others kept up to {self.most_of_others:.1f} cores busy",
         )
         table = operations + self.tasks.points()
-        return msgspec.structs.replace(machine, cost_table=table, contention=contention)
+        return msgspec.structs.replace(
+            machine, measured_on=this_processor(), cost_table=table, contention=contention
+        )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
         """What pages take from the disk: reads by themselves, and as much longer as tasks took than such reads."""
@@ -418,14 +426,3 @@ def _best_flops(table: Sequence[CostPoint], dtype: str) -> float:
         if point.operation in ("product", "kept product") and point.dtype == dtype
     ]
     return rounded(max(rates))
-
-
-def _processor() -> str:
-    """What the processor calls itself."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

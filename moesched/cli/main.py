@@ -12,6 +12,7 @@ from moesched.cli import (
     calibrating,
     comparing,
     drawing,
+    latencies,
     listing,
     models,
     planning,
@@ -58,6 +59,7 @@ def make_app() -> App:
         comparing,
         calibrating,
         drawing,
+        latencies,
         reproducing,
         profiling,
     ):

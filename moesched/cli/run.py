@@ -131,6 +131,10 @@ def run(
             "--device emulated imitates any that has an accelerator.",
         ),
     ] = "auto",
+    foreign_machine: Annotated[
+        bool,
+        Parameter(negative="", help="Use a machine file whose costs were measured on another processor."),
+    ] = False,
     trace: options.Trace = None,
     report: options.ReportFile = None,
     json: options.Json = False,
@@ -170,6 +174,7 @@ def run(
                 device=device,
                 device_settings=parse_settings(device_settings, "--device-set"),
                 machine=machine,
+                foreign_machine=foreign_machine,
                 budgets=options.parse_budgets(budget),
                 tensor_parallel=tensor_parallel,
                 trace=trace,

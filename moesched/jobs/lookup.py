@@ -10,7 +10,7 @@ from moesched import plugins
 from moesched.errors import BadInput
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
 from moesched.machines import Machine, load_machine
-from moesched.machines.local import local_machine
+from moesched.machines.local import local_machine, require_measured_here
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -34,8 +34,11 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
     raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")
 
 
-def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
+def find_machine(machine: Machine | str, device: str | None = None, *, foreign: bool = False) -> Machine:
     """A machine by its name or file; "auto" is this one, with what the device adds to it.
+
+    Args:
+        foreign: also one whose costs were measured on another processor than the device's.
 
     Raises:
         BadInput: there is none of that name, or the device is not of that machine.
@@ -44,11 +47,15 @@ def find_machine(machine: Machine | str, device: str | None = None) -> Machine:
     if machine == "auto":
         add = getattr(kind, "machine", None)
         here = local_machine()
+        if not foreign:
+            require_measured_here(here)
         return here if add is None else add(here)
     found = machine if isinstance(machine, Machine) else load_machine(machine)
     check = getattr(kind, "check_machine", None)
     if check is not None:
         check(found)
+    if device and not foreign:
+        require_measured_here(found)
     return found
 
 

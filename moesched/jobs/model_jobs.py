@@ -56,6 +56,7 @@ def run_model(
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: Machine | str = "auto",
+    foreign_machine: bool = False,
     budgets: Mapping[str, int | str] | None = None,
     tensor_parallel: int | None = None,
     trace: Path | str | None = None,
@@ -73,6 +74,7 @@ def run_model(
         dtype: "float32" or "bfloat16"; by default the model's own.
         batch_size, micro_batch_size: by default the planner's, of no more requests than there are prompts.
         machine: "auto" for this one, a profile's name, a TOML file, or a Machine.
+        foreign_machine: use its costs even if they were measured on another processor than this one.
         budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacities.
             Those of memories that accelerators share are for all of them.
         tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
@@ -95,7 +97,8 @@ def run_model(
         raise BadInput("no prompts were given: give at least one")
     beams = 1 if sampling is None else sampling.beams
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, device, tensor_parallel, beams)
+    machine = find_machine(machine, device, foreign=foreign_machine)
+    job = _Job(policy, settings, config, dtype, machine, budgets, tensor_parallel, beams)
     lengths = list(map(len, encoded))
     reports = Reports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
@@ -175,7 +178,7 @@ def simulate_model(
     lengths = [workload.longest] * count if padded else workload.lengths(count, seed)
     _require_context(lengths, new_tokens, config)
     _require_continuations(beams, config)
-    job = _Job(policy, settings, config, dtype, machine, budgets, None, tensor_parallel, beams)
+    job = _Job(policy, settings, config, dtype, find_machine(machine), budgets, tensor_parallel, beams)
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
     reports = Reports()
@@ -193,9 +196,8 @@ class _Job:
         settings: Mapping[str, Any] | None,
         config: ModelConfig,
         dtype: str | None,
-        machine: Machine | str,
+        machine: Machine,
         budgets: Mapping[str, int | str] | None,
-        device: str | None = None,
         tensor_parallel: int | None = None,
         beams: int = 1,
     ) -> None:
@@ -203,9 +205,7 @@ class _Job:
         self.beams = beams
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
-        cut, self.machine, self.budgets = cut_over_ranks(
-            config, find_machine(machine, device), budgets, tensor_parallel, cls
-        )
+        cut, self.machine, self.budgets = cut_over_ranks(config, machine, budgets, tensor_parallel, cls)
         self.splits_kv = splits_kv(cls, self.machine)
         self.layout = weight_layout(cut, dtype)
 

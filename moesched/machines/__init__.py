@@ -149,7 +149,10 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost."""
+    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost.
+
+    `measured_on` says on what processor that was measured; empty where it was not.
+    """
 
     name: str
     processors: dict[str, Processor]
@@ -157,6 +160,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     links: list[Link]
     roles: Roles
     description: str = ""
+    measured_on: str = ""
     accelerator_group: AcceleratorGroup = AcceleratorGroup()
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []

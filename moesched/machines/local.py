@@ -7,6 +7,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
@@ -65,6 +66,34 @@ def unified_machine(
         links=[Link(source="disk", destination="host", bandwidth=disk_bandwidth)],
         roles=Roles(accelerator="cpu", host="cpu", weights="disk"),
     )
+
+
+def require_measured_here(machine: Machine) -> None:
+    """Whether a machine's costs, if they were measured, were measured on a processor like this one.
+
+    Raises:
+        BadInput: they were measured on another one.
+    """
+    if machine.measured_on and machine.measured_on != this_processor():
+        raise BadInput(
+            f"machine {machine.name} was measured on {machine.measured_on}, and this is {this_processor()}: "
+            "run `moesched calibrate`, or give --foreign-machine to use its costs all the same"
+        )
+
+
+def this_processor() -> str:
+    """What the processor calls itself, and how many of its cores may be used."""
+    return f"{_processor()}, {usable_cores()} cores"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

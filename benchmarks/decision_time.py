@@ -1,0 +1,185 @@
+"""What policies take to decide a layer: their own time from the router's answer on, all submissions left out.
+
+    python benchmarks/decision_time.py [--policies NAME ...]
+
+A policy plans Mixtral 8x7B, or a model with 128 small experts, on Twiddler's first machine, and then schedules decode
+steps with a step whose verbs do nothing; the router's answers are drawn before. What a step takes of the processor's
+time, by the number of its layers, is the decision, and the loop around it. Answers are new in every step, so that
+little that was decided before helps; `one token` is batch 1, with little to decide. The medians of many steps count.
+Results go to benchmarks/results/decision_time-<machine>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import msgspec
+from _results import named_for_machine, write_result
+
+from moesched.errors import MoeschedError
+from moesched.machines import load_machine
+from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.runs import plan_run
+from moesched.step import Step
+
+MACHINE = load_machine("rtx6000")
+MANY = msgspec.structs.replace(
+    SHAPES["mixtral-8x7b"], name="128 experts", layers=48, hidden=2048, intermediate=768, experts=128, top_k=8
+)
+CASES = (("8 experts", SHAPES["mixtral-8x7b"]), ("128 experts", MANY))
+BATCHES = {"one token": 1, "12 beams": 12, "a prompt of 512": 512}
+BARS = {"8 experts": 50e-6, "128 experts": 300e-6}
+KEPT = 0.22
+"""The share of the experts that stays: 56 of 256 in the paper."""
+STEPS = 12
+
+
+class Answer:
+    """A router's answer that is there at once."""
+
+    def __init__(self, tokens: Mapping[int, int]) -> None:
+        self.tokens = tokens
+
+    def __await__(self) -> Iterator[Any]:
+        return self.tokens
+        yield
+
+
+class IdleStep:
+    """A decode step whose verbs do nothing; every layer's routing is known."""
+
+    kind, index, last = "decode", 1, False
+
+    def __init__(self, layout: WeightLayout, answers: Sequence[Mapping[int, int]]) -> None:
+        self.layers = range(layout.config.layers)
+        self.micro_batches = range(1)
+        self._layout = layout
+        self._answers = list(map(Answer, answers))
+        for verb in vars(Step).keys() - vars(IdleStep).keys():
+            setattr(self, verb, _nothing)
+
+    def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
+        return self._layout.expert(layer, expert)
+
+    def dense_pages(self, layer: int) -> tuple[Page, ...]:
+        return self._layout.dense(layer)
+
+    def pages(self, layer: int) -> tuple[Page, ...]:
+        return self._layout.layer(layer)
+
+    def kv_on_accelerator(self, micro_batch: int) -> bool:
+        return True
+
+    def route(self, layer: int, micro_batch: int) -> Answer:
+        return self._answers[layer]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def answers(layout: WeightLayout, tokens: int, seed: int) -> list[dict[int, int]]:
+    """How many of the tokens every expert of every layer gets; some are more popular than others."""
+    config, drawn = layout.config, random.Random(seed)
+    found = []
+    for _ in range(config.layers):
+        weights = [0.5 + drawn.random() for _ in range(config.experts)]
+        counts: dict[int, int] = {}
+        for _ in range(tokens):
+            for expert in {*drawn.choices(range(config.experts), weights, k=config.top_k)}:
+                counts[expert] = counts.get(expert, 0) + 1
+        found.append(dict(sorted(counts.items())))
+    return found
+
+
+def seconds_a_layer(policy: Any, layout: WeightLayout, tokens: int) -> list[float]:
+    """Of each of several steps: the policy's time over the number of its layers."""
+    times = []
+    for seed in range(STEPS):
+        step = IdleStep(layout, answers(layout, tokens, seed))
+        schedule = policy.decode(step)
+        start = thread_time()
+        try:
+            schedule.send(None)
+        except StopIteration:
+            times.append((thread_time() - start) / layout.config.layers)
+        else:
+            raise ValueError("it awaits something else than the router")
+    return times
+
+
+def measure(name: str) -> dict[str, Any]:
+    """A policy's times in every case, or why there are none."""
+    found: dict[str, Any] = {}
+    for case, shape in CASES:
+        layout = weight_layout(shape, "bfloat16")
+        settings = (
+            {"experts": int(KEPT * shape.layers * shape.experts)} if name.startswith("twiddler") else {}
+        )
+        policy = make_policy(name, settings)
+        plan_run(MACHINE, layout, split_batch([600], 600, 1), policy)
+        for batch, tokens in BATCHES.items():
+            times = sorted(seconds_a_layer(policy, layout, tokens))
+            found[f"{case}, {batch}"] = {
+                "median_us": round(1e6 * median(times), 1),
+                "slowest_tenth_us": round(1e6 * times[int(0.9 * len(times))], 1),
+                "bar_us": 1e6 * BARS[case],
+            }
+    return found
+
+
+def deciding() -> list[str]:
+    """The policies whose schedule asks for the routing, by their entry points."""
+    names = []
+    for point in sorted(entry_points(group="moesched.policies"), key=lambda point: point.name):
+        decode = point.load().decode
+        if "route" in _names(decode.__globals__, decode):
+            names.append(point.name)
+    return names
+
+
+def _names(module: Mapping[str, Any], function: Any) -> set[str]:
+    """What the methods of a function's module name."""
+    code = [value.__dict__.values() for value in module.values() if isinstance(value, type)]
+    functions = [each for values in code for each in values if hasattr(each, "__code__")]
+    return {name for each in functions for name in each.__code__.co_names}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=None, metavar="NAME")
+    options = parser.parse_args(arguments)
+    found: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in options.policies or deciding():
+        try:
+            found[name] = measure(name)
+        except (MoeschedError, AttributeError, TypeError, ValueError) as error:
+            left_out[name] = f"{type(error).__name__}: {error}"
+            continue
+        for case, times in found[name].items():
+            bar = f"bar {times['bar_us']:.0f}"
+            print(
+                f"{name:<20} {case:<28} {times['median_us']:7.1f} µs {times['slowest_tenth_us']:7.1f} µs  {bar}"
+            )
+    for name, reason in left_out.items():
+        print(f"{name} is left out: {reason}")
+    result = {"command": "python benchmarks/decision_time.py", "policies": found, "left_out": left_out}
+    print(write_result(named_for_machine("decision_time"), result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

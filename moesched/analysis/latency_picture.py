@@ -1,0 +1,50 @@
+"""Draws what an expert takes here and there: Twiddler's Fig. 7."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesched.analysis.latency_table import LatencyReport
+from moesched.pictures import drawing, require_picture, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "weight copy": "#c0392b",
+    "activation copy": "#e08a00",
+    "accelerator": "#1f5fa8",
+    "host": "#2e8b57",
+}
+
+
+def draw_latencies(report: LatencyReport, path: Path | str) -> None:
+    """Draw a bar for each workload, on a log scale, into a .png or .svg file.
+
+    Raises:
+        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    require_picture(path)
+    with drawing():
+        write_picture(_draw(report), path)
+
+
+def _draw(report: LatencyReport) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots()
+    names = [each.name for each in report.rows]
+    axes.bar(
+        range(len(names)),
+        [1e3 * each.seconds for each in report.rows],
+        color=[COLOURS[r.what] for r in report.rows],
+    )
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+    axes.set_ylabel("milliseconds")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_title(f"One expert of {report.model} ({report.dtype}) on {report.machine}, {report.source}")
+    return figure

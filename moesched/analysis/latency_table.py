@@ -1,0 +1,97 @@
+"""The microbenchmarks of Twiddler (Appendix A) as a machine's cost model has them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.expert_latencies import ExpertLatencies
+from moesched.jobs.lookup import find_machine, find_shape
+from moesched.machines import Machine
+from moesched.models.layout import weight_layout
+from moesched.plan import Plan, split_batch
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MOST_TOKENS = 1 << 20
+ENOUGH = 1 << 60
+"""Bytes of memory: an expert takes as long where the others find no room."""
+
+What = Literal["weight copy", "activation copy", "accelerator", "host"]
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """One of the workloads: a copy, or an expert of so many tokens (0 for copies of weights)."""
+
+    name: str
+    what: What
+    tokens: int
+    seconds: float
+
+
+class LatencyReport(msgspec.Struct, frozen=True):
+    """What an expert takes.
+
+    Attributes:
+        source: where the figures come from.
+        cheaper_moved: the fewest tokens for which moving an expert and computing it on the accelerator is faster than
+            computing it on the host (Algorithm 1); None where it never is.
+    """
+
+    model: str
+    dtype: str
+    machine: str
+    accelerator: str
+    source: str
+    rows: list[Latency]
+    cheaper_moved: int | None
+
+
+def latencies_of(
+    model: Path | str, machine: Machine | str, *, dtype: str | None = None, tokens: Sequence[int] = ()
+) -> LatencyReport:
+    """What copying an expert's weights and inputs takes, and computing it on either processor.
+
+    tokens: of the expert; by default powers of two from 1 to 1024.
+
+    Raises:
+        BadInput: there is no such model or machine, a number of tokens is none, or the machine was measured in
+            another dtype.
+    """
+    for count in tokens:
+        if not 1 <= count <= MOST_TOKENS:
+            raise BadInput(f"--tokens is {count}: give a number from 1 to {MOST_TOKENS}")
+    described = find_machine(machine)
+    layout = weight_layout(find_shape(model), dtype)
+    enough = dict.fromkeys(described.memories, ENOUGH)
+    plan = Plan(described, layout, split_batch([1], 1, 1), enough)
+    latencies = ExpertLatencies(plan)
+    accelerator, host = described.roles.accelerator, described.roles.host
+    rows = [Latency("weight copy", "weight copy", 0, latencies.transfer)] if latencies.transfer else []
+    if not described.unified:
+        rows.append(Latency("activation copy", "activation copy", 1, latencies.to_host(1)))
+    for count in tokens or TOKENS:
+        seconds = latencies.at_accelerator(count)
+        rows.append(Latency(f"{accelerator} {count}", "accelerator", count, seconds))
+    for count in () if described.unified else tokens or TOKENS:
+        rows.append(Latency(f"{host} {count}", "host", count, latencies.at_host(count)))
+    return LatencyReport(
+        model=layout.config.name,
+        dtype=layout.dtype,
+        machine=described.name,
+        accelerator=accelerator,
+        source="as it was measured" if described.cost_table else "as its profile states",
+        rows=rows,
+        cheaper_moved=None if described.unified else _cheaper_moved(latencies),
+    )
+
+
+def _cheaper_moved(latencies: ExpertLatencies) -> int | None:
+    def moved(tokens: int) -> bool:
+        return latencies.at_host(tokens) > latencies.at_accelerator(tokens) + latencies.transfer
+
+    return bisect_left(range(1, MOST_TOKENS), True, key=moved) + 1 if moved(MOST_TOKENS) else None
