@@ -43,6 +43,11 @@ def parts(section: Row) -> Iterator[str]:
         yield policies(rows)
     else:
         yield markdown([each.replace("_", " ") for each in rows[0]], [list(row.values()) for row in rows])
+    yield from claims_and_notes(section)
+
+
+def claims_and_notes(section: Row) -> Iterator[str]:
+    """What the paper states beside ours, and what is to be known of a section."""
     if section["claims"]:
         yield ""
         yield markdown(

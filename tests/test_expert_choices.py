@@ -189,6 +189,17 @@ def test_a_later_batch_has_requests_of_its_own() -> None:
     assert first.choose(0, 0, 0, 50) != second.choose(0, 0, 0, 50)
 
 
+def test_each_beam_takes_experts_of_its_own() -> None:
+    choices = GeneratedChoices(Uniform(), MIXTRAL)
+    batch = msgspec.structs.replace(split_batch([5, 3], 4, 2), beams=3)
+    routing = BatchRouting(choices, batch)
+    assert sum(routing.choose(0, 0, 0, 8).values()) == 8 * MIXTRAL.top_k
+    drawn = choices.of_tokens(1, np.arange(6), np.array([6, 6, 6, 4, 4, 4]))
+    counts = np.bincount(drawn.ravel(), minlength=MIXTRAL.experts)
+    assert routing.choose(2, 1, 0, 6) == {expert: n for expert, n in enumerate(counts) if n}
+    assert len({tuple(row) for row in drawn[:3]}) > 1
+
+
 def test_experts_are_counted_in_ascending_order_and_only_those_chosen() -> None:
     counts = BatchRouting(GeneratedChoices(Uniform(), MIXTRAL), split_batch([1], 2, 1)).choose(0, 0, 0, 1)
     assert list(counts) == sorted(counts)

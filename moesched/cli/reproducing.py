@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,17 +12,20 @@ from moesched.cli import options
 
 if TYPE_CHECKING:
     from moesched.reproduce import Accuracy, Reproduction, Section
+    from moesched.reproduce.report import Value
 
 HELP = options.paragraphs(
     "Put the figures of a paper beside what our schedules come to on the virtual clock, cell by cell.",
     "Papers: moe-lightning. Three rates that it does not give are fitted to three cells of its Table 4; all else is "
-    "predicted. With --out each section is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
+    "predicted. And twiddler: its two environments, its three scenarios, and the policies of its rivals. "
+    "With --out each section is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
 )
 
 EPILOGUE = """Examples:
 
   moesched reproduce moe-lightning --only table-5
-  moesched reproduce moe-lightning --out pictures --report reproduced.json"""
+  moesched reproduce moe-lightning --out pictures --report reproduced.json
+  moesched reproduce twiddler --only beams"""
 
 
 def add_to(app: App) -> None:
@@ -31,7 +34,7 @@ def add_to(app: App) -> None:
 
 
 def reproduce(
-    paper: Annotated[str, Parameter(metavar="PAPER", help="Which one: moe-lightning.")],
+    paper: Annotated[str, Parameter(metavar="PAPER", help="Which one: moe-lightning or twiddler.")],
     /,
     *,
     only: Annotated[
@@ -41,8 +44,9 @@ def reproduce(
             negative="",
             consume_multiple=True,
             show_default=False,
-            help="Of table-4, table-5, speedups, cpu-attention, cpu-memory, policy-map and scaling, those that are "
-            "wanted. By default all.",
+            help="Those sections that are wanted; by default all. Of moe-lightning: table-4, table-5, speedups, "
+            "cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, prefill, beams, "
+            "goals, measured, variants.",
         ),
     ] = (),
     out: Annotated[
@@ -81,17 +85,13 @@ def print_reproduction(report: Reproduction) -> None:
     from moesched.cli.output import print_table
 
     print(f"\n{report.title}: the paper measured, ours is predicted\n")
-    rows = [
-        [str(row["of"]), f"{row['share']:.1%}", f"{row['gb_per_second']} GB/s", str(row["set_by"])]
-        for row in report.calibration
-    ]
-    print_table(["fitted", "share", "comes to", "to meet"], rows)
+    print_table(_columns(report.calibration), list(_rows(report.calibration)))
     for section in report.sections:
         print(f"\n{section.title}\n")
         if section.name.startswith("table"):
             print_table(["workload", "", "system", "µ", "N/µ", *CELLS], list(_cells(section)), figures=8)
         else:
-            print_table([each.replace("_", " ") for each in section.rows[0]], list(_rows(section)))
+            print_table(_columns(section.rows), list(_rows(section.rows)))
         if section.claims:
             print()
             claims = [
@@ -129,8 +129,12 @@ def _cells(section: Section) -> Iterator[list[str]]:
         ]
 
 
-def _rows(section: Section) -> Iterator[list[str]]:
-    for row in section.rows:
+def _columns(rows: Sequence[Mapping[str, Value]]) -> list[str]:
+    return [each.replace("_", " ") for each in rows[0]]
+
+
+def _rows(rows: Sequence[Mapping[str, Value]]) -> Iterator[list[str]]:
+    for row in rows:
         yield [f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()]
 
 

@@ -17,12 +17,18 @@ from .report import Accuracy, Claim, Reproduction, Section
 from .scaling import scaling
 from .speedups import speedups
 from .tables import Cell, accuracy, cells_of, table_section
+from .twiddler import SECTIONS as TWIDDLER_SECTIONS
+from .twiddler import reproduce_twiddler
 
 __all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
 
-PAPERS = ("moe-lightning",)
 TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
-SECTIONS = (*TABLES, "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
+SECTIONS = {
+    "moe-lightning": (*TABLES, "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling"),
+    "twiddler": TWIDDLER_SECTIONS,
+}
+"""By paper."""
+PAPERS = tuple(SECTIONS)
 
 
 def reproduce(
@@ -32,7 +38,7 @@ def reproduce(
 
     Args:
         paper: one of `PAPERS`.
-        only: sections, of `SECTIONS`; by default all.
+        only: sections, of `SECTIONS` of the paper; by default all.
         on_progress: told what is predicted.
 
     Raises:
@@ -40,7 +46,11 @@ def reproduce(
     """
     _require(paper, PAPERS, "paper")
     for section in only:
-        _require(section, SECTIONS, "section")
+        _require(section, SECTIONS[paper], "section")
+    return (_moe_lightning if paper == "moe-lightning" else reproduce_twiddler)(only, on_progress)
+
+
+def _moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
     started = time.perf_counter()
     figures = moe_lightning()
     rates = calibrate(figures, on_progress)
@@ -58,10 +68,10 @@ def reproduce(
         "policy-map": lambda: policy_map(on_progress),
         "scaling": lambda: scaling(figures, rates, on_progress),
     }
-    sections = [make[name]() for name in SECTIONS if not only or name in only]
+    sections = [make[name]() for name in SECTIONS["moe-lightning"] if not only or name in only]
     shown = [cell for each in cells.values() for cell in each]
     return Reproduction(
-        paper=paper,
+        paper="moe-lightning",
         title=figures.title,
         calibration=calibration_rows(figures, rates),
         accuracy=accuracy(shown) if shown else None,

@@ -32,7 +32,7 @@ def require_folder(folder: Path) -> None:
 
 
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
-    """Draw each section as PAPER-SECTION.png and .svg; returns the files.
+    """Draw each section that is more than a table as PAPER-SECTION.png and .svg; returns the files.
 
     Raises:
         BadInput: `folder` is none, matplotlib is not installed, or a file cannot be written.
@@ -40,8 +40,11 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
     require_folder(folder)
     written = []
     for section in report.sections:
+        draw = DRAWINGS.get(section.name)
+        if draw is None:
+            continue
         with drawing():
-            figure = DRAWINGS[section.name](section)
+            figure = draw(section)
             for ending in FORMATS:
                 path = folder / f"{report.paper}-{section.name}{ending}"
                 write_picture(figure, path)
@@ -132,6 +135,60 @@ def _map(section: Section) -> Figure:
     return figure
 
 
+def _by_environment(x: str, y: str, axis: str, ticks: str | None = None) -> Callable[[Section], Figure]:
+    """Lines through the rows of each policy, an environment beside the other.
+
+    Args:
+        ticks: another key of which the label of an x tells the value.
+    """
+
+    def draw(section: Section) -> Figure:
+        environments = list(dict.fromkeys(row["environment"] for row in section.rows))
+        figure, all_axes = _figure(len(environments), section.title, each=5.2)
+        for axes, environment in zip(all_axes, environments, strict=True):
+            rows = [row for row in section.rows if row["environment"] == environment]
+            names = list(dict.fromkeys(_tick(row, x, ticks) for row in rows))
+            placed = [{**row, "place": names.index(_tick(row, x, ticks))} for row in rows]
+            _lines(axes, placed, lambda row: str(row["policy"]), "place", y)
+            axes.set_xticks(range(len(names)), names, fontsize=7, rotation=45 if ticks else 0)
+            axes.set_yscale("log")
+            axes.set_title(f"environment {environment}", fontsize=10)
+            axes.set_xlabel(axis)
+        all_axes[0].set_ylabel(y.replace("_", " "))
+        return figure
+
+    return draw
+
+
+def _tick(row: Row, x: str, ticks: str | None) -> str:
+    return str(row[x]) if ticks is None else f"{row[x]}, {row[ticks]}"
+
+
+def _expert_times(section: Section) -> Figure:
+    """What one expert takes by its tokens, and what copying it takes."""
+    environments = list(dict.fromkeys(row["environment"] for row in section.rows))
+    figure, all_axes = _figure(len(environments), section.title, each=5.2)
+    for axes, environment in zip(all_axes, environments, strict=True):
+        rows = [row for row in section.rows if row["environment"] == environment]
+        for number, what in enumerate(("cpu_ms", "gpu_ms", "weight_copy_ms", "activation_copy_ms")):
+            axes.plot(
+                [row["tokens"] for row in rows],
+                [row[what] for row in rows],
+                marker="o",
+                ms=3,
+                color=COLORS[number],
+                label=what.removesuffix("_ms").replace("_", " "),
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"environment {environment}", fontsize=10)
+        axes.set_xlabel("tokens of the expert")
+        axes.grid(linewidth=0.4, alpha=0.6)
+    all_axes[0].set_ylabel("ms")
+    all_axes[0].legend(fontsize=7)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Section], Figure]] = {
     "table-4": _tables,
     "table-5": _tables,
@@ -140,6 +197,10 @@ DRAWINGS: dict[str, Callable[[Section], Figure]] = {
     "cpu-attention": _attention,
     "cpu-memory": _memory,
     "policy-map": _map,
+    "microbenchmarks": _expert_times,
+    "generation": _by_environment("input", "tokens_per_second", "tokens in, out", "output"),
+    "prefill": _by_environment("input", "seconds", "tokens of the prompt"),
+    "beams": _by_environment("width", "tokens_per_second", "beams"),
 }
 
 

@@ -1,0 +1,221 @@
+"""One request under policies that decide where experts run, on this machine: emulated, and with weights on the disk.
+
+    python benchmarks/dispatch.py [--only emulated disk] [--policies twiddler ...] [--seconds 330]
+
+emulated    Environment 2 of Twiddler (the profile rtx6000-ada) with every capacity and rate divided by how many times
+            Mixtral 8x7B is larger than a small random model in float32 with as many layers: a second there is about
+            a second here. 125 of 256 experts stay on the emulated GPU under `twiddler`, the settings of the others are
+            the paper's. Time runs slower by one factor for all, --dilation. Beside each run stands its simulation.
+disk        A random mixtral-0.8b of fewer layers with half of its weights' bytes as memory, and the rest on the disk.
+
+A batch of one, a long prompt, and a beam search. Policies whose module is not there are left out, and so is what would
+begin after --seconds; the result says so. It is written to benchmarks/results/dispatch-<machine>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from _dispatch_cases import POLICIES, Scenario, compared
+from _results import named_for_machine, write_result
+
+from moesched import run_model, simulate_model
+from moesched.calibration.other_load import OtherLoad
+from moesched.errors import MoeschedError
+from moesched.machines import Machine, Tier, load_machine
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.workloads import given_lengths
+
+SMALLER = 32
+BIG = SHAPES["mixtral-8x7b"]
+SMALL = msgspec.structs.replace(
+    BIG,
+    name="mixtral-8x7b / 32",
+    hidden=BIG.hidden // SMALLER,
+    intermediate=BIG.intermediate // SMALLER,
+    heads=8,
+    kv_heads=1,
+    head_dim=16,
+    vocabulary=BIG.vocabulary // SMALLER,
+    dtype="float32",
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "twiddler": {"experts": 125},
+    "twiddler_makespan": {"experts": 125},
+    "lru_offload": {"offload_per_layer": 5},
+    "layer_split": {"gpu_layers": 15},
+}
+"""15 layers, not 16: dense weights of all layers are on the GPU here, and take the room of the last one."""
+EMULATED = (Scenario(32, 4), Scenario(512, 1), Scenario(32, 4, beams=4))
+DISK_SHAPE, DISK_LAYERS, DISK_MEMORY = "mixtral-0.8b", 4, 0.5
+DISK = (Scenario(32, 17), Scenario(256, 1), Scenario(32, 9, beams=4))
+DISK_POLICIES = ("twiddler", "lru_offload", "layer_streaming")
+"""With one memory there is no other processor to run an expert on, so that `layer_split` has nothing to split."""
+
+
+class Bench:
+    """The result, and how much time is left."""
+
+    def __init__(self, arguments: Sequence[str], seconds: float, dilation: float) -> None:
+        self.dilation = dilation
+        self._until = time.monotonic() + seconds
+        self._result: dict[str, Any] = {
+            "command": " ".join(["python benchmarks/dispatch.py", *arguments]),
+            "compared": [],
+            "cases": [],
+            "left_out": {},
+        }
+
+    def measure(
+        self, where: str, model: Path, config: ModelConfig, policy: str, scenario: Scenario, **how: Any
+    ) -> None:
+        """One policy in one scenario."""
+        case = f"{where}, {scenario.name}, {policy}"
+        if time.monotonic() > self._until:
+            self._result["left_out"][case] = "no time was left"
+            return
+        load = OtherLoad()
+        try:
+            report = run_model(
+                model,
+                [scenario.ids(config.vocabulary)],
+                policy=POLICIES[policy],
+                max_new_tokens=scenario.new_tokens,
+                sampling=scenario.sampling,
+                batch_size=1,
+                micro_batch_size=1,
+                **how,
+            )
+        except MoeschedError as error:
+            self._result["left_out"][case] = str(error)
+            return
+        self._result["cases"].append(
+            {
+                "where": where,
+                "scenario": scenario.name,
+                "policy": policy,
+                **scenario.seconds(report),
+                "total_seconds": sum(report.step_seconds),
+                "cores_of_others": round(load.cores(), 2),
+                "emulation": report.emulation and msgspec.to_builtins(report.emulation),
+                "predicted": self._predicted(model, policy, scenario, how) if where == "emulated" else None,
+                "tokens": report.tokens,
+            }
+        )
+        self.write()
+
+    def write(self) -> None:
+        """Write what there is."""
+        self._result["compared"] = compared(self._result["cases"])
+        print(write_result(named_for_machine("dispatch"), self._result, "torch"), flush=True)
+
+    def _predicted(
+        self, model: Path, policy: str, scenario: Scenario, how: dict[str, Any]
+    ) -> dict[str, float]:
+        """The same by simulation, with experts drawn evenly; a random model's repeat themselves, which caches like."""
+        report = simulate_model(
+            model,
+            machine=how["machine"],
+            policy=POLICIES[policy],
+            settings=how["settings"],
+            workload=given_lengths([scenario.prompt], scenario.new_tokens),
+            beams=scenario.beams,
+            batch_size=1,
+            micro_batch_size=1,
+        )
+        return scenario.seconds(report)
+
+
+def emulated(bench: Bench, policies: Sequence[str], folder: Path) -> None:
+    """Environment 2, smaller by one factor."""
+    model = write_random_model(SMALL, folder / "emulated", dtype="float32")
+    machine = smaller(
+        load_machine("rtx6000-ada"), _bytes(weight_layout(BIG, "bfloat16")), _bytes(weight_layout(SMALL))
+    )
+    for scenario in EMULATED:
+        for policy in policies:
+            bench.measure(
+                "emulated",
+                model,
+                SMALL,
+                policy,
+                scenario,
+                settings=SETTINGS.get(policy, {}),
+                device="emulated",
+                device_settings={"dilation": bench.dilation},
+                machine=machine,
+            )
+
+
+def disk(bench: Bench, policies: Sequence[str], folder: Path) -> None:
+    """Less memory than weights."""
+    config = msgspec.structs.replace(SHAPES[DISK_SHAPE], layers=DISK_LAYERS)
+    model = write_random_model(DISK_SHAPE, folder / "disk", layers=DISK_LAYERS)
+    layout = weight_layout(config)
+    budget = int(layout.globals_bytes + DISK_MEMORY * _bytes(layout)) + (200 << 20)
+    for scenario in DISK:
+        for policy in policies:
+            if policy in DISK_POLICIES:
+                bench.measure("disk", model, config, policy, scenario, budgets={"host": budget})
+
+
+def smaller(machine: Machine, big: int, small: int) -> Machine:
+    """The machine with every capacity and rate divided, FLOP/s by twice as much: float32 has half of them per byte."""
+    by = big / small
+    replace = msgspec.structs.replace
+    return replace(
+        machine,
+        name=f"{machine.name} / {by:.0f}",
+        processors={
+            name: replace(
+                each,
+                flops={"float32": each.flops["bfloat16"] / by / 2},
+                expert_bandwidth=each.expert_bandwidth and each.expert_bandwidth / by,
+            )
+            for name, each in machine.processors.items()
+        },
+        memories={
+            name: Tier(capacity=int(each.nbytes / by), bandwidth=each.bandwidth / by)
+            for name, each in machine.memories.items()
+        },
+        links=[replace(each, bandwidth=each.bandwidth / by) for each in machine.links],
+    )
+
+
+def _bytes(layout: WeightLayout) -> int:
+    return sum(page.nbytes for page in layout.pages)
+
+
+PARTS = {"emulated": emulated, "disk": disk}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the parts that are asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--dilation", type=float, default=4.0)
+    options = parser.parse_args(arguments)
+    there = [name for name in options.policies if find_spec(POLICIES[name].partition(":")[0])]
+    bench = Bench(arguments, options.seconds, options.dilation)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in options.only:
+            PARTS[part](bench, there, Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""One request of Mixtral 8x7B's shape on a CUDA GPU that may use 24 or 48 GB, by where experts are to run.
+
+    python benchmarks/gpu_dispatch.py [--caps 24 48] [--policies twiddler ...] [--seconds 540] [--small]
+
+Weights are random and made in memory, in as many layers as the host holds. The machine is probed on the spot; what was
+predicted for it stands beside what came out. Generation at batch 1, prompts of 512 to 4096, beam search of width 4, 8
+and 12. A case is begun only if its predicted time, and a half more, is left of --seconds; the result says which were
+not. It is written after each case: benchmarks/results/gpu_dispatch-<machine>.json.
+
+Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import torch
+from _cuda_probe import probe
+from _dispatch_cases import POLICIES, Scenario, compared
+from _results import named_for_machine, write_result
+from gpu_offload import GB, PINNED, TINY, capped, layers_that_fit
+
+from moesched import plugins
+from moesched.devices.cuda_device import CudaDevice
+from moesched.devices.random_weights import random_checkpoint
+from moesched.errors import BadInput, MoeschedError
+from moesched.machines import Machine
+from moesched.machines.local import available_memory
+from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plan import Batch, Plan
+from moesched.runs import plan_run, run, simulate
+from moesched.seams import Policy
+
+SCENARIOS = (
+    Scenario(64, 33),
+    *(Scenario(prompt, 1) for prompt in (512, 1024, 2048, 4096)),
+    *(Scenario(32, 17, beams) for beams in (4, 8, 12)),
+)
+
+
+class Bench:
+    """The model on the device."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.layout = weight_layout(config, "bfloat16")
+        self.device = CudaDevice(random_checkpoint(config), self.layout)
+
+    def plan(self, machine: Machine, name: str, scenario: Scenario) -> tuple[Plan, Policy]:
+        """A policy made anew, and its plan."""
+        policy: Policy = plugins.make_policy(POLICIES[name])
+        batch = Batch((scenario.prompt,), scenario.new_tokens, ((0,),), beams=scenario.beams)
+        return plan_run(machine, self.layout, batch, policy, None, self.device.slot_bytes), policy
+
+    def case(self, machine: Machine, name: str, scenario: Scenario, left: float) -> dict[str, Any]:
+        """One policy in one scenario.
+
+        Raises:
+            BadInput: it does not fit, or takes longer than what is left.
+        """
+        predicted = simulate(*self.plan(machine, name, scenario))
+        seconds = sum(predicted.step_seconds)
+        if 1.5 * seconds > left:
+            raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
+        torch.cuda.reset_peak_memory_stats()
+        plan, policy = self.plan(machine, name, scenario)
+        report = run(
+            plan,
+            policy,
+            self.device,
+            [scenario.ids(self.config.vocabulary)],
+            sampling=scenario.sampling,
+            keep_open=True,
+        )
+        return {
+            "policy": name,
+            "scenario": scenario.name,
+            **scenario.seconds(report),
+            "total_seconds": sum(report.step_seconds),
+            "predicted": scenario.seconds(predicted),
+            "peak_bytes": {
+                "predicted": report.peak_bytes["gpu"],
+                "allocated": torch.cuda.max_memory_allocated(),
+            },
+            "tokens": report.tokens,
+        }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Probe, run what there is time for, and write the JSON after each case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--caps", nargs="+", type=float, default=[24, 48], help="GB")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA device here: nothing is measured")
+        return
+    until = time.monotonic() + options.seconds
+    total = torch.cuda.get_device_properties(0).total_memory
+    machine = probe(total, min(PINNED, available_memory() // 8))
+    whole = TINY if options.small else SHAPES["mixtral-8x7b"]
+    layers = options.layers or layers_that_fit(whole)
+    bench = Bench(msgspec.structs.replace(whole, layers=layers, dtype="bfloat16"))
+    result: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/gpu_dispatch.py", *arguments]),
+        "probed": msgspec.to_builtins(machine),
+        "model": {"shape": whole.name, "layers": layers},
+        "compared": [],
+        "cases": [],
+        "left_out": {},
+    }
+    policies = [name for name in options.policies if find_spec(POLICIES[name].partition(":")[0])]
+    for scenario in SCENARIOS:
+        for cap in options.caps:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
+            for name in policies:
+                where = f"{cap:g} GB"
+                try:
+                    left = until - time.monotonic()
+                    done = bench.case(capped(machine, int(cap * GB)), name, scenario, left)
+                    result["cases"].append({"where": where, **done})
+                except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
+                    told = f"{type(error).__name__}: {error}"
+                    result["left_out"][f"{where}, {scenario.name}, {name}"] = told
+                result["compared"] = compared(result["cases"])
+                print(write_result(named_for_machine("gpu_dispatch"), result, "torch"), flush=True)
+    bench.device.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

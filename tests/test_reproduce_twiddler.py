@@ -1,0 +1,146 @@
+"""`moesched reproduce twiddler`: its environments, llama.cpp's beams, what was found, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pages import filled
+from _twiddler_page import PAGE, RESULT, tables
+
+from moesched.cost import cost_model
+from moesched.machines import load_machine
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+from moesched.reproduce import llama_cpp
+from moesched.reproduce.environments import Bench, as_measured, benches, copies_over_compute
+from moesched.reproduce.microbenchmarks import microbenchmarks
+from moesched.reproduce.twiddler_paper import twiddler_paper
+from moesched.tasks import Work
+
+PAPER = twiddler_paper()
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def first() -> Any:
+    """Environment 1, with few steps."""
+    with benches(PAPER, looked_at=2) as both:
+        yield both[0]
+
+
+# -- the environments --------------------------------------------------------------------------------------------------
+
+
+def test_an_experts_time_on_the_cpu_is_a_straight_line_through_zero_with_the_papers_slope(
+    first: Bench,
+) -> None:
+    rows = microbenchmarks([first], PAPER).rows
+    for row in rows:
+        assert row["cpu_ms"] == pytest.approx(7.0 * float(row["tokens"] or 0), rel=1e-3)
+
+
+def test_a_copy_takes_as_many_times_the_gpus_compute_as_was_asked_for() -> None:
+    machine = copies_over_compute(2.0)(as_measured(PAPER)(load_machine("rtx6000-ada")))
+    layout_bytes = 3 * 4096 * 14336 * 2
+    flops, nbytes, parts = Operations(SHAPES["mixtral-8x7b"], "bfloat16").fetched_expert(1)
+    seconds = cost_model(machine, "bfloat16").work(Work("expert", "gpu", flops, nbytes, 1, parts)).seconds
+    assert layout_bytes / machine.link("host", "gpu").bandwidth / seconds == pytest.approx(2.0, rel=0.01)
+
+
+def test_twiddler_keeps_the_papers_number_of_experts_and_llama_cpp_its_layers(first: Bench) -> None:
+    assert (first.environment.experts, first.environment.gpu_layers) == (56, 8)
+    split = first.generate("layer_split", 32).step_seconds
+    on_cpu = 24 * 2 * PAPER.cpu.seconds_per_token
+    assert split == pytest.approx(on_cpu + 8 * 2 * 29.36e-3 / 5, rel=0.05)
+
+
+def test_llama_cpp_takes_longer_than_layer_split_to_decode_and_less_for_prompts(first: Bench) -> None:
+    estimated, ours = llama_cpp.generate(first, 64), first.generate("layer_split", 64)
+    assert estimated.step_seconds > ours.step_seconds
+    assert estimated.prefill_seconds < ours.prefill_seconds
+    assert llama_cpp.pass_seconds(first, 31) > llama_cpp.pass_seconds(first, 32)
+    assert llama_cpp.first_token(first, 1024) == 2 * llama_cpp.pass_seconds(first, 512)
+
+
+# -- llama.cpp's beams -------------------------------------------------------------------------------------------------
+
+
+def test_a_single_beam_is_decoded_token_by_token() -> None:
+    steps = list(llama_cpp.decoded_lengths(1, 5, random.Random(0)))
+    assert steps == [[], [1], [1], [1], [1]]
+
+
+def test_beams_are_decoded_one_by_one_from_what_all_share() -> None:
+    steps = list(llama_cpp.decoded_lengths(4, 200, random.Random(0)))
+    assert steps[1] == [1, 1, 1, 1]
+    lengths = [calls[-4:] for calls in steps[1:]]
+    assert all(len(set(each)) == 1 for each in lengths), "beams are equally long"
+    mean = sum(each[0] for each in lengths) / len(lengths)
+    assert 3 < mean < 12, "some 2 w (1 - 1/w) steps back all have one ancestor"
+    shared = sum(calls[0] for calls in steps[1:] if len(calls) == 5)
+    assert shared + lengths[-1][0] == 199, "every token ends up in the cache, or in the beams"
+
+
+def test_time_between_simulated_passes_is_interpolated() -> None:
+    assert llama_cpp.interpolated({1: 1.0, 3: 2.0, 4: 10.0}, 2) == 1.5
+    assert llama_cpp.interpolated({1: 1.0, 3: 2.0, 4: 10.0}, 5) == 18.0
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_tables_are_those_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert filled(page, tables(json.loads(RESULT.read_text())).get) == page
+
+
+def test_the_results_have_every_configuration_of_the_paper() -> None:
+    sections = {each["name"]: each["rows"] for each in json.loads(RESULT.read_text())["sections"]}
+    assert len(sections["generation"]) == 2 * 12 * 6
+    assert len(sections["prefill"]) == 2 * 4 * 6
+    assert len(sections["beams"]) == 2 * 3 * 5
+
+
+def test_single_batch_generation_and_prefill_reach_the_bar_against_the_best_rival() -> None:
+    goals = {row["goal"]: row["met"] for row in _section("goals")["rows"]}
+    for ours in ("twiddler", "twiddler_makespan"):
+        assert goals[f"{ours} over the best rival, single batch"]
+        assert goals[f"{ours} over the best rival, long prefill"]
+
+
+def test_times_that_the_authors_published_are_met_where_nothing_was_said_to_differ() -> None:
+    for row in _section("measured")["rows"]:
+        if row["policy"] != "lru_offload":
+            assert 0.8 < row["ratio"] < 1.25, row
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    said = command(
+        "reproduce", "twiddler", "--only", "microbenchmarks", "--report", report, "--out", tmp_path
+    )
+    assert said.code == 0
+    assert "an expert's weights, read by the GPU" in said.out
+    found = json.loads(report.read_text())
+    (section,) = found["sections"]
+    assert (found["paper"], section["name"], len(section["rows"])) == ("twiddler", "microbenchmarks", 16)
+    assert all(claim["agrees"] for claim in section["claims"])
+    assert (tmp_path / "twiddler-microbenchmarks.png").read_bytes().startswith(PNG)
+
+
+def test_a_section_of_another_paper_is_refused(command: Any) -> None:
+    said = command("reproduce", "twiddler", "--only", "table-4")
+    assert (said.code, said.out) == (2, "")
+    assert "no section 'table-4': name one of microbenchmarks, generation" in said.err
+
+
+def _section(name: str) -> dict[str, Any]:
+    sections: list[dict[str, Any]] = json.loads(RESULT.read_text())["sections"]
+    return next(each for each in sections if each["name"] == name)
