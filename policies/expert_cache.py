@@ -75,7 +75,7 @@ class ExpertCache:
 
     def __init__(self, experts: int = -1, popularity: str = "", buffers: int = 2) -> None:
         if buffers < 1:
-            raise BadInput(f"policy expert_cache: buffers is {buffers}: give 1 or more")
+            raise BadInput(f"buffers is {buffers}: give 1 or more")
         self.most = None if experts < 0 else experts
         self.popularity = popularity
         self.buffers = buffers

@@ -27,7 +27,7 @@ class LruOffload:
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
         if buffers < 1:
-            raise BadInput(f"policy lru_offload: buffers is {buffers}: give 1 or more")
+            raise BadInput(f"buffers is {buffers}: give 1 or more")
         self.offload_per_layer = offload_per_layer
         self.buffers = buffers
 
@@ -55,7 +55,7 @@ class LruOffload:
         experts = plan.layout.config.experts
         if self.offload_per_layer > experts:
             raise BadInput(
-                f"policy lru_offload: offload_per_layer is {self.offload_per_layer}, but a layer of "
+                f"offload_per_layer is {self.offload_per_layer}, but a layer of "
                 f"{plan.layout.config.name} has {experts} experts: give 0 to {experts}, or leave it away for the fewest"
             )
         if self.offload_per_layer >= 0:

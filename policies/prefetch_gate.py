@@ -28,9 +28,7 @@ class PrefetchGate(LruOffload):
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
         if buffers < 2:
-            raise BadInput(
-                f"policy prefetch_gate: buffers is {buffers}: give 2 or more, one of them for what was missed"
-            )
+            raise BadInput(f"buffers is {buffers}: give 2 or more, one of them for what was missed")
         super().__init__(offload_per_layer, buffers)
         self.coming: set[int] = set()
         """Experts of the layer whose turn is next that are in buffers, or on their way there."""
