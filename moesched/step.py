@@ -401,16 +401,8 @@ class Step:
             )
         stage = batch.stage
         view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
-        task = Decision(
-            stage.lane,
-            batch.works["preview_route"],
-            "preview_route",
-            layer,
-            micro_batch,
-            -1,
-            view,
-            self.index,
-        )
+        work = batch.works["preview_route"]
+        task = Decision(stage.lane, work, "preview_route", layer, batch.index, -1, view, self.index)
         return self._submit(task, (batch.hidden, *view.reads), ())
 
     def offload_routed(self, layer: int, micro_batch: int) -> Task:

@@ -18,6 +18,7 @@ from moesched.step import Step
 
 from .expert_placement import Expert, keep_dense, order_of, popularity_of
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from .kv_placement import attend, place_kv_that_fits
 
 MOST_STALE = 4
 """How many times as many uses as experts are remembered before those that are out of date are dropped."""
@@ -81,7 +82,7 @@ class ExpertCache:
         self.buffers = buffers
 
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
+        place_kv_that_fits(plan, experts=self.buffers)
         keep_dense(plan)
         order = order_of("popular", popularity_of(plan, self.popularity))
         self.latencies = ExpertLatencies(plan)
@@ -110,7 +111,7 @@ class ExpertCache:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
+                attend(step, i, j)
             routing = [step.route(i, j) for j in step.micro_batches]
             self._run_experts(step, i, [await handle for handle in routing])
             for j in step.micro_batches:

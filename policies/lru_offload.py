@@ -15,6 +15,7 @@ from moesched.step import Step
 
 from .expert_placement import keep_dense
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from .kv_placement import attend, place_kv_that_fits
 
 
 class LruOffload:
@@ -32,7 +33,7 @@ class LruOffload:
         self.buffers = buffers
 
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
+        place_kv_that_fits(plan, experts=self.buffers)
         keep_dense(plan)
         layers, experts = plan.layers, plan.layout.config.experts
         offloaded = self._offloaded(plan)
@@ -77,7 +78,7 @@ class LruOffload:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
+                attend(step, i, j)
             await self._route_and_run(step, i)
             for j in step.micro_batches:
                 step.combine(i, j)
