@@ -56,3 +56,11 @@ def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
         assert said in output
     for name in ("predicted", "measured", "side-by-side"):
         assert moesched.check_trace(tmp_path / f"{name}.json") == []
+
+
+def test_one_request_is_answered_alike_by_four_policies(tmp_path: Path) -> None:
+    output = run("one_request.py", "--out", tmp_path)
+    assert "All say the same: Return a new" in output
+    for policy in ("twiddler", "twiddler_makespan", "lru_offload", "layer_split"):
+        assert policy in output
+        assert moesched.check_trace(tmp_path / f"one-request-{policy}.json") == []
