@@ -30,7 +30,7 @@ from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run
 from moesched.schedule import Schedule
 from moesched.step import Step
-from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer
+from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
 from small_models import small_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,7 +176,8 @@ def test_every_task_reads_what_it_was_meant_to(policy: str, seed: int) -> None:
     device = SymbolicDevice()
     device.begin(plan)
     generation = Generation(Schedule(plan, engine, lanes), scheduler)
-    perform = dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision), device.execute)
+    types: tuple[type[Task], ...] = (Kernel, HostKernel, PageTransfer, Decision)
+    perform = dict.fromkeys(types, device.execute)
     VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype), perform=perform).run(generation.run())
     assert generation.tokens == expected_tokens(plan)
 
