@@ -46,7 +46,10 @@ def machine(result: dict[str, Any]) -> str:
 
 def command(file: Path, result: dict[str, Any]) -> str:
     """The command that wrote the file."""
-    return result.get("command", f"python benchmarks/{file.stem.partition('-')[0]}.py")
+    kind, _, of = file.stem.partition("-")
+    if kind == "reproduce":
+        return f"moesched reproduce {of} --report benchmarks/results/{file.name}"
+    return result.get("command", f"python benchmarks/{kind}.py")
 
 
 def engine(result: dict[str, Any]) -> Iterator[str]:
@@ -131,8 +134,15 @@ def peak_memory(result: dict[str, Any]) -> Iterator[str]:
 
 
 def reproduce(result: dict[str, Any]) -> Iterator[str]:
-    """The paper's tables beside ours."""
+    """A paper's tables beside ours, or what it states."""
     accuracy = result["accuracy"]
+    if accuracy is None:
+        yield "where | what | paper or bar | ours | agrees"
+        yield "--- | --- | --- | --- | ---"
+        for claim in (claim for section in result["sections"] for claim in section["claims"]):
+            agrees = "yes" if claim["agrees"] else "no"
+            yield f"{claim['where']} | {claim['what']} | {claim['paper']} | {claim['ours']} | {agrees}"
+        return
     right = accuracy["pairs"] - len(accuracy["wrong"])
     yield "measure | value | bar"
     yield "--- | --- | ---"
@@ -226,6 +236,53 @@ def expert_kernel(result: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def decision_time(result: dict[str, Any]) -> Iterator[str]:
+    """How long policies take to decide a layer."""
+    yield "policy | experts, tokens | microseconds, median | at most"
+    yield "--- | --- | ---: | ---:"
+    for policy, cases in result["policies"].items():
+        for case, each in cases.items():
+            yield f"`{policy}` | {case} | {each['median_us']:.0f} | {each['bar_us']:.0f}"
+
+
+def dispatch(result: dict[str, Any]) -> Iterator[str]:
+    """One request under policies that decide where experts run."""
+    yield "where | scenario | policy | first token, s | tokens/s | first token, predicted"
+    yield "--- | --- | --- | ---: | ---: | ---:"
+    for each in result["cases"]:
+        predicted = each["predicted"]
+        error = predicted and predicted["first_token_seconds"] / each["first_token_seconds"] - 1
+        rate = each.get("tokens_per_second")
+        yield (
+            f"{each['where']} | {each['scenario']} | `{each['policy']}` | {each['first_token_seconds']:.2f} "
+            f"| {'' if rate is None else f'{rate:.2f}'} | {'' if error is None else f'{error:+.0%}'}"
+        )
+    equal = sum(each["tokens_equal"] for each in result["compared"])
+    yield f"**scenarios with the same tokens under every policy** | {equal} of {len(result['compared'])} | | | |"
+
+
+def layer_estimate(result: dict[str, Any]) -> Iterator[str]:
+    """What `twiddler_makespan` expects a layer to take beside what it took."""
+    yield "where | case | expected, ms | took, ms | median error | worst tenth"
+    yield "--- | --- | ---: | ---: | ---: | ---:"
+    for where, cases in result["cases"].items():
+        for case, each in cases.items():
+            yield (
+                f"{where} | {case} | {each['expected_ms']:.2f} | {each['measured_ms']:.2f} "
+                f"| {each['median_error']:.1%} | {each['worst_tenth']:.1%}"
+            )
+        yield f"**{where}, all** | | | | {result['median_error'][where]:.1%}, at most {result['bar']:.0%} |"
+
+
+def makespan(result: dict[str, Any]) -> Iterator[str]:
+    """`twiddler_makespan` beside others, simulated."""
+    scenarios = list(next(iter(result["ratios"].values())))
+    yield f"times as fast as | {' | '.join(scenarios)}"
+    yield " | ".join(["---", *("---:" for _ in scenarios)])
+    for rival, ratios in result["ratios"].items():
+        yield f"{rival} | {' | '.join(f'{ratios[each]:.2f}' for each in scenarios)}"
+
+
 def command_times(result: dict[str, Any]) -> Iterator[str]:
     """How long commands take."""
     yield "command | seconds | at most"
@@ -238,13 +295,17 @@ def command_times(result: dict[str, Any]) -> Iterator[str]:
 DESCRIBERS = {
     "command_times": command_times,
     "exactness": exactness,
+    "dispatch": dispatch,
     "engine": engine,
     "offload_disk": offload_disk,
     "prediction": prediction,
     "damaged_policies": damaged_policies,
+    "decision_time": decision_time,
     "emulated": emulated,
     "expert_kernel": expert_kernel,
     "fidelity": fidelity,
+    "layer_estimate": layer_estimate,
+    "makespan": makespan,
     "peak_memory": peak_memory,
     "plan_search": plan_search,
     "random_runs": random_runs,
