@@ -20,10 +20,12 @@ class Adversarial:
 
     Settings:
         seed: of all choices.
+        cancels: whether fetches are cancelled at times; which of them can be depends on the clock.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, cancels: bool = True) -> None:
         self.random = random.Random(seed)
+        self.cancels = cancels
 
     def plan(self, plan: Plan) -> None:
         choose = self.random
@@ -183,5 +185,5 @@ class Adversarial:
         step.fetch([page], self.pool, speculative=choose.random() < 0.5)
         if choose.random() < 0.5:
             step.lift([page], self.pool)
-        if choose.random() < 0.8 and not step.cancel([page], self.pool):
+        if choose.random() < 0.8 and not (self.cancels and step.cancel([page], self.pool)):
             step.evict([page], self.pool)
