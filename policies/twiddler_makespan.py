@@ -35,14 +35,14 @@ class TwiddlerMakespan(Twiddler):
 
     def _run_experts(self, step: Step, i: int, j: int, inp_size: Mapping[int, int]) -> None:
         size, stays = inp_size.__getitem__, self.stays[i]
-        most_first = sorted(inp_size, key=size, reverse=True)
-        kept = [expert for expert in reversed(most_first) if expert in stays]
-        missing = [expert for expert in most_first if expert not in stays]
+        kept = sorted([expert for expert in inp_size if expert in stays], key=size)
+        missing = sorted([expert for expert in inp_size if expert not in stays], key=size, reverse=True)
         choice = self.decided(tuple(map(size, kept)), tuple(map(size, missing)))
         fetched = [missing[place] for place in choice.fetched]
-        away = {kept[place] for place in choice.away}
-        here = {*kept, *fetched} - away
-        on_host = [expert for expert in most_first if expert not in here]
+        away = [kept[place] for place in choice.away]
+        moved = {*fetched, *away}
+        left = [expert for expert in missing if expert not in moved]
+        on_host = sorted(left + away, key=size, reverse=True)
         if on_host:
             step.offload_routed(i, j)
         for expert in on_host:
@@ -50,7 +50,7 @@ class TwiddlerMakespan(Twiddler):
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
         for expert in kept:
-            if expert not in away:
+            if expert not in moved:
                 step.run_expert(i, expert, j)
         for number, expert in enumerate(fetched, start=VISITORS):
             step.run_expert(i, expert, j)
