@@ -161,7 +161,9 @@ class ExpertCache:
             if expert in routed[j]:
                 step.run_expert(i, expert, j)
 
-    def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Sequence[Mapping[int, int]]) -> int:
+    def _fetches(
+        self, hits: Iterable[int], misses: Sequence[int], routed: Sequence[Mapping[int, int]]
+    ) -> int:
         """How many of the missing experts, those with the most tokens first, are fetched; the others run on the host.
 
         A fetch takes as long for many tokens as for few, so that those with the most tokens are fetched.
@@ -169,11 +171,11 @@ class ExpertCache:
         if not self.has_host:
             return len(misses)
         at_host, at_accelerator = self.latencies.at_host, self.latencies.at_accelerator
-        here = sum([at_accelerator(counts[expert]) for counts in routed for expert in hits if expert in counts])
-        host = sum([at_host(counts[expert]) for counts in routed for expert in misses if expert in counts])
+        here = sum([at_accelerator(each[expert]) for each in routed for expert in hits if expert in each])
+        host = sum([at_host(each[expert]) for each in routed for expert in misses if expert in each])
         best, end, link = 0, max(here, host), 0.0
         for count, expert in enumerate(misses, 1):
-            tokens = [counts[expert] for counts in routed if expert in counts]
+            tokens = [each[expert] for each in routed if expert in each]
             link += self.latencies.transfer
             here = max(here, link) + sum(map(at_accelerator, tokens))
             if here > end:

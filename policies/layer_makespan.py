@@ -245,7 +245,8 @@ class _Thresholds:
         layer = self._layer
         host = self._away[away] + self._left[fetched]
         rows = self._away_rows[away] + self._left_rows[fetched]
-        return _Threshold(layer.end(host, self._here[away], layer.missing_here[:fetched], rows), away, fetched)
+        end = layer.end(host, self._here[away], layer.missing_here[:fetched], rows)
+        return _Threshold(end, away, fetched)
 
 
 class _Search:
