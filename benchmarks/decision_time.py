@@ -16,6 +16,7 @@ import argparse
 import random
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from statistics import median
 from time import thread_time
@@ -97,9 +98,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def answers(layout: WeightLayout, tokens: int, seed: int) -> list[dict[int, int]]:
+@cache
+def answers(config: ModelConfig, tokens: int, seed: int) -> list[dict[int, int]]:
     """How many of the tokens every expert of every layer gets; some are more popular than others."""
-    config, drawn = layout.config, random.Random(seed)
+    drawn = random.Random(seed)
     found = []
     for _ in range(config.layers):
         weights = [0.5 + drawn.random() for _ in range(config.experts)]
@@ -115,7 +117,7 @@ def seconds_a_layer(policy: Any, layout: WeightLayout, tokens: int, first: int) 
     """Of each of several steps, from the first on: the policy's time over the number of its layers."""
     times = []
     for seed in range(STEPS):
-        step = IdleStep(layout, answers(layout, tokens, seed), first + seed)
+        step = IdleStep(layout, answers(layout.config, tokens, seed), first + seed)
         schedule = policy.decode(step)
         start = thread_time()
         try:
