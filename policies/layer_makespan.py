@@ -296,11 +296,13 @@ class _Search:
 
 def _sums(values: Iterable[N]) -> list[N]:
     """The sums of the first 0, 1, 2, ... values."""
-    return [0, *accumulate(values)]
+    sums: list[N] = [0]
+    sums += accumulate(values)
+    return sums
 
 
 def _sums_of_rest(values: Sequence[N]) -> list[N]:
     """The sums of all values from the first, the second, ... on; 0 at last."""
-    sums = [0, *accumulate(reversed(values))]
+    sums = _sums(reversed(values))
     sums.reverse()
     return sums
