@@ -6,6 +6,7 @@ A policy plans Mixtral 8x7B, or a model with 128 small experts, on Twiddler's fi
 steps with a step whose verbs do nothing; the router's answers are drawn before. What a step takes of the processor's
 time, by the number of its layers, is the decision, and the loop around it. Answers are new in every step, so that
 little that was decided before helps; `one token` is batch 1, with little to decide. The medians of many steps count.
+A preview of a layer's routing is what the layer before it has: most of what it names is wrong.
 Results go to benchmarks/results/decision_time-<machine>.json.
 """
 
@@ -15,9 +16,11 @@ import argparse
 import random
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from statistics import median
 from time import thread_time
+from types import CodeType
 from typing import Any
 
 import msgspec
@@ -25,6 +28,7 @@ from _results import named_for_machine, write_result
 
 from moesched.errors import MoeschedError
 from moesched.machines import load_machine
+from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plan import split_batch
@@ -40,7 +44,9 @@ CASES = (("8 experts", SHAPES["mixtral-8x7b"]), ("128 experts", MANY))
 BATCHES = {"one token": 1, "12 beams": 12, "a prompt of 512": 512}
 BARS = {"8 experts": 50e-6, "128 experts": 300e-6}
 KEPT = 0.22
-"""The share of the experts that stays: 56 of 256 in the paper."""
+"""The share of the experts that stays, or that a cache holds: 56 of 256 in the paper."""
+OF_ALL_LAYERS = ("twiddler", "twiddler_makespan", "expert_cache")
+OF_EACH_LAYER = ("lru_offload", "prefetch_gate")
 STEPS = 12
 
 
@@ -58,15 +64,16 @@ class Answer:
 class IdleStep:
     """A decode step whose verbs do nothing; every layer's routing is known."""
 
-    kind, index, last = "decode", 1, False
+    kind, last = "decode", False
 
-    def __init__(self, layout: WeightLayout, answers: Sequence[Mapping[int, int]]) -> None:
+    def __init__(self, layout: WeightLayout, answers: Sequence[Mapping[int, int]], index: int) -> None:
         self.layers = range(layout.config.layers)
         self.micro_batches = range(1)
         self._layout = layout
         self._answers = list(map(Answer, answers))
         for verb in vars(Step).keys() - vars(IdleStep).keys():
             setattr(self, verb, _nothing)
+        self.index = index
 
     def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
         return self._layout.expert(layer, expert)
@@ -83,14 +90,18 @@ class IdleStep:
     def route(self, layer: int, micro_batch: int) -> Answer:
         return self._answers[layer]
 
+    def preview_route(self, layer: int, micro_batch: int) -> Answer:
+        return self._answers[layer - 1]
+
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def answers(layout: WeightLayout, tokens: int, seed: int) -> list[dict[int, int]]:
+@cache
+def answers(config: ModelConfig, tokens: int, seed: int) -> list[dict[int, int]]:
     """How many of the tokens every expert of every layer gets; some are more popular than others."""
-    config, drawn = layout.config, random.Random(seed)
+    drawn = random.Random(seed)
     found = []
     for _ in range(config.layers):
         weights = [0.5 + drawn.random() for _ in range(config.experts)]
@@ -102,11 +113,11 @@ def answers(layout: WeightLayout, tokens: int, seed: int) -> list[dict[int, int]
     return found
 
 
-def seconds_a_layer(policy: Any, layout: WeightLayout, tokens: int) -> list[float]:
-    """Of each of several steps: the policy's time over the number of its layers."""
+def seconds_a_layer(policy: Any, layout: WeightLayout, tokens: int, first: int) -> list[float]:
+    """Of each of several steps, from the first on: the policy's time over the number of its layers."""
     times = []
     for seed in range(STEPS):
-        step = IdleStep(layout, answers(layout, tokens, seed))
+        step = IdleStep(layout, answers(layout.config, tokens, seed), first + seed)
         schedule = policy.decode(step)
         start = thread_time()
         try:
@@ -123,13 +134,10 @@ def measure(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case, shape in CASES:
         layout = weight_layout(shape, "bfloat16")
-        settings = (
-            {"experts": int(KEPT * shape.layers * shape.experts)} if name.startswith("twiddler") else {}
-        )
-        policy = make_policy(name, settings)
+        policy = make_policy(name, settings_of(name, shape))
         plan_run(MACHINE, layout, split_batch([600], 600, 1), policy)
-        for batch, tokens in BATCHES.items():
-            times = sorted(seconds_a_layer(policy, layout, tokens))
+        for number, (batch, tokens) in enumerate(BATCHES.items()):
+            times = sorted(seconds_a_layer(policy, layout, tokens, 1 + number * STEPS))
             found[f"{case}, {batch}"] = {
                 "median_us": round(1e6 * median(times), 1),
                 "slowest_tenth_us": round(1e6 * times[int(0.9 * len(times))], 1),
@@ -138,21 +146,32 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
+def settings_of(name: str, shape: ModelConfig) -> dict[str, int]:
+    """How many experts stay, as the policy's setting says it."""
+    if name in OF_ALL_LAYERS:
+        return {"experts": int(KEPT * shape.layers * shape.experts)}
+    if name in OF_EACH_LAYER:
+        return {"offload_per_layer": shape.experts - int(KEPT * shape.experts)}
+    return {}
+
+
 def deciding() -> list[str]:
     """The policies whose schedule asks for the routing, by their entry points."""
     names = []
     for point in sorted(entry_points(group="moesched.policies"), key=lambda point: point.name):
         decode = point.load().decode
-        if "route" in _names(decode.__globals__, decode):
+        if "route" in _names(decode.__globals__):
             names.append(point.name)
     return names
 
 
-def _names(module: Mapping[str, Any], function: Any) -> set[str]:
-    """What the methods of a function's module name."""
-    code = [value.__dict__.values() for value in module.values() if isinstance(value, type)]
-    functions = [each for values in code for each in values if hasattr(each, "__code__")]
-    return {name for each in functions for name in each.__code__.co_names}
+def _names(module: Mapping[str, Any]) -> set[str]:
+    """What the methods of a module's classes name."""
+    methods = [value.__dict__.values() for value in module.values() if isinstance(value, type)]
+    codes = [each.__code__ for values in methods for each in values if hasattr(each, "__code__")]
+    for code in codes:  # comprehensions have code of their own
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {name for code in codes for name in code.co_names}
 
 
 def main(arguments: Sequence[str]) -> None:

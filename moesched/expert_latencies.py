@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from moesched.cost import cost_model
 from moesched.drivers.sharing import fair_rates
@@ -22,14 +23,16 @@ class ExpertLatencies:
 
     Attributes:
         transfer: of one expert's weights, from where weights come from to the accelerator (`trans_lat`).
+        at_host: of so many tokens on the host (`cpu_lat`).
+        at_accelerator: of so many tokens on the accelerator, its weights being there (`gpu_lat`).
     """
 
     def __init__(self, plan: Plan, cost: CostModel | None = None) -> None:
         self._cost = cost or cost_model(plan.machine, plan.layout.dtype)
         self._amount: Callable[[int], Amount] = plan.operations.fetched_expert
         self._roles = plan.machine.roles
-        self._at_host: dict[int, float] = {}
-        self._at_accelerator: dict[int, float] = {}
+        self.at_host = self._known_on(self._roles.host)
+        self.at_accelerator = self._known_on(self._roles.accelerator)
         source, destination = self._roles.weights, plan.memory("accelerator").name
         self.transfer = 0.0
         self._fetch: Demand | None = None
@@ -43,14 +46,6 @@ class ExpertLatencies:
         self._to_host = self._line(destination, host)
         self._from_host = self._line(host, destination)
         self._side_by_side: dict[int, tuple[float, float]] = {}
-
-    def at_host(self, tokens: int) -> float:
-        """Of so many tokens on the host (`cpu_lat`)."""
-        return self._known(self._at_host, self._roles.host, tokens)
-
-    def at_accelerator(self, tokens: int) -> float:
-        """Of so many tokens on the accelerator, its weights being there (`gpu_lat`)."""
-        return self._known(self._at_accelerator, self._roles.accelerator, tokens)
 
     def to_host(self, tokens: int) -> float:
         """Of copying the hidden states of so many tokens from the accelerator to the host."""
@@ -74,11 +69,9 @@ class ExpertLatencies:
             self._side_by_side[about] = rates
         return rates
 
-    def _known(self, known: dict[int, float], processor: str, tokens: int) -> float:
-        seconds = known.get(tokens)
-        if seconds is None:
-            seconds = known[tokens] = self._computed(processor, tokens).seconds
-        return seconds
+    def _known_on(self, processor: str) -> Callable[[int], float]:
+        """An expert's seconds by its tokens, remembered: decisions ask for them over and over."""
+        return cache(lambda tokens: self._computed(processor, tokens).seconds)
 
     def _computed(self, processor: str, tokens: int) -> Demand:
         flops, nbytes, parts = self._amount(tokens)

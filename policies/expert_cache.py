@@ -9,7 +9,7 @@ request 37190, "LFRU") weighs frequency against age in one number, for the same 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from moesched.errors import BadInput
 from moesched.expert_latencies import ExpertLatencies
@@ -20,9 +20,6 @@ from .expert_placement import Expert, keep_dense, order_of, popularity_of
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from .kv_placement import attend, place_kv_that_fits
 
-MOST_STALE = 4
-"""How many times as many uses as experts are remembered before those that are out of date are dropped."""
-
 
 class Uses:
     """The experts of a cache by their last use.
@@ -32,33 +29,46 @@ class Uses:
 
     def __init__(self, held: Iterable[Expert]) -> None:
         self._tokens: dict[Expert, int] = {}
-        self._last = {expert: (-1, 0, expert) for expert in held}
-        self._uses = sorted(self._last.values())
+        self._last = dict.fromkeys(held, -1)
+        self._earliest = sorted(map(self._use, self._last))
+        """A heap with a use of each: its last one or an earlier one."""
 
     def __len__(self) -> int:
         return len(self._last)
 
-    def count(self, expert: Expert, tokens: int) -> bool:
-        """So many tokens more have chosen an expert; says whether it is in the cache."""
-        self._tokens[expert] = self._tokens.get(expert, 0) + tokens
-        return expert in self._last
+    def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
+        """Those of a layer's chosen experts that are in the cache, which are used in this step.
 
-    def use(self, expert: Expert, step: int) -> None:
-        """An expert is used in a step; it is in the cache from here on."""
-        use = self._last[expert] = (step, self._tokens.get(expert, 0), expert)
-        heappush(self._uses, use)
-        if len(self._uses) > MOST_STALE * len(self._last):
-            self._uses = list(self._last.values())
-            heapify(self._uses)
+        chosen: by how many tokens. Steps never go back.
+        """
+        last, tokens, hits = self._last, self._tokens, []
+        for number, more in chosen.items():
+            expert = layer, number
+            tokens[expert] = tokens.get(expert, 0) + more
+            if expert in last:
+                last[expert] = step
+                hits.append(number)
+        return hits
+
+    def enter(self, expert: Expert, step: int) -> None:
+        """An expert that was chosen is in the cache from this step on."""
+        self._last[expert] = step
+        heappush(self._earliest, self._use(expert))
 
     def give_up(self) -> Expert:
         """The expert whose turn it is to go: last used in the earliest step, of those chosen by the fewest tokens."""
         while True:
-            use = heappop(self._uses)
-            expert = use[2]
-            if self._last.get(expert) == use:
+            earliest = self._earliest[0]
+            expert = earliest[2]
+            use = self._use(expert)
+            if use == earliest:
+                heappop(self._earliest)
                 del self._last[expert]
                 return expert
+            heapreplace(self._earliest, use)
+
+    def _use(self, expert: Expert) -> tuple[int, int, Expert]:
+        return self._last[expert], self._tokens.get(expert, 0), expert
 
 
 class ExpertCache:
@@ -120,16 +130,14 @@ class ExpertCache:
             step.sample(j)
 
     def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
-        needed: dict[int, list[int]] = {}
+        chosen: dict[int, int] = {}
         for counts in routed:
             for expert, tokens in counts.items():
-                needed.setdefault(expert, []).append(tokens)
-        hits: list[int] = []
-        misses: list[int] = []
-        for expert in sorted(needed):
-            there = self.cache.count((i, expert), sum(needed[expert]))
-            (hits if there else misses).append(expert)
-        fetched, on_host = self._split(hits, misses, needed)
+                chosen[expert] = chosen.get(expert, 0) + tokens
+        hits = sorted(self.cache.hits(i, chosen, step.index))
+        misses = sorted(sorted(chosen.keys() - hits), key=chosen.__getitem__, reverse=True)
+        count = self._fetches(hits, misses, routed)
+        fetched, on_host = misses[:count], sorted(misses[count:])
         back = [j for j in step.micro_batches if not routed[j].keys().isdisjoint(on_host)]
         for j in back:
             step.offload_routed(i, j)
@@ -142,36 +150,37 @@ class ExpertCache:
         for expert in fetched:
             self.pool.fetch(step, (i, expert))
             self._run_here(step, i, expert, routed)
+            self.cache.enter((i, expert), step.index)
             if len(self.cache) > self.room:
                 self.pool.evict(step, self.cache.give_up())
         for j in back:
             step.load_routed(i, j)
 
     def _run_here(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
-        self.cache.use((i, expert), step.index)
         for j in step.micro_batches:
             if expert in routed[j]:
                 step.run_expert(i, expert, j)
 
-    def _split(
-        self, hits: Sequence[int], misses: Sequence[int], needed: Mapping[int, Sequence[int]]
-    ) -> tuple[list[int], list[int]]:
-        """Which of the missing experts are fetched, in this order, and which ones run on the host.
+    def _fetches(
+        self, hits: Iterable[int], misses: Sequence[int], routed: Sequence[Mapping[int, int]]
+    ) -> int:
+        """How many of the missing experts, those with the most tokens first, are fetched; the others run on the host.
 
         A fetch takes as long for many tokens as for few, so that those with the most tokens are fetched.
         """
-        most_first = sorted(misses, key=lambda expert: -sum(needed[expert]))
         if not self.has_host:
-            return most_first, []
+            return len(misses)
         at_host, at_accelerator = self.latencies.at_host, self.latencies.at_accelerator
-        here = sum(at_accelerator(tokens) for expert in hits for tokens in needed[expert])
-        there = [sum(map(at_host, needed[expert])) for expert in most_first]
-        host, link = sum(there), 0.0
-        best, end = 0, max(here, host)
-        for count, expert in enumerate(most_first, 1):
+        here = sum([at_accelerator(each[expert]) for each in routed for expert in hits if expert in each])
+        host = sum([at_host(each[expert]) for each in routed for expert in misses if expert in each])
+        best, end, link = 0, max(here, host), 0.0
+        for count, expert in enumerate(misses, 1):
+            tokens = [each[expert] for each in routed if expert in each]
             link += self.latencies.transfer
-            here = max(here, link) + sum(map(at_accelerator, needed[expert]))
-            host -= there[count - 1]
-            if max(here, host) <= end:
+            here = max(here, link) + sum(map(at_accelerator, tokens))
+            if here > end:
+                break
+            host -= sum(map(at_host, tokens))
+            if host <= end:
                 best, end = count, max(here, host)
-        return most_first[:best], sorted(most_first[best:])
+        return best

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple, Protocol, TypeVar
 
 N = TypeVar("N", int, float)
@@ -72,12 +73,11 @@ class Layer:
     ) -> None:
         self.kept, self.missing = kept, missing
         self.movable = len(kept) if kept_on_host else 0
-        self.kept_here, self.missing_here = (
-            [costs.at_accelerator(s) for s in part] for part in (kept, missing)
-        )
-        self.kept_there, self.missing_there = ([costs.at_host(s) for s in part] for part in (kept, missing))
+        here, there = costs.at_accelerator, costs.at_host
+        self.kept_here, self.missing_here = list(map(here, kept)), list(map(here, missing))
+        self.kept_there, self.missing_there = list(map(there, kept)), list(map(there, missing))
         self.transfer = costs.transfer
-        self._to_host = costs.to_host(max(*kept[-1:], *missing[:1], 1))
+        self._to_host = costs.to_host(max(kept[-1] if kept else 1, missing[0] if missing else 1))
         self._from_host = costs.from_host
         self._host_rate, self._link_rate = costs.side_by_side(missing[len(missing) // 2] if missing else 1)
 
@@ -112,13 +112,15 @@ class Layer:
 
     def busy(self, host: float, fetched: int) -> float:
         """What the host takes for so many seconds of experts while so many are fetched."""
-        slowed = fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
-        return min(host / self._host_rate, host + slowed)
+        throughout = host / self._host_rate
+        for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
+        return throughout if throughout < for_a_time else for_a_time
 
     def moving(self, fetched: int, busy: float) -> float:
         """What so many fetches take while the host is busy for so long."""
         alone = fetched * self.transfer
-        return min(alone / self._link_rate, alone + (1.0 - self._link_rate) * busy)
+        throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
+        return throughout if throughout < for_a_time else for_a_time
 
     def end_of(self, away: Sequence[int], fetched: Sequence[int]) -> float:
         """When the layer ends with these places of `kept` on the host, and these of `missing` fetched."""
@@ -136,9 +138,20 @@ def decide(layer: Layer) -> Choice:
     """The choice with which the layer ends first: within 1 % of the best for few experts, near it for many."""
     thresholds = _Thresholds(layer)
     if len(layer.kept) + len(layer.missing) > FEW:
-        return thresholds.balanced()
+        return thresholds.balanced().choice()
     best = thresholds.best()
-    return best if thresholds.none_beats(best) else _Search(layer, best).best()
+    return best.choice() if thresholds.none_beats(best) else _Search(layer, best.choice()).best()
+
+
+class _Threshold(NamedTuple):
+    """How many are sent to the host, and how many are fetched, and when the layer ends."""
+
+    seconds: float
+    away: int
+    fetched: int
+
+    def choice(self) -> Choice:
+        return Choice(tuple(range(self.away)), tuple(range(self.fetched)), self.seconds)
 
 
 class _Thresholds:
@@ -149,54 +162,61 @@ class _Thresholds:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        self._fetched = layer.missing_here
         self._gathered = _sums(layer.missing_here)
         self._here = _sums_of_rest(layer.kept_here)
         self._away, self._away_rows = _sums(layer.kept_there), _sums(layer.kept)
         self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
 
-    def balanced(self) -> Choice:
+    def balanced(self) -> _Threshold:
         """The best of those that leave host and accelerator about equally much to do, or that fetch none or all."""
-        sent = 0
-        if self._layer.movable:
-            sent = bisect_left(range(self._layer.movable), True, key=self._host_is_last)
-        return min((self._balanced(away) for away in {max(0, sent - 1), sent}), key=_seconds)
+        even = self._even(0)
+        best = self._balanced(0, even)
+        if self._layer.movable and not self._host_is_last(0, even):
+            sent = bisect_left(range(self._layer.movable), True, 1, key=self._host_is_last)
+            for away in (sent - 1, sent):
+                best = min(best, self._balanced(away, self._even(away)))
+        return best
 
-    def best(self) -> Choice:
+    def best(self) -> _Threshold:
         """The best of them, but for 1 %; what hardly beats it is not looked at."""
-        transfer, left, gathered = self._layer.transfer, self._left, self._gathered
-        looks = []
+        left, gathered, transfer = self._left, self._gathered, self._layer.transfer
+        last = [0.0, *self._layer.missing_here, inf]
+        likely = 0
+        while left[likely] > (likely + 1) * transfer + last[likely + 1]:
+            likely += 1  # one more comes and runs before the host is done
+        known = 0, likely
+        best = self._with(*known)
+        enough = best.seconds / NEAR
         for away in range(self._layer.movable + 1):
             sent, here = self._away[away], self._here[away]
             for fetched, waiting in enumerate(left):
-                least = max(sent + waiting, here + gathered[fetched], fetched * transfer)
-                looks.append((least, away, fetched))
-        looks.sort()
-        best = self._choice(*looks[0][1:])
-        for least, away, fetched in looks[1:]:
-            if least * NEAR >= best.seconds:
-                break
-            best = min(best, self._choice(away, fetched), key=_seconds)
+                if fetched * transfer + last[fetched] >= enough or here + gathered[fetched] >= enough:
+                    break  # all that fetch more end later still
+                if sent + waiting < enough and (away, fetched) != known:
+                    best = min(best, self._with(away, fetched))
+                    enough = best.seconds / NEAR
         return best
 
-    def none_beats(self, best: Choice) -> bool:
+    def none_beats(self, best: _Threshold) -> bool:
         """Whether no choice at all, by thresholds or not, beats it by more than 1 %."""
         layer, enough = self._layer, best.seconds / NEAR
-        if len({*layer.missing_here}) <= 1 and len({*layer.kept_here}) <= 1:
+        kept, missing = layer.kept_here, layer.missing_here
+        if kept[:1] == kept[-1:] and missing[:1] == missing[-1:]:
             return True  # whoever is fetched or sent away, the accelerator has as much to do
         for away in range(layer.movable + 1):
             here = self._here[0] - self._here[len(layer.kept) - away]
             for fetched, waiting in enumerate(self._left):
                 host = self._away[away] + waiting
                 if host < enough and here < enough and fetched * layer.transfer < enough:
-                    shortest = self._fetched[len(self._fetched) - fetched :]
+                    shortest = missing[len(missing) - fetched :]
                     if layer.end(host, here, shortest, 0) < enough:
                         return False
         return True
 
-    def _host_is_last(self, away: int) -> bool:
+    def _host_is_last(self, away: int, even: int | None = None) -> bool:
         """Whether the host has more to do than the accelerator with what stays there, so many being sent away."""
-        return self._away[away] + self._left[self._even(away)] >= self._here[away]
+        even = self._even(away) if even is None else even
+        return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
         """How many are to be fetched for the accelerator to end last, but no more."""
@@ -209,16 +229,24 @@ class _Thresholds:
 
         return bisect_left(range(len(self._left) - 1), True, key=accelerator_is_last)
 
-    def _balanced(self, away: int) -> Choice:
-        even = self._even(away)
-        tried = {0, max(0, even - 1), even, len(self._fetched)}
-        return min((self._choice(away, fetched) for fetched in tried), key=_seconds)
+    def _balanced(self, away: int, even: int) -> _Threshold:
+        best = self._with(away, even)
+        for fetched in (max(0, even - 1), 0, len(self._left) - 1):
+            if self._least(away, fetched) < best.seconds:
+                best = min(best, self._with(away, fetched))
+        return best
 
-    def _choice(self, away: int, fetched: int) -> Choice:
+    def _least(self, away: int, fetched: int) -> float:
+        """What the layer takes in any case."""
+        host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
+        return max(host, here, fetched * self._layer.transfer)
+
+    def _with(self, away: int, fetched: int) -> _Threshold:
+        layer = self._layer
         host = self._away[away] + self._left[fetched]
         rows = self._away_rows[away] + self._left_rows[fetched]
-        seconds = self._layer.end(host, self._here[away], self._fetched[:fetched], rows)
-        return Choice(tuple(range(away)), tuple(range(fetched)), seconds)
+        end = layer.end(host, self._here[away], layer.missing_here[:fetched], rows)
+        return _Threshold(end, away, fetched)
 
 
 class _Search:
@@ -266,15 +294,15 @@ class _Search:
             self._look(after, there, here, fetched, more, (*away, kept))
 
 
-def _seconds(choice: Choice) -> float:
-    return choice.seconds
-
-
 def _sums(values: Iterable[N]) -> list[N]:
     """The sums of the first 0, 1, 2, ... values."""
-    return list(accumulate(values, initial=0))
+    sums: list[N] = [0]
+    sums += accumulate(values)
+    return sums
 
 
 def _sums_of_rest(values: Sequence[N]) -> list[N]:
     """The sums of all values from the first, the second, ... on; 0 at last."""
-    return _sums(reversed(values))[::-1]
+    sums = _sums(reversed(values))
+    sums.reverse()
+    return sums

@@ -92,7 +92,7 @@ class LruOffload:
     def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
         """Those in the cache first; each that is missing is fetched once for all micro-batches."""
         cache = self.cached[i]
-        needed = sorted({expert for each in routed for expert in each})
+        needed = sorted(set().union(*routed))
         missing = [expert for expert in needed if expert not in cache]
         for expert in [expert for expert in needed if expert in cache]:
             del cache[expert]

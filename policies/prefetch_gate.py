@@ -8,7 +8,6 @@ that have not started no byte moves, and a page that has delays others by no mor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from moesched.errors import BadInput
@@ -63,10 +62,12 @@ class PrefetchGate(LruOffload):
 
     def _prefetch(self, step: Step, i: int, foretold: Sequence[Mapping[int, int]]) -> None:
         """Fetch what is foretold and missing, for the most tokens first."""
-        tokens: Counter[int] = Counter()
+        tokens: dict[int, int] = {}
         for each in foretold:
-            tokens.update(each)
-        missing = [expert for expert, _ in tokens.most_common() if expert not in self.cached[i]]
+            for expert, more in each.items():
+                tokens[expert] = tokens.get(expert, 0) + more
+        missing = [expert for expert in tokens if expert not in self.cached[i]]
+        missing.sort(key=tokens.__getitem__, reverse=True)
         for expert in missing[: self.buffers - 1]:
             self.pool.prefetch(step, (i, expert))
             self.coming.add(expert)

@@ -7,12 +7,16 @@ while the CPU has a queue of experts each of which is faster there, and the CPU 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from moesched.plan import Plan
 from moesched.step import Step
 
 from .layer_makespan import Choice, Layer, decide
 from .twiddler import VISITORS, Twiddler
+
+REMEMBERED = 4096
+"""So many decisions are remembered: layers are much alike where few tokens choose."""
 
 
 class TwiddlerMakespan(Twiddler):
@@ -26,16 +30,19 @@ class TwiddlerMakespan(Twiddler):
         super().plan(plan)
         plan.run_kept_experts_on_host()
         self.kept_on_host = plan.kept_experts_on_host
-        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], Choice] = {}
+        self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
+        self.decided = lru_cache(REMEMBERED)(self._decided)
 
     def _run_experts(self, step: Step, i: int, j: int, inp_size: Mapping[int, int]) -> None:
-        size = inp_size.__getitem__
-        kept = sorted((e for e in inp_size if (i, e) in self.at_gpu), key=size)
-        missing = sorted((e for e in inp_size if (i, e) not in self.at_gpu), key=size, reverse=True)
-        choice = self._choose(tuple(map(size, kept)), tuple(map(size, missing)))
+        size, stays = inp_size.__getitem__, self.stays[i]
+        kept = sorted([expert for expert in inp_size if expert in stays], key=size)
+        missing = sorted([expert for expert in inp_size if expert not in stays], key=size, reverse=True)
+        choice = self.decided(tuple(map(size, kept)), tuple(map(size, missing)))
         fetched = [missing[place] for place in choice.fetched]
         away = [kept[place] for place in choice.away]
-        on_host = sorted([e for e in missing if e not in fetched] + away, key=size, reverse=True)
+        moved = {*fetched, *away}
+        left = [expert for expert in missing if expert not in moved]
+        on_host = sorted(left + away, key=size, reverse=True)
         if on_host:
             step.offload_routed(i, j)
         for expert in on_host:
@@ -43,7 +50,7 @@ class TwiddlerMakespan(Twiddler):
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
         for expert in kept:
-            if expert not in away:
+            if expert not in moved:
                 step.run_expert(i, expert, j)
         for number, expert in enumerate(fetched, start=VISITORS):
             step.run_expert(i, expert, j)
@@ -53,15 +60,11 @@ class TwiddlerMakespan(Twiddler):
         if on_host:
             step.load_routed(i, j)
 
-    def _choose(self, kept: tuple[int, ...], missing: tuple[int, ...]) -> Choice:
+    def _decided(self, kept: tuple[int, ...], missing: tuple[int, ...]) -> Choice:
         """By the tokens of those that stay, ascending, and of the others, descending; layers are much alike."""
         if not self.has_host or not (missing or self.kept_on_host):
             return Choice((), tuple(range(len(missing))), 0.0)
-        choice = self.known.get((kept, missing))
-        if choice is None:
-            layer = Layer(kept, missing, self.latencies, kept_on_host=self.kept_on_host)
-            choice = self.known[kept, missing] = decide(layer)
-        return choice
+        return decide(Layer(kept, missing, self.latencies, kept_on_host=self.kept_on_host))
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         """Behind outputs that come back from the host, which are small and end the layer."""

@@ -18,7 +18,7 @@ from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.planner.traits import kept_bytes
 from moesched.plugins import make_policy
-from moesched.policies.expert_cache import MOST_STALE, Uses
+from moesched.policies.expert_cache import Uses
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs import simulate
 from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
@@ -204,8 +204,8 @@ def test_what_was_last_used_in_the_earliest_step_goes_whatever_its_layer() -> No
 def test_of_experts_last_used_in_the_same_step_the_one_that_fewest_tokens_chose_goes() -> None:
     uses = Uses([])
     for step, layer, tokens in ((0, 0, 3), (0, 1, 1), (0, 2, 2), (1, 3, 1)):
-        uses.count((layer, 0), tokens)
-        uses.use((layer, 0), step)
+        assert uses.hits(layer, {0: tokens}, step) == []
+        uses.enter((layer, 0), step)
     assert [uses.give_up()[0] for _ in range(4)] == [1, 2, 0, 3]
 
 
@@ -262,16 +262,15 @@ def test_the_split_of_misses_is_hardly_worse_than_the_best_that_there_is() -> No
     for _ in range(200):
         rates = choose.uniform(0.1, 3), choose.uniform(0.01, 0.5)
         policy.latencies = Rates(choose.uniform(0.5, 2), *rates)
-        needed = {expert: [choose.randint(1, 9)] for expert in range(7)}
-        misses = list(range(2, 7))
-        fetched, on_host = policy._split([0, 1], misses, needed)
-        assert sorted(fetched + on_host) == misses
+        tokens = {expert: choose.randint(1, 9) for expert in range(7)}
+        misses = sorted(range(2, 7), key=lambda expert: -tokens[expert])
+        count = policy._fetches([0, 1], misses, [tokens])
         ends = [
-            end_of(policy.latencies, needed, chosen, set(misses) - {*chosen})
+            end_of(policy.latencies, tokens, chosen, set(misses) - {*chosen})
             for count in range(6)
             for chosen in permutations(misses, count)
         ]
-        ratios.append(end_of(policy.latencies, needed, fetched, on_host) / min(ends))
+        ratios.append(end_of(policy.latencies, tokens, misses[:count], misses[count:]) / min(ends))
     assert fmean(ratios) < 1.05
     assert max(ratios) < 1.25
 
@@ -291,21 +290,20 @@ class Rates(NamedTuple):
 
 
 def end_of(
-    latencies: Rates, needed: Mapping[int, Sequence[int]], fetched: Sequence[int], on_host: Iterable[int]
+    latencies: Rates, tokens: Mapping[int, int], fetched: Sequence[int], on_host: Iterable[int]
 ) -> float:
     """When a layer's experts 0 and 1, which are there, the fetched ones and those on the host are done."""
-    here = sum(latencies.at_accelerator(needed[expert][0]) for expert in (0, 1))
+    here = sum(latencies.at_accelerator(tokens[expert]) for expert in (0, 1))
     for number, expert in enumerate(fetched, 1):
-        here = max(here, number * latencies.transfer) + latencies.at_accelerator(needed[expert][0])
-    return max(here, sum(latencies.at_host(needed[expert][0]) for expert in on_host))
+        here = max(here, number * latencies.transfer) + latencies.at_accelerator(tokens[expert])
+    return max(here, sum(latencies.at_host(tokens[expert]) for expert in on_host))
 
 
-def test_a_cache_remembers_no_more_uses_than_some_times_its_experts() -> None:
+def test_an_expert_goes_by_its_last_use_however_often_it_was_used_before() -> None:
     uses = Uses([(0, expert) for expert in range(4)])
-    for step in range(1000):
-        uses.use((0, step % 4), step)
-    assert len(uses._uses) <= 4 * MOST_STALE
-    assert [uses.give_up() for _ in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    for step in range(998):
+        assert uses.hits(0, {step % 4: 1}, step) == [step % 4]
+    assert [uses.give_up() for _ in range(4)] == [(0, 2), (0, 3), (0, 0), (0, 1)]
 
 
 # -- prefetches by the next layer's router -------------------------------------------------------------------------
