@@ -44,6 +44,7 @@ class ExpertStreaming:
         self.parts: dict[tuple[int, int], list[Page]] = {}
         for page in pages:
             self.parts.setdefault((page.layer, page.expert), []).append(page)
+        self.order = list(self.parts.values())
         self.moved = self.used = 0
 
     async def prefill(self, step: Step) -> None:
@@ -84,7 +85,7 @@ class ExpertStreaming:
 
     def _move(self, step: Step) -> None:
         """Move the next parts as far as the ring has room; past the last layer those of the next step."""
-        order = list(self.parts.values())
+        order = self.order
         together = min(self.together, len(order))
         room = min(self.together * (1 + self.ahead), len(order))
         while order and self.moved + together <= self.used + room:
