@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
+from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.devices.torch_device import TorchDevice
@@ -16,7 +16,7 @@ from moesched.errors import BadInput
 from moesched.expert_latencies import ExpertLatencies
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.layout import weight_layout
+from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.plan import Plan, split_batch
@@ -297,7 +297,17 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayout:
+    return weight_layout(checkpoint.config, request.param, PAGE_BYTES[checkpoint.config.name])
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
+    device = TorchDevice(checkpoint, layout, keep_logits=True)
+    return generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+
+
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
 @pytest.mark.parametrize(
     ("kind", "machine", "weights"),
@@ -311,22 +321,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 )
 def test_logits_are_those_of_resident_to_the_bit(
     checkpoint: Checkpoint,
+    layout: WeightLayout,
+    expected: Generated,
     kind: type[TorchDevice],
     machine: Machine,
     weights: float,
     policy: str,
     settings: dict[str, Any],
-    dtype: str,
 ) -> None:
-    layout = weight_layout(checkpoint.config, dtype, PAGE_BYTES[checkpoint.config.name])
     sizes: dict[str, Any] = {"new_tokens": 4, "micro_batch_size": 2}
-    expected = generate(
-        TorchDevice(checkpoint, layout, keep_logits=True),
-        make_policy("resident"),
-        ONE_MEMORY,
-        PROMPTS,
-        **sizes,
-    )
     device = kind(checkpoint, layout, keep_logits=True)
     got = generate(device, make_policy(policy, settings), machine, PROMPTS, weights=weights, **sizes)
     if isinstance(device, Streamed):
