@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moesched.activations import EXPERT_TILE, layer_bytes, workspace_bytes
@@ -68,9 +70,9 @@ def test_the_limit_is_said_before_memory_is_given_away() -> None:
 
 
 def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
-    sizes = {"requests": 64, "prompt": 400, "micro_batch_size": 4}
-    shared = make_plan(make_policy("layer_streaming"), **sizes)  # type: ignore[arg-type]
-    each = make_plan(make_policy("expert_streaming"), **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"requests": 64, "prompt": 400, "micro_batch_size": 4}
+    shared = make_plan(make_policy("layer_streaming"), **sizes)
+    each = make_plan(make_policy("expert_streaming"), **sizes)
     assert (shared.in_flight, each.in_flight) == (2, 16)
     reserved = [
         plan.memory("accelerator").used

@@ -51,9 +51,9 @@ class Scripted:
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
 
-    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> Mapping[int, int]:
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         chosen = self._choices[step][layer]
-        return chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
+        return dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
 
 
 class Watch(Recorder):
@@ -83,7 +83,7 @@ def simulated(
     case = {"machine": T4, "prompts": (1,), "experts": 6, "layers": len(choices[0]), "weights": 1.5, **case}
     made, watch = make_policy(policy, dict(settings)), Watch()
     plan = Case(name="cache", new_tokens=len(choices), **case).plan(made)
-    simulate(plan, made, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)  # type: ignore[arg-type]
+    simulate(plan, made, routing=Scripted(choices), preview_accuracy=accuracy, recorder=watch)
     return watch
 
 

@@ -23,6 +23,7 @@ from moesched.models.random_model import write_random_model
 from moesched.plan import Plan, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
+from moesched.seams import Policy
 from moesched.step import Step
 from moesched.tasks import HostKernel, PageTransfer, Task
 from moesched.testing import CLOCKS, Case, Clock, policy_cases, run_on_symbols
@@ -235,9 +236,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def generated(
-    device: TorchDevice, policy: object, machine: Machine, prompts: Sequence[Sequence[int]] = PROMPTS
+    device: TorchDevice, policy: Policy, machine: Machine, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> Generated:
-    return generate(device, policy, machine, prompts, new_tokens=4, micro_batch_size=2)  # type: ignore[arg-type]
+    return generate(device, policy, machine, prompts, new_tokens=4, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -122,13 +122,18 @@ def test_batches_on_one_device_give_what_they_give_alone(model: Path, policy: st
 
 def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
-    sizes = {"policy": "cgopipe", "budgets": {"host": "2MB"}, "micro_batch_size": 2, "batch_size": 3}
-    measured = moesched.run_model(model, prompts, max_new_tokens=4, **sizes)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {
+        "policy": "cgopipe",
+        "budgets": {"host": "2MB"},
+        "micro_batch_size": 2,
+        "batch_size": 3,
+    }
+    measured = moesched.run_model(model, prompts, max_new_tokens=4, **sizes)
     predicted = moesched.simulate_model(
         model,
         machine="auto",
         workload=moesched.given_lengths([3, 1, 2], 4),
-        **sizes,  # type: ignore[arg-type]
+        **sizes,
     )
     assert predicted.plan.micro_batch_size == measured.plan.micro_batch_size == 2
     assert predicted.lanes.keys() == measured.lanes.keys()

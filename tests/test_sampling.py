@@ -114,7 +114,7 @@ def test_numbers_stay_the_same_from_version_to_version() -> None:
 )
 def test_a_setting_that_makes_no_sense_is_refused_with_its_value(setting: str, value: float) -> None:
     with pytest.raises(BadInput) as refusal:
-        Sampling(**{setting: value})  # type: ignore[arg-type]
+        Sampling(**{setting: value})  # type: ignore[arg-type]  # by name
     message = str(refusal.value)
     assert setting.replace("_", "-") in message
     assert str(value) in message
