@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.errors import BadInput
-from moesched.trace.whole_file import whole_file
+from moesched.trace.whole_file import require_writable, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,15 +18,16 @@ FORMATS = (".png", ".svg")
 
 
 def require_picture(path: Path, option: str = "--out") -> None:
-    """Whether a picture can be drawn into a file of this name.
+    """Whether a picture can be drawn into this file.
 
     option: which one named it.
 
     Raises:
-        BadInput: its name has another ending than .png or .svg, or matplotlib is not installed.
+        BadInput: its name has another ending than .png or .svg, it cannot be written, or matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
+    require_writable(path, "picture")
     require_matplotlib(option)
 
 

@@ -49,12 +49,6 @@ class Adversarial:
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def _schedule(self, step: Step) -> None:
         """Advance a random micro-batch by some verbs, until all are sampled; the chunks of a prompt one by one."""
         chains: list[list[int]] = []
         for j in step.micro_batches:
@@ -76,6 +70,8 @@ class Adversarial:
                     answers[id(program)] = await handle
                 elif self.random.random() < 0.02:
                     await handle
+
+    decode = prefill
 
     def _in_turn(self, step: Step, chain: Sequence[int]) -> Generator[Task, dict[int, int], None]:
         for j in chain:

@@ -110,12 +110,6 @@ class ExpertCache:
         self.cache = Uses(order[: self.room])
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -128,6 +122,8 @@ class ExpertCache:
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    decode = prefill
 
     def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
         chosen: dict[int, int] = {}

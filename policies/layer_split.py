@@ -37,12 +37,6 @@ class LayerSplit:
         leave_on_host(plan, keep_experts(plan, [(i, e) for i in self.whole for e in experts]))
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -55,6 +49,8 @@ class LayerSplit:
                     await self._on_host(step, i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    decode = prefill
 
     async def _on_host(self, step: Step, i: int, j: int) -> None:
         routing = step.route(i, j)

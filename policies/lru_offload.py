@@ -67,12 +67,6 @@ class LruOffload:
         return max(1, experts - room)
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -84,6 +78,8 @@ class LruOffload:
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    decode = prefill
 
     async def _route_and_run(self, step: Step, i: int) -> None:
         routing = [step.route(i, j) for j in step.micro_batches]

@@ -15,12 +15,6 @@ class Resident:
         plan.keep([page for layer in plan.layers for page in plan.layout.layer(layer)])
 
     async def prefill(self, step: Step) -> None:
-        self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        self._schedule(step)
-
-    def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
             for i in step.layers:
@@ -28,3 +22,5 @@ class Resident:
                 step.attention(i, j)
                 step.post_attention(i, j)
             step.sample(j)
+
+    decode = prefill

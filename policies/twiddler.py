@@ -61,12 +61,6 @@ class Twiddler:
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def decode(self, step: Step) -> None:
-        await self._schedule(step)
-
-    async def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -77,6 +71,8 @@ class Twiddler:
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, inp_size: Mapping[int, int]) -> None:
         """Algorithm 1; experts without tokens are not in `inp_size`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -55,10 +54,7 @@ def roofline(
     micro_batch_size: Annotated[
         int, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
     ] = 128,
-    out: Annotated[
-        Path | None,
-        Parameter(group=options.OUTPUT, metavar="OUT", help="Draw it into a file that ends in .png or .svg."),
-    ] = None,
+    out: options.Picture = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
@@ -66,11 +62,9 @@ def roofline(
     from moesched.analysis.roofline_picture import draw_roofline
     from moesched.cli.output import Bar, print_json
     from moesched.pictures import require_picture
-    from moesched.trace.whole_file import require_writable
 
     if out is not None:
         require_picture(out)
-        require_writable(out, "picture")
     report = roofline_of(
         model,
         machine,

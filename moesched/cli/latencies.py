@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -42,10 +41,7 @@ def latencies(
             help="Of an expert; again for more. By default 1 to 1024.",
         ),
     ] = (),
-    out: Annotated[
-        Path | None,
-        Parameter(group=options.OUTPUT, metavar="OUT", help="Draw it into a file that ends in .png or .svg."),
-    ] = None,
+    out: options.Picture = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
@@ -53,12 +49,10 @@ def latencies(
     from moesched.analysis.latency_table import latencies_of
     from moesched.cli.output import print_json, print_table
     from moesched.pictures import require_picture
-    from moesched.trace.whole_file import require_writable
     from moesched.units import format_seconds
 
     if out is not None:
         require_picture(out)
-        require_writable(out, "picture")
     report = latencies_of(model, machine, dtype=dtype, tokens=tokens)
     if out is not None:
         draw_latencies(report, out)

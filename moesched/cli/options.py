@@ -32,6 +32,10 @@ Trace = Annotated[
         help="Write a trace for ui.perfetto.dev; gzipped when the name ends in .gz.",
     ),
 ]
+Picture = Annotated[
+    Path | None,
+    Parameter(group=OUTPUT, metavar="OUT", help="Draw it into a file that ends in .png or .svg."),
+]
 ReportFile = Annotated[
     Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write what --json prints to a file.")
 ]

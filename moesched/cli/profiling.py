@@ -245,7 +245,6 @@ def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool)
         require_writable(path, "routing")
     if picture is not None:
         require_picture(picture, "--picture")
-        require_writable(picture, "picture")
 
 
 def _write(
