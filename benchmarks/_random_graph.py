@@ -14,6 +14,7 @@ from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 from _random_program import GARBAGE, TYPES, Rank, Record, Trouble, digest
 from _random_verdict import Verdict, judge
 from _thread_streams import ThreadStreams
@@ -22,7 +23,7 @@ from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import TaskCancelled, TaskFailed
-from moesched.seams import Demand
+from moesched.seams import Demand, Exchange
 from moesched.tasks import (
     Collective,
     Discipline,
@@ -166,7 +167,8 @@ class Graph:
 
     def _fail(self, task: Task) -> None:
         if isinstance(task, Collective) and self.shape.real:
-            self.transport.abandon(self.records[task].rank.number, task.ticket, "it was told to fail")
+            exchange = Exchange(task.ticket, task.signature)
+            self.transport.abandon(self.records[task].rank.number, exchange, "it was told to fail")
         raise Trouble(f"{task.label} was told to fail")
 
     def _compute(self, record: Record, found: list[int]) -> int:
@@ -176,24 +178,16 @@ class Graph:
                 digest(0)
             return digest(rank.number, task.id, *found)
         if self.shape.real:
-            total: Part = self.transport.all_reduce(rank.number, task.ticket, Part(found))
-            return digest(task.ticket, *total.values)
+            part = np.zeros(len(self.ranks), np.int64)
+            part[rank.number] = digest(*found)
+            total = self.transport.all_reduce(rank.number, Exchange(task.ticket, task.signature), part)
+            return digest(task.ticket, *total.tolist())
         return self._reduced[task.ticket]
 
     def _reduce(self, ticket: int) -> int:
         """A collective's value on the virtual clock, where the first rank to end finds the inputs of all in place."""
         parts = [rank.parts[ticket] for rank in self.ranks]
-        return digest(ticket, *(part.rank.cells[block] for part in parts for block in part.reads))
-
-
-class Part:
-    """A rank's contribution to a collective; adding two keeps their order."""
-
-    def __init__(self, values: list[int]) -> None:
-        self.values = values
-
-    def __add__(self, other: Part) -> Part:
-        return Part(self.values + other.values)
+        return digest(ticket, *(digest(*(part.rank.cells[block] for block in part.reads)) for part in parts))
 
 
 class RandomCost:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from moesched.parallel.rank_tasks import HIDDEN, LOGITS
-from moesched.seams import Transport
+from moesched.seams import Exchange, Transport
 from moesched.tasks import Collective, Task
 
 from .micro_batch import MicroBatchState
@@ -47,11 +49,12 @@ class RankSide:
         }
 
     def _all_reduce(self, task: Collective) -> None:
-        """Sum what all ranks have in part; between devices it goes through the host's memory."""
+        """Sum what all ranks have in part, in float32, by way of the host's memory."""
         state, name = self._states[task.micro_batch], REDUCED[task.operands]
         part: Tensor = getattr(state, name)
-        total = self._transport.all_reduce(self._rank, task.ticket, part.cpu())
-        setattr(state, name, total.to(part.device))
+        exchange = Exchange(task.ticket, task.signature, task.step, task.layer)
+        total = self._transport.all_reduce(self._rank, exchange, part.float().cpu().numpy())
+        setattr(state, name, torch.from_numpy(total).to(part.device, part.dtype))
 
     def _logits(self, task: Task) -> None:
         """Logits over the whole vocabulary, zero where other ranks have the rows."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -21,11 +21,14 @@ from moesched.plan import KV_ROLES, Batch, Plan, Role
 from moesched.runs import make_lanes, plan_run
 from moesched.sampling import Sampling
 from moesched.schedule import Kind, Schedule
-from moesched.seams import CostModel, Policy
+from moesched.seams import CostModel, Exchange, Policy
 from moesched.step import Step
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
 
 from .torch_device import TorchDevice
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
 
 REPEATS = 4
 STEPS = 3
@@ -78,8 +81,15 @@ def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None
 class _Alone:
     """The transport of a rank that has no others: what it has is the sum."""
 
-    def all_reduce(self, rank: int, ticket: int, tensor: Any) -> Any:
-        return tensor.clone()
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        return part.copy()
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        assert array is not None, "the only rank is the root"
+        return array.copy()
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array]:
+        return [part.copy()]
 
     async def aclose(self) -> None: ...
 

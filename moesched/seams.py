@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from moesched.step import Step
     from moesched.tasks import Task, Work
 
+    Array = npt.NDArray[Any]
+
 
 class Policy(Protocol):
     """Plans a run and schedules its steps.
@@ -157,14 +159,39 @@ class ActivationObserver(Protocol):
         """
 
 
-class Transport(Protocol):
-    """Carries collectives between ranks.
+class Exchange(NamedTuple):
+    """One collective of a run, as every rank that takes part in it names it.
 
-    Calls come in the same order on all ranks. Every call returns the same bits on every rank, or raises.
+    Attributes:
+        ticket: its number in the sequence of all collectives, from 0.
+        signature: what it is about; ranks that say otherwise are told of each other.
+        step, layer: where it belongs; -1 where it belongs to none.
     """
 
-    def all_reduce(self, rank: int, ticket: int, tensor: Any) -> Any:
-        """The sum of all ranks' tensors, added in the order of the ranks."""
+    ticket: int
+    signature: str = ""
+    step: int = -1
+    layer: int = -1
+
+
+class Transport(Protocol):
+    """Carries collectives between ranks: arrays of numbers, in the host's memory.
+
+    Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
+    Every call returns the same bits on every rank that it returns something on, or raises TransportError: a rank did
+    not come in time, is lost, or says that another exchange is due. Parts are not changed, results are the caller's.
+
+    Each rank has a transport of its own, but for those whose ranks are threads of one process.
+    """
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts, which are alike in shape and type, added in the order of the ranks."""
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The array of the rank `root`, on all ranks; the others give None, and need not know its shape."""
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """The parts of all ranks in their order, which may differ in shape, on the rank `root`; None on the others."""
 
     async def aclose(self) -> None:
         """Free what the transport holds; waiting ranks get an error. Must not raise."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +22,14 @@ import msgspec
 
 from moesched import plugins
 from moesched.checking.symbolic import SymbolicDevice, expected_tokens
+from moesched.checking.transports import check_transport as check_transport
 from moesched.checking.validation import CheckedEngine, CheckedSharedEngine, watching
 from moesched.cost import Roofline
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.errors import BadInput, TransportError
+from moesched.errors import BadInput
 from moesched.generation import Generation
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
@@ -40,7 +40,7 @@ from moesched.models.random_model import write_random_model
 from moesched.plan import Plan, split_batch
 from moesched.runs import make_lanes, plan_run, run
 from moesched.schedule import Schedule
-from moesched.seams import Observer, Policy, Transport
+from moesched.seams import Observer, Policy
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
 from moesched.trace import LaneName, Recorder, Recording
 
@@ -256,47 +256,6 @@ def _check_lanes(name: str, recording: Recording) -> None:
             f"{name}: {each.label} ran beside another task of {each.lane}"
         )
         ends[each.lane] = each.end
-
-
-def check_transport(make: Callable[[int], Transport]) -> None:
-    """Check what every transport promises.
-
-    Args:
-        make: makes a transport between that many ranks, all of them in this process.
-    """
-    for ranks in (1, 2, 3):
-        transport = make(ranks)
-        with ThreadPoolExecutor(ranks) as threads:
-            for ticket in range(20):
-                parts = [_Part((f"{ticket}.{rank}",)) for rank in range(ranks)]
-                arrival = range(ranks) if ticket % 2 else reversed(range(ranks))
-                waiting = [
-                    threads.submit(transport.all_reduce, rank, ticket, parts[rank]) for rank in arrival
-                ]
-                totals = [each.result() for each in waiting]
-                in_order = tuple(word for part in parts for word in part.words)
-                assert [total.words for total in totals] == [in_order] * ranks, (
-                    "not the sum in the order of ranks"
-                )
-        asyncio.run(transport.aclose())
-    _check_close_wakes_the_waiting(make(2))
-
-
-def _check_close_wakes_the_waiting(transport: Transport) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(transport.all_reduce, 0, 0, _Part(("0",)))
-        asyncio.run(transport.aclose())
-        assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
-
-
-class _Part:
-    """Something to add up that remembers the order of the additions."""
-
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self.words = words
-
-    def __add__(self, other: _Part) -> _Part:
-        return _Part(self.words + other.words)
 
 
 def _run_virtual(

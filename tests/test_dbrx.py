@@ -184,7 +184,7 @@ def test_a_product_with_column_blocks_is_that_with_the_whole_matrix(dtype: torch
     rounding = exact.abs().mean() * torch.finfo(dtype).eps
     for product in (kernels.linear(x_TF, blocks), plain_linear(x_TF, stored_FD.T)):
         assert product.dtype == dtype
-        assert (product - exact).abs().mean() < 2 * rounding
+        assert (product - exact).abs().mean() < 8 * rounding  # the order of the sums is the processor's
 
 
 def test_the_device_and_plain_loops_agree(small: Path) -> None:

@@ -7,18 +7,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from engine_script import WORK, Script, meet
 from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
-from moesched.seams import Demand
+from moesched.seams import Demand, Exchange
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
 from moesched.testing import check_transport
 from moesched.transports.inproc import InprocTransport
+
+ONE = np.ones(1, np.float32)
 
 # -- the rendezvous --------------------------------------------------------------------------------
 
@@ -210,11 +212,13 @@ def test_ranks_on_threads_sum_tensors_in_the_order_of_the_ranks() -> None:
     transport = InprocTransport(3)
     engines = [CheckedSharedEngine([Lane("net", "in_order")]) for _ in range(3)]
     rank_of = {engine.lanes[0]: rank for rank, engine in enumerate(engines)}
-    parts = torch.tensor([[1e8], [1.0], [-1e8]])
+    parts = np.array([[1e8], [1.0], [-1e8]], np.float32)
 
     def execute(task: Task) -> Any:
         rank = rank_of[task.lane]
-        return transport.all_reduce(rank, task.ticket, parts[rank]) if isinstance(task, Collective) else None
+        if isinstance(task, Collective):
+            return transport.all_reduce(rank, Exchange(task.ticket, task.signature), parts[rank])
+        return None
 
     values: list[Any] = []
     driver = RealtimeDriver(engines, execute)
@@ -239,33 +243,33 @@ def test_a_policy_error_on_one_rank_ends_the_others_with_it() -> None:
 
 
 def test_the_in_process_transport_keeps_what_transports_promise() -> None:
-    check_transport(InprocTransport)
+    check_transport(lambda ranks: [InprocTransport(ranks)] * ranks)
 
 
 def test_a_rank_that_gives_up_is_named_to_the_others() -> None:
     transport = InprocTransport(2)
-    transport.abandon(1, 0, "out of memory")
+    transport.abandon(1, Exchange(0), "out of memory")
     with pytest.raises(TransportError, match="all-reduce #0: rank 1 gave up: out of memory"):
-        transport.all_reduce(0, 0, 1.0)
+        transport.all_reduce(0, Exchange(0), ONE)
 
 
 def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     transport = InprocTransport(3, timeout_seconds=0.01)
     with pytest.raises(TransportError, match=r"rank 0, 2 did not come in 0\.01 s"):
-        transport.all_reduce(1, 0, 1.0)
+        transport.all_reduce(1, Exchange(0), ONE)
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
     transport = InprocTransport(2)
-    transport.abandon(1, 7, "no")
+    transport.abandon(1, Exchange(7), "no")
     with pytest.raises(TransportError, match="rank 1 of 2 came twice"):
-        transport.all_reduce(1, 7, 1.0)
+        transport.all_reduce(1, Exchange(7), ONE)
 
 
 def test_each_rank_gets_a_sum_of_its_own() -> None:
     transport = InprocTransport(2)
     with ThreadPoolExecutor(2) as threads:
-        sums = list(threads.map(lambda rank: transport.all_reduce(rank, 0, torch.ones(3)), range(2)))
+        sums = list(threads.map(lambda rank: transport.all_reduce(rank, Exchange(0), np.ones(3)), range(2)))
     sums[0] += 1
     assert sums[1].tolist() == [2, 2, 2]
 
@@ -276,7 +280,7 @@ def test_closing_leaves_no_rank_waiting() -> None:
 
     def wait() -> None:
         try:
-            transport.all_reduce(0, 0, 1.0)
+            transport.all_reduce(0, Exchange(0), ONE)
         except TransportError as error:
             errors.append(error)
 

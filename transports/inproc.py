@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesched.errors import TransportError
+from moesched.seams import Exchange
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+T = TypeVar("T")
 
 
 class InprocTransport:
-    """Ranks meet in memory: the last one to arrive adds all parts up, and each gets a copy of its own.
+    """Ranks meet in memory: the last one to arrive works out the result, and each gets a copy of its own.
 
     Args:
         ranks: how many there are.
@@ -22,68 +28,91 @@ class InprocTransport:
     def __init__(self, ranks: int = 1, *, timeout_seconds: float = 60.0) -> None:
         self.ranks = ranks
         self.timeout_seconds = timeout_seconds
-        self._exchanges: dict[int, _Exchange] = {}
+        self._meetings: dict[int, _Meeting] = {}
         self._changed = threading.Condition()
         self._closed = False
 
-    def all_reduce(self, rank: int, ticket: int, tensor: Any) -> Any:
-        """The sum of all ranks' tensors, added in the order of the ranks.
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not come in time, gave up, or came twice; the transport was closed.
+            TransportError: a rank did not come in time, gave up, came twice or to another exchange; the transport was
+                closed.
         """
-        with self._changed:
-            exchange = self._come(rank, ticket)
-            exchange.parts[rank] = tensor
-            if len(exchange.parts) == self.ranks and not exchange.problem:
-                exchange.total = reduce(add, (exchange.parts[each] for each in range(self.ranks)))
-                self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._ended(exchange), self.timeout_seconds):
-                missing = ", ".join(str(each) for each in range(self.ranks) if each not in exchange.came)
-                self._break(exchange, f"rank {missing} did not come in {self.timeout_seconds:g} s")
-            if exchange.problem:
-                raise TransportError(f"all-reduce #{ticket}: {exchange.problem}")
-            return deepcopy(exchange.total)
+        total: Array = self._meet("all-reduce", rank, exchange, part, lambda parts: reduce(add, parts))
+        return total.copy()
 
-    def abandon(self, rank: int, ticket: int, reason: str) -> None:
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The root's array."""
+        sent: Array = self._meet("broadcast", rank, exchange, array, lambda parts: parts[root])
+        return sent.copy()
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """All ranks' parts in their order, on the root."""
+        parts: Sequence[Array] = self._meet("gather", rank, exchange, part, tuple)
+        return [each.copy() for each in parts] if rank == root else None
+
+    def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Say that a rank will not take part, so that the others need not wait for the timeout."""
         with self._changed:
-            self._break(self._come(rank, ticket), f"rank {rank} gave up: {reason}")
+            self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
     async def aclose(self) -> None:
         """Wake the ranks that wait, each with an error."""
         with self._changed:
             self._closed = True
-            for exchange in self._exchanges.values():
-                self._break(exchange, "the transport was closed")
+            for meeting in self._meetings.values():
+                self._break(meeting, "the transport was closed")
 
-    def _come(self, rank: int, ticket: int) -> _Exchange:
+    def _meet(
+        self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
+    ) -> T:
+        """What all ranks' parts come to, once all are there."""
+        with self._changed:
+            meeting = self._come(rank, exchange, what)
+            meeting.parts[rank] = part
+            if len(meeting.parts) == self.ranks and not meeting.problem:
+                meeting.result = result([meeting.parts[each] for each in range(self.ranks)])
+                self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._ended(meeting), self.timeout_seconds):
+                missing = ", ".join(str(each) for each in range(self.ranks) if each not in meeting.came)
+                self._break(meeting, f"rank {missing} did not come in {self.timeout_seconds:g} s")
+            if meeting.problem:
+                raise TransportError(f"{what} #{exchange.ticket}: {meeting.problem}")
+            found: T = meeting.result
+            return found
+
+    def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
         """Note that a rank came to an exchange, which the last one to come takes off the books."""
+        ticket = exchange.ticket
         if self._closed:
-            raise TransportError(f"all-reduce #{ticket}: the transport was closed")
-        exchange = self._exchanges.setdefault(ticket, _Exchange())
-        if rank in exchange.came or not 0 <= rank < self.ranks:
+            raise TransportError(f"{what} #{ticket}: the transport was closed")
+        meeting = self._meetings.setdefault(ticket, _Meeting())
+        if rank in meeting.came or not 0 <= rank < self.ranks:
             raise TransportError(
-                f"all-reduce #{ticket}: rank {rank} of {self.ranks} came twice, or is none of them"
+                f"{what} #{ticket}: rank {rank} of {self.ranks} came twice, or is none of them"
             )
-        exchange.came.add(rank)
-        if len(exchange.came) == self.ranks:
-            del self._exchanges[ticket]
-        return exchange
+        meeting.came[rank] = exchange.signature
+        if len(set(meeting.came.values())) > 1:
+            said = "; ".join(f"rank {each}: {signature}" for each, signature in sorted(meeting.came.items()))
+            self._break(meeting, f"the ranks disagree on it: {said}")
+        if len(meeting.came) == self.ranks:
+            del self._meetings[ticket]
+        return meeting
 
-    def _ended(self, exchange: _Exchange) -> bool:
-        return len(exchange.parts) == self.ranks or bool(exchange.problem)
+    def _ended(self, meeting: _Meeting) -> bool:
+        return len(meeting.parts) == self.ranks or bool(meeting.problem)
 
-    def _break(self, exchange: _Exchange, problem: str) -> None:
-        exchange.problem = exchange.problem or problem
+    def _break(self, meeting: _Meeting, problem: str) -> None:
+        meeting.problem = meeting.problem or problem
         self._changed.notify_all()
 
 
-class _Exchange:
-    """One all-reduce: who came, what they brought, what came out or went wrong."""
+class _Meeting:
+    """One exchange: who came with which signature, what they brought, what came out or went wrong."""
 
     def __init__(self) -> None:
-        self.came: set[int] = set()
+        self.came: dict[int, str] = {}
         self.parts: dict[int, Any] = {}
-        self.total: Any = None
+        self.result: Any = None
         self.problem = ""

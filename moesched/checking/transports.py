@@ -1,0 +1,111 @@
+"""What every transport must do, checked between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, reduce
+from operator import add
+from typing import TypeVar
+
+import numpy as np
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange, Transport
+
+T = TypeVar("T")
+
+
+def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
+    """Check what every transport promises.
+
+    Args:
+        make: makes the transports of that many ranks, in their order; they may be the same object.
+    """
+    for ranks in (1, 2, 3):
+        transports = make(ranks)
+        try:
+            _check_all_reduce(transports)
+            _check_broadcast(transports)
+            _check_gather(transports)
+        finally:
+            _close(transports)
+    _check_disagreement_is_named(make(2))
+    _check_close_wakes_the_waiting(make(2))
+
+
+def _check_all_reduce(transports: Sequence[Transport]) -> None:
+    """In the order of ranks: the parts are such that another order gives other bits."""
+    random = np.random.default_rng(0)
+    for ticket, rows in enumerate((1, 3, 400, 1)):
+        scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))
+        parts = (random.standard_normal(scale.shape) * scale).astype(np.float32)
+        before, expected = parts.copy(), reduce(add, parts)
+        exchange = Exchange(ticket, f"{rows} rows")
+        calls = [partial(one.all_reduce, rank, exchange, parts[rank]) for rank, one in enumerate(transports)]
+        for total in _at_once(calls):
+            assert total.dtype == expected.dtype and total.shape == expected.shape, "another shape or type"
+            assert total.tobytes() == expected.tobytes(), "not the sum in the order of ranks"
+        assert parts.tobytes() == before.tobytes(), "a part was changed"
+
+
+def _check_broadcast(transports: Sequence[Transport]) -> None:
+    for root in range(len(transports)):
+        sent = np.arange(12, dtype=np.int64).reshape(3, 4) + root
+        exchange = Exchange(4 + root, "broadcast")
+        calls = [
+            partial(one.broadcast, rank, exchange, sent if rank == root else None, root)
+            for rank, one in enumerate(transports)
+        ]
+        for found in _at_once(calls):
+            assert (found.dtype, found.tolist()) == (sent.dtype, sent.tolist()), "not what the root had"
+
+
+def _check_gather(transports: Sequence[Transport]) -> None:
+    ranks = len(transports)
+    parts = [np.full((rank, 2), rank, np.float32) for rank in range(ranks)]
+    for root in range(ranks):
+        exchange = Exchange(4 + ranks + root, "gather")
+        calls = [
+            partial(one.gather, rank, exchange, parts[rank], root) for rank, one in enumerate(transports)
+        ]
+        for rank, found in enumerate(_at_once(calls)):
+            if rank != root:
+                assert found is None, "parts on a rank that is not the root"
+                continue
+            assert found is not None, "no parts on the root"
+            assert [each.tolist() for each in found] == [each.tolist() for each in parts], "not all the parts"
+
+
+def _check_disagreement_is_named(transports: Sequence[Transport]) -> None:
+    part = np.ones(2, np.float32)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(transports[rank].all_reduce, rank, Exchange(0, f"signature {rank}"), part)
+            for rank in range(2)
+        ]
+        for call in calls:
+            error = call.exception(timeout=30)
+            assert isinstance(error, TransportError), "ranks that disagree go on"
+            assert "signature 0" in str(error) and "signature 1" in str(error), "it is not said on what"
+    _close(transports)
+
+
+def _check_close_wakes_the_waiting(transports: Sequence[Transport]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(transports[0].all_reduce, 0, Exchange(0), np.ones(2, np.float32))
+        _close(transports)
+        assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What the ranks' calls return; the last rank begins."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(call) for call in reversed(calls)]
+        return [each.result() for each in reversed(running)]
+
+
+def _close(transports: Sequence[Transport]) -> None:
+    for transport in dict.fromkeys(transports):
+        asyncio.run(transport.aclose())
