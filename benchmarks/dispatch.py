@@ -15,6 +15,7 @@ begin after --seconds; the result says so. It is written to benchmarks/results/d
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import msgspec
 from _dispatch_cases import POLICIES, Scenario, compared
-from _results import named_for_machine, write_result
+from _results import RESULTS, named_for_machine, write_result
 
 from moesched import run_model, simulate_model
 from moesched.calibration.other_load import OtherLoad
@@ -65,16 +66,26 @@ DISK_POLICIES = ("twiddler", "lru_offload", "layer_streaming")
 
 
 class Bench:
-    """The result, and how much time is left."""
+    """The result, and how much time is left.
 
-    def __init__(self, arguments: Sequence[str], seconds: float, dilation: float) -> None:
+    Args:
+        parts: what is measured; what the result file has of others stays.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], parts: Sequence[str], seconds: float, dilation: float
+    ) -> None:
         self.dilation = dilation
         self._until = time.monotonic() + seconds
+        self._command = " ".join(["python benchmarks/dispatch.py", *arguments])
+        file = RESULTS / f"{named_for_machine('dispatch')}.json"
+        before = json.loads(file.read_text()) if file.exists() else {"cases": [], "left_out": {}}
         self._result: dict[str, Any] = {
-            "command": " ".join(["python benchmarks/dispatch.py", *arguments]),
             "compared": [],
-            "cases": [],
-            "left_out": {},
+            "cases": [case for case in before["cases"] if case["where"] not in parts],
+            "left_out": {
+                case: why for case, why in before["left_out"].items() if case.partition(",")[0] not in parts
+            },
         }
 
     def measure(
@@ -103,6 +114,7 @@ class Bench:
         self._result["cases"].append(
             {
                 "where": where,
+                "command": self._command,
                 "scenario": scenario.name,
                 "policy": policy,
                 **scenario.seconds(report),
@@ -205,13 +217,13 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--dilation", type=float, default=4.0)
     options = parser.parse_args(arguments)
     there = [name for name in options.policies if find_spec(POLICIES[name].partition(":")[0])]
-    bench = Bench(arguments, options.seconds, options.dilation)
+    bench = Bench(arguments, options.only, options.seconds, options.dilation)
     with tempfile.TemporaryDirectory() as folder:
         for part in options.only:
             PARTS[part](bench, there, Path(folder))

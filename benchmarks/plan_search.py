@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import product
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from _results import named_for_machine, write_result
 from rich.progress import track
@@ -26,7 +26,7 @@ from moesched.machines import Machine, load_machine
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.parallel.accelerators import cut_over_ranks
-from moesched.planner import POLICIES, Setting, plan_best, splits_kv
+from moesched.planner import POLICIES, Best, Setting, plan_best, splits_kv
 from moesched.planner.preview import preview
 from moesched.plugins import find
 from moesched.workloads import load_workload
@@ -45,9 +45,25 @@ SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 MOST_REQUESTS = 4096
 
 
+class Search(NamedTuple):
+    """One model, machine and workload, with what the planner chose for it."""
+
+    model: str
+    machine_name: str
+    new_tokens: int
+    padded: bool
+    machine: Machine
+    layout: WeightLayout
+    lengths: list[int]
+    budgets: dict[str, int]
+    chosen: Best
+    seconds: float
+
+
 def main() -> None:
-    """Search, try the grid, and write both."""
-    cases = [case(*each) for each in track(CASES, description="planning and trying")]
+    """Search everywhere, which is timed, then try the grids, which takes long, and write both."""
+    searches = [search(*each) for each in track(CASES, description="planning")]
+    cases = [compared(each) for each in track(searches, description="trying the grid")]
     result = {
         "workload": "mtbench",
         "cases": cases,
@@ -57,8 +73,8 @@ def main() -> None:
     print(write_result(named_for_machine("plan_search"), result))
 
 
-def case(model: str, machine_name: str, new_tokens: int, padded: bool) -> dict[str, Any]:
-    """One model, machine and workload: the planner's choice beside the grid's best."""
+def search(model: str, machine_name: str, new_tokens: int, padded: bool) -> Search:
+    """The planner's choice, and how long it took."""
     config, machine, budgets = cut_over_ranks(SHAPES[model], load_machine(machine_name), None, None)
     layout = weight_layout(config)
     lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
@@ -67,14 +83,20 @@ def case(model: str, machine_name: str, new_tokens: int, padded: bool) -> dict[s
     started = perf_counter()
     chosen = plan_best(machine, layout, lengths, new_tokens, budgets=budgets)
     seconds = perf_counter() - started
-    tried = grid(machine, layout, lengths, new_tokens, budgets)
+    return Search(model, machine_name, new_tokens, padded, machine, layout, lengths, budgets, chosen, seconds)
+
+
+def compared(searched: Search) -> dict[str, Any]:
+    """The planner's choice beside the grid's best."""
+    machine, layout, chosen = searched.machine, searched.layout, searched.chosen
+    tried = grid(machine, layout, searched.lengths, searched.new_tokens, searched.budgets)
     best = max(tried, key=lambda each: each["tokens_per_second"])
     return {
-        "model": model,
-        "machine": machine_name,
-        "new_tokens": new_tokens,
-        "padded": padded,
-        "search_seconds": round(seconds, 2),
+        "model": searched.model,
+        "machine": searched.machine_name,
+        "new_tokens": searched.new_tokens,
+        "padded": searched.padded,
+        "search_seconds": round(searched.seconds, 2),
         "chosen": {
             "policy": chosen.policy,
             "micro_batch_size": chosen.seen.micro_batch_size,

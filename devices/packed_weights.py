@@ -7,7 +7,9 @@ from functools import cache, partial
 
 import torch
 
+from .bfloat16_support import has_bfloat16
 from .plain_weights import plain_linear
+from .row_tiles import in_tiles
 
 # oneDNN rearranges a plain matrix anew in every product; with few tokens that costs more than the product.
 
@@ -22,9 +24,9 @@ def packing_pays(transposed: bool = False) -> bool:
     Args:
         transposed: also for matrices that lie transposed in memory.
     """
+    if not has_bfloat16():
+        return False
     try:
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
         same_bits = [_same_bits, *([_same_bits_transposed] if transposed else [])]
         return all(same(*shape) for same in same_bits for shape in ((256, 192), (96, 4096), (33, 40)))
     except (AttributeError, RuntimeError):
@@ -119,5 +121,9 @@ def packed_bytes(packed: torch.Tensor) -> int:
 
 def packed_linear(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """x times the packed matrix's transpose."""
+    return in_tiles(_multiply, x_TD, packed)
+
+
+def _multiply(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     y_TN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, packed, None, "none", [], "")
     return y_TN

@@ -8,11 +8,12 @@ row or two it is faster.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 
+from .bfloat16_support import has_bfloat16
+from .row_tiles import in_tiles
 from .team import one_core
 
 PIECE = 256
@@ -23,13 +24,13 @@ FEW_ROWS = 2
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
     """x times the matrix's transpose; the matrix's rows or its columns are contiguous."""
-    if weight_ND.dtype == torch.bfloat16 and weight_ND.is_cpu and not _has_bfloat16():
+    if weight_ND.dtype == torch.bfloat16 and weight_ND.is_cpu and not has_bfloat16():
         lies_transposed = weight_ND.stride(0) == 1 and weight_ND.stride(1) != 1
         if lies_transposed:
             return _in_float32(x_TD, weight_ND, _add_columns)
         if len(x_TD) > FEW_ROWS:
             return _in_float32(x_TD, weight_ND, _set_rows)
-    return F.linear(x_TD, weight_ND)
+    return in_tiles(F.linear, x_TD, weight_ND)
 
 
 def _in_float32(
@@ -54,11 +55,3 @@ def _set_rows(y_TN: torch.Tensor, x_TD: torch.Tensor, weight_ND: torch.Tensor) -
     for start in range(0, len(weight_ND), PIECE):
         piece = slice(start, start + PIECE)
         y_TN[:, piece] = x_TD @ weight_ND[piece].float().T
-
-
-@cache
-def _has_bfloat16() -> bool:
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
