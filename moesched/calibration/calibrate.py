@@ -109,7 +109,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 4
     turns_float32: int = 2
     turns_fresh: int = 2
-    turns_together: int = 2
+    turns_together: int = 4
     again: int = 12
 
 
