@@ -52,7 +52,7 @@ A_LITTLE = Extent(
     steps_float32=3,
     turns=2,
     turns_float32=2,
-    turns_fresh=2,
+    turns_fresh=1,
     turns_together=1,
     again=0,
 )
