@@ -1,11 +1,13 @@
-"""Runs of several things in turn, those done again during which other processes were busy."""
+"""Runs of several things in turn, with each other and with calibration; disturbed ones are done again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from moesched.calibration.calibrate import calibrate
 from moesched.calibration.other_load import OtherLoad
+from moesched.machines import Machine
 
 MOST_OTHER_CORES = 0.1
 """What others may keep busy during a run that need not be done again."""
@@ -62,3 +64,17 @@ class InTurn(Generic[K]):
             name: sorted(each, key=lambda run: run.others)[: self._repeats]
             for name, each in self._runs.items()
         }
+
+
+def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
+    """Calibrate the machine, with so many turns of the runs in between: both see the same minutes of it."""
+    taken = 0
+
+    def between(done: int, steps: int) -> None:
+        nonlocal taken
+        if done * turns >= (taken + 1) * steps:
+            taken += 1
+            print(f"calibrated {done} of {steps}", flush=True)
+            runs.turn()
+
+    return calibrate(progress=between)

@@ -2,11 +2,11 @@
 
     python benchmarks/fidelity.py [--only PART ...] [--policies P ...] [--repeats N]
 
-A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs nine
+A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs five
 times (three where times hardly vary: emulated), in turn with the others, and is simulated. Runs during which other
 processes took more than a tenth of a core are done again, up to twice as many runs. Settings `disk-...` run on
-this machine, weights coming from its disk; the simulation uses a calibration made just before, which sees neither
-models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
+this machine, weights coming from its disk; the simulation uses a calibration made in turn with the runs, which sees
+neither models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
 
 Two things come of it:
 
@@ -17,7 +17,7 @@ Two things come of it:
   simulator would choose.
 
 Settings measured with `--only` replace their namesakes in benchmarks/results/fidelity-<machine>.json; the others stay.
-`--only calibration` calibrates and keeps the result for an hour. Each part takes one to seven minutes.
+Each takes about five minutes where others leave the machine alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,16 +35,15 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from _in_turn import InTurn
+from _in_turn import InTurn, calibrate_in_turn
 from _ranking import Times, ranking
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
-from moesched.calibration.calibrate import calibrate
 from moesched.errors import BadInput
-from moesched.machines import Machine, Tier, load_machine, parse_machine
-from moesched.machines.local import cache_folder
+from moesched.machines import Machine, Tier, load_machine
+from moesched.machines.local import cache_folder, local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -55,13 +53,12 @@ from moesched.plan import Plan, split_batch
 from moesched.runs import plan_run, run, simulate
 from moesched.trace import Recorder, Recording
 
-REPEATS, EMULATED_REPEATS = 9, 3
+REPEATS, EMULATED_REPEATS = 5, 3
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
 """By how much the emulated machine is slower than a T4: its rates, its host's besides, and the start of anything.
 
 The last keeps time from being dilated a hundred times, since starting a product takes this machine some 100 µs.
 """
-CALIBRATION_SECONDS = 3600
 NOT_SCHEDULES = ("adversarial",)
 MEASURES = ("decode", "total")
 EMULATED = "moesched.devices.emulated_device:EmulatedDevice"
@@ -119,23 +116,19 @@ def emulated(config: ModelConfig, share: float, sizes: tuple[int, int, int]) -> 
 SETTINGS = {
     "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 6)),
     "disk-tight": on_disk(SLIM, "bfloat16", 0.6, (16, 8, 6)),
-    "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 6)),
-    "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 5)),
-    "emulated-tight": emulated(SMALL, 0.45, (12, 4, 5)),
-    "emulated-wide": emulated(WIDE, 0.6, (24, 8, 5)),
+    "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 4)),
+    "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 3)),
+    "emulated-tight": emulated(SMALL, 0.45, (12, 4, 3)),
+    "emulated-wide": emulated(WIDE, 0.6, (24, 8, 3)),
 }
 
 
-CALIBRATION = "calibration"
-PARTS = (CALIBRATION, *SETTINGS)
-
-
 class Bench:
-    """One setting: its model, its machine, its requests."""
+    """One setting: its model, the machine that it runs on, its requests."""
 
-    def __init__(self, setting: Setting, machine: Machine, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path) -> None:
         self.setting = setting
-        self.machine = machine
+        self.machine = slow_t4() if setting.emulated else local_machine()
         model = write_random_model(setting.shape, folder / setting.shape.name, dtype=setting.dtype)
         self.checkpoint: Checkpoint = open_checkpoint(model)
         self.layout: WeightLayout = weight_layout(self.checkpoint.config, setting.dtype)
@@ -145,7 +138,7 @@ class Bench:
             for _ in range(setting.batch_size)
         ]
 
-    def plan(self, name: str, device: Any) -> tuple[Plan, Any]:
+    def plan(self, name: str, device: Any, machine: Machine) -> tuple[Plan, Any]:
         """A policy made anew, and its plan.
 
         Raises:
@@ -156,9 +149,8 @@ class Bench:
             [len(prompt) for prompt in self.prompts], self.setting.new_tokens, self.setting.micro_batch_size
         )
         policy = plugins.make_policy(name)
-        fast = self.machine.processors[self.machine.roles.accelerator].memory
-        budgets = {fast: int(self.setting.share * weights)}
-        return plan_run(self.machine, self.layout, batch, policy, budgets, device.slot_bytes), policy
+        budgets = {machine.accelerator.memory: int(self.setting.share * weights)}
+        return plan_run(machine, self.layout, batch, policy, budgets, device.slot_bytes), policy
 
     def device(self) -> Any:
         """Made anew; the run closes it."""
@@ -169,7 +161,7 @@ class Bench:
     def measure(self, name: str) -> dict[str, float]:
         """One run and its replay, in seconds."""
         device = self.device()
-        plan, policy = self.plan(name, device)
+        plan, policy = self.plan(name, device, self.machine)
         recorder = Recorder()
         report = run(plan, policy, device, self.prompts, recorder=recorder)
         recording = without_loading(recorder.recording())
@@ -181,9 +173,9 @@ class Bench:
             "wall": report.wall_seconds,
         }
 
-    def predict(self, name: str) -> dict[str, float]:
+    def predict(self, name: str, machine: Machine) -> dict[str, float]:
         """The run on the virtual clock, in seconds."""
-        return times(simulate(*self.plan(name, self.device())).step_seconds)
+        return times(simulate(*self.plan(name, self.device(), machine)).step_seconds)
 
 
 def _seconds_of(recording: Recording) -> float:
@@ -196,21 +188,23 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
     return {"decode": sum(step_seconds[1:]), "total": sum(step_seconds)}
 
 
-def measure(setting: Setting, machine: Machine, names: Sequence[str], repeats: int) -> dict[str, Any]:
+def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """All policies in a setting."""
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        bench = Bench(setting, machine, Path(folder))
+        bench = Bench(setting, Path(folder))
         for name in names:
             try:
-                bench.plan(name, bench.device())
+                bench.plan(name, bench.device(), bench.machine)
             except BadInput as error:
                 left_out[name] = str(error)
         fit = [name for name in names if name not in left_out]
         if not setting.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
-        taken = InTurn({name: partial(bench.measure, name) for name in fit}, repeats).up_to(2 * repeats)
-        predicted = {name: bench.predict(name) for name in fit}
+        in_turn = InTurn({name: partial(bench.measure, name) for name in fit}, repeats)
+        machine = bench.machine if setting.emulated else calibrate_in_turn(in_turn, repeats)
+        taken = in_turn.up_to(2 * repeats)
+        predicted = {name: bench.predict(name, machine) for name in fit}
     runs = {name: [each.figures for each in done] for name, done in taken.items()}
     return {
         **described(setting),
@@ -325,15 +319,6 @@ def slow_t4() -> Machine:
     )
 
 
-def calibrated(*, anew: bool = False) -> Machine:
-    """This machine, measured within the hour, or now."""
-    file = cache_folder() / "fidelity-machine.toml"
-    if anew or not file.exists() or time.time() - file.stat().st_mtime > CALIBRATION_SECONDS:
-        print("calibrating", flush=True)
-        calibrate(file)
-    return parse_machine(file.read_bytes(), str(file))
-
-
 def table(name: str, result: Mapping[str, Any]) -> str:
     """A setting's figures."""
     lines = [f"{name}: {result['model']}, {result['machine']}, {result['wall_seconds']:.0f} s of runs"]
@@ -360,7 +345,7 @@ def main(arguments: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = [name for name in plugins.names("policies") if name not in NOT_SCHEDULES]
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=SETTINGS, metavar="PART")
     parser.add_argument("--policies", nargs="+", default=every)
     parser.add_argument("--repeats", type=int)
     options = parser.parse_args(arguments)
@@ -370,13 +355,9 @@ def main(arguments: Sequence[str]) -> None:
     settings = {each: settings[each] for each in SETTINGS if each in settings}
     cache_folder().mkdir(parents=True, exist_ok=True)
     for each in options.only:
-        if each == CALIBRATION:
-            calibrated(anew=True)
-            continue
         setting = SETTINGS[each]
-        machine = slow_t4() if setting.emulated else calibrated()
         repeats = options.repeats or (EMULATED_REPEATS if setting.emulated else REPEATS)
-        settings[each] = measure(setting, machine, options.policies, repeats)
+        settings[each] = measure(setting, options.policies, repeats)
         print(table(each, settings[each]), flush=True)
         report = {
             "command": "python benchmarks/fidelity.py",

@@ -33,11 +33,10 @@ from statistics import mean, median, quantiles
 from typing import Any, Literal
 
 import msgspec
-from _in_turn import Figures, InTurn, Run
+from _in_turn import Figures, InTurn, Run, calibrate_in_turn
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
-from moesched.calibration.calibrate import calibrate
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import cache_folder, local_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -265,20 +264,6 @@ def table(case: Case, result: dict[str, Any]) -> str:
 def tell(case: Case, run: Run) -> None:
     """Show a run as it ends."""
     print(f"  {case.title}: {run.figures[DECODE]:.3f} s, others {run.others:.2f}", flush=True)
-
-
-def calibrate_in_turn(runs: InTurn[Case], turns: int) -> Machine:
-    """Calibrate the machine, with so many turns of the runs in between."""
-    taken = 0
-
-    def between(done: int, steps: int) -> None:
-        nonlocal taken
-        if done * turns >= (taken + 1) * steps:
-            taken += 1
-            print(f"calibrated {done} of {steps}", flush=True)
-            runs.turn()
-
-    return calibrate(progress=between)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterable
 from functools import partial
-from itertools import count, permutations
+from itertools import count, pairwise, permutations
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ import pytest
 
 from moesched.calibration.calibrate import DTYPES, FULL, Extent, calibrate, measure, speed_beside, undisturbed
 from moesched.calibration.contention import Observed, rates_beside
-from moesched.calibration.exercise import Exercise, Manner, Watch, small_model
+from moesched.calibration.exercise import FETCHED_LAYER, Exercise, Manner, Watch, small_model
 from moesched.calibration.task_times import TaskTimes
 from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
@@ -52,6 +52,7 @@ A_LITTLE = Extent(
     steps_float32=3,
     turns=2,
     turns_float32=2,
+    turns_fresh=1,
     turns_together=1,
     again=0,
 )
@@ -95,10 +96,21 @@ def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
 # -- tasks to points
 
 
-def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched() -> None:
-    found = costs([task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
-    assert (found["kept route"].seconds, found["route"].seconds) == (0.5, 0.75)
+def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched_just_before() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
+    times.add_fresh(MODEL, "bfloat16", [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
+    found = {point.operation: point for point in times.points()}
+    assert (found["kept route"].seconds, found["route"].seconds) == (0.5, 1.25)
     assert found["route"].rows == 4
+
+
+def test_what_is_slowed_beside_others_is_held_against_weights_that_were_used_before() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("route", 0, 3, layer=1)])
+    times.add_fresh(MODEL, "bfloat16", [task("route", 0, 4, layer=1)])
+    together = [task("route", 0, 4, layer=1), task("fetch", 0, 4, lane=DISK)]
+    assert times.rates(MODEL, "bfloat16", together)["compute", "disk->host"] == pytest.approx(0.75)
 
 
 def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None:
@@ -212,18 +224,33 @@ def test_tasks_that_hardly_overlap_say_nothing() -> None:
     assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
 
 
-def test_the_host_attends_beside_the_experts_of_another_micro_batch_and_is_done_before_they_are() -> None:
-    policy, watch = Exercise(Manner.ATTENDING, turn=0, long=(2, 3)), Watch()
+def exercised(manner: Manner) -> list[Task]:
+    """The tasks of four micro-batches on the virtual clock, in the order of their ends."""
+    policy, watch = Exercise(manner, turn=0, long=(2, 3)), Watch()
     batch = Batch((4, 4, 4, 4), 4, ((0,), (1,), (2,), (3,)))
     layout = weight_layout(FULL.models[-1], "bfloat16")
-    plan = plan_run(load_machine("cpu-nvme"), layout, batch, policy)
-    simulate(plan, policy, observers=[watch])
-    attended = [each for each in watch.tasks if each.verb == "cpu_attention"]
-    assert len(attended) == 4 * 2 * len(plan.layers)
+    simulate(plan_run(load_machine("cpu-nvme"), layout, batch, policy), policy, observers=[watch])
+    return watch.tasks
+
+
+def test_fresh_weights_come_before_each_micro_batch_and_wait_for_all_that_was_before() -> None:
+    tasks = exercised(Manner.FRESH)
+    fetches = [each for each in tasks if each.verb == "fetch"]
+    assert len(fetches) == 4 * 4
+    for fetch in fetches:
+        after = tasks[tasks.index(fetch) + 1]
+        assert (after.verb, after.layer) == ("pre_attention", FETCHED_LAYER)
+    assert all(before.end <= after.start for before, after in pairwise(tasks))
+
+
+def test_the_host_attends_beside_the_experts_of_another_micro_batch_and_is_done_before_they_are() -> None:
+    tasks = exercised(Manner.ATTENDING)
+    attended = [each for each in tasks if each.verb == "cpu_attention"]
+    assert len(attended) == 4 * 2 * FULL.models[-1].layers
     for each in attended:
         assert any(
             beside.verb == "post_attention" and beside.start <= each.start and each.end <= beside.end
-            for beside in watch.tasks
+            for beside in tasks
         )
 
 
@@ -314,7 +341,9 @@ def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(
 def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text("old")
-    extent = msgspec.structs.replace(A_LITTLE, steps=2000, turns=1, turns_float32=1, turns_together=0)
+    extent = msgspec.structs.replace(
+        A_LITTLE, steps=2000, turns=1, turns_float32=1, turns_fresh=0, turns_together=0
+    )
     first_run = -len(extent.models) * len(DTYPES)
 
     def interrupt_the_first_run(done: int, total: int) -> None:

@@ -75,6 +75,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         longest: more of them, for the smaller model only.
         long: the micro-batches, by their places in `groups`, that the host attends for.
         steps, turns: of a run, and how many runs; fewer in float32, which takes longer.
+        turns_fresh: runs with weights that were fetched just before.
         turns_together: runs of the larger model in each manner in which tasks overlap.
         again: how many rounds may be done again because others were busy.
     """
@@ -107,7 +108,8 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     steps_float32: int = 5
     turns: int = 4
     turns_float32: int = 2
-    turns_together: int = 2
+    turns_fresh: int = 2
+    turns_together: int = 4
     again: int = 12
 
 
@@ -223,6 +225,10 @@ class _Calibration:
         extent = self.extent
         for size in range(len(extent.models)):
             yield partial(self._serial, size, "bfloat16", turn)
+        if turn < extent.turns_fresh:
+            for dtype in DTYPES:
+                for size in range(len(extent.models)):
+                    yield partial(self._fresh, size, dtype, turn)
         if turn < extent.turns_together:
             for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
                 yield partial(self._together, manner)
@@ -324,9 +330,15 @@ class _Calibration:
         )
 
     def _serial(self, size: int, dtype: DType, turn: int) -> Call:
-        steps = self.extent.steps if dtype == "bfloat16" else self.extent.steps_float32
-        tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, steps)
+        tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, self._steps_in(dtype))
         return partial(self.tasks.add, self.extent.models[size], dtype, tasks)
+
+    def _fresh(self, size: int, dtype: DType, turn: int) -> Call:
+        tasks = self._gym(size, dtype).run(self._machine(), Manner.FRESH, turn, self._steps_in(dtype))
+        return partial(self.tasks.add_fresh, self.extent.models[size], dtype, tasks)
+
+    def _steps_in(self, dtype: DType) -> int:
+        return self.extent.steps if dtype == "bfloat16" else self.extent.steps_float32
 
     def _together(self, manner: Manner) -> Call:
         """How much tasks of the larger model slow each other down."""

@@ -1,6 +1,6 @@
 """Exercises: small random models run on the device, in set manners, to see what their tasks take.
 
-The first layer's weights stay in memory, the second layer's are fetched anew in every step, so that both are seen.
+The first layer's weights stay in memory, the second layer's are fetched anew, so that both are seen.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ class Manner(Enum):
     """What runs at once."""
 
     SERIAL = "one task after the other"
+    FRESH = "the same, and every micro-batch has weights that were fetched just before"
     READING = "pages are fetched while the accelerator computes"
     ATTENDING = "the same, while the host attends for some of the micro-batches"
     SHARING = "accelerator and host each compute some of the experts"
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether nothing runs at once."""
+        return self in (Manner.SERIAL, Manner.FRESH)
 
 
 def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabulary: int) -> ModelConfig:
@@ -85,9 +91,11 @@ class Exercise:
         await self._schedule(step)
 
     async def _schedule(self, step: Step) -> None:
-        fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
-        if self.manner not in (Manner.READING, Manner.ATTENDING):
-            await fetched
+        fresh = self.manner is Manner.FRESH
+        if not fresh:
+            fetched = self._fetch(step)
+            if self.manner not in (Manner.READING, Manner.ATTENDING):
+                await fetched
         for j in step.micro_batches:
             await self._alone(step.embed(j))
         for i in step.layers:
@@ -95,19 +103,31 @@ class Exercise:
         for j in step.micro_batches:
             last = step.sample(j)
             await self._alone(last)
-        step.evict(step.pages(FETCHED_LAYER), self.buffer)
+        if not fresh:
+            self._evict(step)
         await last
+
+    def _fetch(self, step: Step) -> Task:
+        return step.fetch(step.pages(FETCHED_LAYER), self.buffer)
+
+    def _evict(self, step: Step) -> None:
+        step.evict(step.pages(FETCHED_LAYER), self.buffer)
 
     async def _layer(self, step: Step, i: int) -> None:
         attending = self.long if self.manner is Manner.ATTENDING else ()
         others = [j for j in step.micro_batches if j not in attending]
+        fresh = self.manner is Manner.FRESH and i == FETCHED_LAYER
         for place, j in enumerate(others):
+            if fresh:
+                await self._fetch(step)
             await self._alone(step.pre_attention(i, j))
             await self._alone(step.attention(i, j))
             # Beside another one's experts in every step, as policies have it: what the host does is done by then.
             for k in attending[(place + step.index) % len(others) :: len(others)]:
                 self._attend_on_host(step, i, k)
             await self._second_half(step, i, j)
+            if fresh:
+                self._evict(step)
         for j in attending:
             step.post_attention(i, j)
 
@@ -118,7 +138,7 @@ class Exercise:
         step.load_hidden(i, j)
 
     async def _second_half(self, step: Step, i: int, j: int) -> None:
-        by_task = (step.index + self.turn) % 2 == 1 and self.manner is Manner.SERIAL
+        by_task = (step.index + self.turn) % 2 == 1 and self.manner.one_by_one
         if not by_task and self.manner is not Manner.SHARING:
             await self._alone(step.post_attention(i, j))
             return
@@ -135,7 +155,7 @@ class Exercise:
         await self._alone(step.combine(i, j))
 
     async def _alone(self, task: Task) -> None:
-        if self.manner is Manner.SERIAL:
+        if self.manner.one_by_one:
             await task
 
 

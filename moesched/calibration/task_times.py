@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import log2
 from statistics import fmean, median
 from typing import NamedTuple
 
 from moesched.calibration.contention import Observed, rates_beside
-from moesched.calibration.exercise import KEPT_LAYER
+from moesched.calibration.exercise import FETCHED_LAYER, KEPT_LAYER
 from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
@@ -17,6 +17,8 @@ from moesched.seams import at_once
 from moesched.tasks import Part, Task, Work
 
 LEAST_SECONDS = 1e-6
+WITHOUT_WEIGHTS = ("attention", "combine")
+"""What a layer does without weights of its own."""
 
 
 class Group(NamedTuple):
@@ -53,17 +55,35 @@ class TaskTimes:
         self._moves: dict[Part, list[float]] = {}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
-        """Take in a run that did one task after the other."""
+        """Take in a run that did one task after the other.
+
+        Of what takes weights that were fetched, others of their micro-batches took them before: only what such tasks
+        are slowed by is told from it, and `add_fresh` has what they take.
+        """
         times: dict[Group, list[float]] = {}
         for task in tasks:
             self._alone.setdefault(_same(model, dtype, task), []).append(_seconds(task))
             if task.verb == "fetch":
                 if dtype == model.dtype:  # else it is converted, too
                     self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
-            else:
-                group = _group(model, dtype, task)
-                times.setdefault(group, []).append(_seconds(task))
-                self._works.setdefault(group, task.work)
+            elif task.layer != FETCHED_LAYER or task.verb in WITHOUT_WEIGHTS:
+                times.setdefault(_group(model, dtype, task), []).append(_seconds(task))
+                self._works.setdefault(_group(model, dtype, task), task.work)
+        self._take_means(times)
+
+    def add_fresh(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
+        """Take in a run in which every micro-batch's weights were fetched just before, as those that stream are.
+
+        The first use of such weights is slower than the next, and so is a processor that waited for them.
+        """
+        times: dict[Group, list[float]] = {}
+        for task in tasks:
+            if task.layer == FETCHED_LAYER and task.verb not in ("fetch", *WITHOUT_WEIGHTS):
+                times.setdefault(_group(model, dtype, task), []).append(_seconds(task))
+                self._works.setdefault(_group(model, dtype, task), task.work)
+        self._take_means(times)
+
+    def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
         for group, seconds in times.items():
             self._times.setdefault(group, []).append(fmean(seconds))
 
@@ -207,7 +227,7 @@ def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
         return Group(model.name, dtype, task.verb, kept, rows, False)
-    if task.verb in ("embed", "attention", "combine", "sample"):
+    if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
         kept = False
     return Group(model.name, dtype, task.verb, kept, task.micro_batch, task.step == 0)
 
