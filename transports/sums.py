@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 def sum_in_order(parts: Mapping[int, Array]) -> Array:
     """The sum of arrays of one shape and type, from rank 0 on; a new array."""
-    ranks = sorted(parts)
-    first = parts[ranks[0]]
-    if len(ranks) == 1:
+    first, *others = (parts[rank] for rank in sorted(parts))
+    if not others:
         return first.copy()
-    total = np.empty_like(first)
-    np.add(first, parts[ranks[1]], out=total)
-    for rank in ranks[2:]:
-        np.add(total, parts[rank], out=total)
+    total: Array = np.asarray(first + others[0])
+    for part in others[1:]:
+        np.add(total, part, out=total)
     return total
 
 

@@ -91,14 +91,13 @@ class ZeroMqTransport:
             if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                 return self._sum_in_pieces(turn, part)
             turn.send(Kind.ALL_REDUCE, self.others, part.reshape(-1))
-            parts = turn.receive(Kind.ALL_REDUCE, self.others)
-            return sum_in_order({rank: part} | {each: frame.array for each, frame in parts.items()})
+            return sum_in_order({rank: part, **turn.receive(Kind.ALL_REDUCE, self.others)})
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
         with self._turn(Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
-                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].array.copy()
+                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
                 return found
             if array is None:
                 raise TransportError("the root has nothing to send")
@@ -112,7 +111,7 @@ class ZeroMqTransport:
                 turn.send(Kind.GATHER, (root,), np.ascontiguousarray(part).reshape(-1))
                 return None
             parts = turn.receive(Kind.GATHER, self.others)
-            return [part.copy() if each == root else parts[each].array.copy() for each in range(self.ranks)]
+            return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
@@ -141,12 +140,12 @@ class ZeroMqTransport:
             turn.send(Kind.SCATTER, (each,), flat[cuts[each]])
         theirs = turn.receive(Kind.SCATTER, self.others)
         own = flat[cuts[self.rank]]
-        mine = sum_in_order({self.rank: own} | {each: frame.values for each, frame in theirs.items()})
+        mine = sum_in_order({self.rank: own, **theirs})
         turn.send(Kind.SUM, self.others, mine)
         total = np.empty_like(flat)
         total[cuts[self.rank]] = mine
-        for each, frame in turn.receive(Kind.SUM, self.others).items():
-            total[cuts[each]] = frame.values
+        for each, piece in turn.receive(Kind.SUM, self.others).items():
+            total[cuts[each]] = piece
         return total.reshape(part.shape)
 
     def _close(self) -> None:
