@@ -160,12 +160,12 @@ def prefix_of(rank: int, mine: bytes) -> bytes:
     return mine[:RANK_AT] + rank.to_bytes(2, "little") + mine[RANK_AT + 2 :]
 
 
-def pack(frame: Frame) -> bytes | Array:
+def pack(frame: Frame) -> bytes | memoryview:
     """The bytes of a frame: a copy, so that the values may be changed afterwards. Raises as `prefix`."""
     return joined(prefix(frame), frame.values)
 
 
-def joined(before: bytes, values: Array) -> bytes | Array:
+def joined(before: bytes, values: Array) -> bytes | memoryview:
     """The bytes of a frame, given its prefix."""
     elements = values.view(np.uint8)
     if elements.size <= JOINED_UP_TO:
@@ -173,7 +173,7 @@ def joined(before: bytes, values: Array) -> bytes | Array:
     packed = np.empty(len(before) + elements.size, np.uint8)
     packed[: len(before)] = np.frombuffer(before, np.uint8)
     packed[len(before) :] = elements
-    return packed
+    return packed.data
 
 
 def unpack(data: Any) -> Frame:

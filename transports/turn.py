@@ -151,6 +151,10 @@ class Turn:
             shape, text, values,
         )  # fmt: skip
 
+    def _waiting(self) -> Frame:
+        """What this rank says of the exchange that it is in, without what it brings."""
+        return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
+
     def _receive(self) -> bool:
         """Take in the next message, if one comes.
 
@@ -201,7 +205,7 @@ class Turn:
         """
         if self._operation is Kind.ABANDON:
             return
-        mine = self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
+        mine = self._waiting()
         if mine.names_the_same_as(frame):
             return
         said = sorted([(mine.rank, mine.describe()), (frame.rank, frame.describe())])
@@ -241,7 +245,7 @@ class Turn:
         """Tell those who are late which exchange this rank is in: they may wait for it in another one."""
         if not self._announced:
             self._announced = True
-            self._tell(missing, self._frame(Kind.WAITING, NOTHING))
+            self._tell(missing, self._waiting())
 
     def _tell(self, ranks: Iterable[int], frame: Frame, until: float = 0.0) -> None:
         """Send a frame to whoever can take it in time."""
