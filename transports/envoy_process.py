@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import zmq
 
-from moesched.errors import MoeschedError
+from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
@@ -24,6 +23,8 @@ from .zeromq import ZeroMqTransport
 
 if TYPE_CHECKING:
     from moesched.seams import Array
+
+SLICE_MILLISECONDS = 50
 
 
 class Orders(msgspec.Struct):
@@ -50,32 +51,38 @@ def main() -> None:
         _answer(socket, orders.rank, error)
     else:
         _answer(socket, orders.rank, [])
-        threading.Thread(target=_work, args=(socket, transport), daemon=True).start()
+        working = threading.Thread(target=_work, args=(socket, transport))
+        working.start()
         sys.stdin.buffer.read()
         asyncio.run(transport.aclose())
+        working.join()
     context.destroy(linger=500)
 
 
 def _work(socket: zmq.Socket[bytes], transport: ZeroMqTransport) -> None:
-    """Answer one call after the other."""
-    with suppress(zmq.ZMQError):  # the end of the process
-        while True:
+    """Answer one call after the other, until the transport is closed."""
+    socket.setsockopt(zmq.RCVTIMEO, SLICE_MILLISECONDS)
+    while not transport.closed:
+        try:
             asked = unpack(socket.recv())
-            try:
-                answer: Any = _run(transport, asked)
-            except MoeschedError as error:
-                answer = error
-            _answer(socket, asked.rank, answer)
+        except zmq.Again:
+            continue
+        try:
+            answer: Any = _run(transport, asked)
+        except Exception as error:
+            answer = error
+        _answer(socket, asked.rank, answer)
 
 
 def _run(transport: ZeroMqTransport, asked: Frame) -> list[Array]:
     exchange = Exchange(asked.ticket, asked.text, asked.step, asked.layer)
-    array = asked.values.reshape(asked.shape)
+    array = None if asked.kind is Kind.WAITING else asked.values.reshape(asked.shape)
+    if asked.operation is Kind.BROADCAST:
+        return [transport.broadcast(asked.rank, exchange, array, asked.root)]
+    if array is None:
+        raise TransportError("nothing was brought")
     if asked.operation is Kind.ALL_REDUCE:
         return [transport.all_reduce(asked.rank, exchange, array)]
-    if asked.operation is Kind.BROADCAST:
-        brought = array if asked.kind is Kind.BROADCAST else None
-        return [transport.broadcast(asked.rank, exchange, brought, asked.root)]
     if asked.operation is Kind.GATHER:
         return transport.gather(asked.rank, exchange, array, asked.root) or []
     transport.abandon(asked.rank, exchange, array.tobytes().decode())
