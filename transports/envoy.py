@@ -23,7 +23,6 @@ import zmq
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
 
-from .curve import Keys
 from .envoy_process import Orders
 from .frames import NAMES, NOTHING, Frame, Kind, pack, unpack
 
@@ -54,7 +53,7 @@ class EnvoyTransport:
         addresses: Sequence[str],
         rank: int,
         *,
-        keys: Keys | None = None,
+        keys: tuple[str, Sequence[str]] | None = None,
         timeout_seconds: float = 60.0,
         **options: Any,
     ) -> None:

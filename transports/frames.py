@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
 
 MAGIC = b"MoEx"
 VERSION = 1
-HEADER = struct.Struct("<4sBBHQQqqqQBBBxHH8I")
-RANK_AT = 6
+_SENDER = struct.Struct("<4sBBH")
+_PLACE = struct.Struct("<QQqqq")
+_SUBJECT = struct.Struct("<QBBBxHH8I")
+HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
+_RANK_AT = _SENDER.size - 2
 DIMENSIONS = 8
 TEXT_BYTES = 4096
 """A longer text is cut, and ends in a digest of the whole."""
@@ -88,7 +92,6 @@ PIECES = frozenset((Kind.SCATTER, Kind.SUM))
 """Frames that carry a piece of an array."""
 
 _WHOLE = frozenset((Kind.ALL_REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.ABANDON))
-_ZEROS = (0,) * 8
 NAMES = {
     Kind.ALL_REDUCE: "all-reduce",
     Kind.BROADCAST: "broadcast",
@@ -143,21 +146,34 @@ def prefix(frame: Frame) -> bytes:
     Raises:
         TransportError: an array of another type than numbers, or of more than 8 dimensions.
     """
-    shape, values = frame.shape, frame.values
-    code = _CODES.get(values.dtype)
+    values, said = frame.values, frame.text.encode()
+    if len(said) > TEXT_BYTES:
+        said = cut(frame.text).encode()
+    return b"".join(
+        (
+            _SENDER.pack(MAGIC, VERSION, frame.kind, frame.rank),
+            _PLACE.pack(frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer),
+            _subject(frame.operation, frame.root, values.dtype, values.size, frame.shape, len(said)),
+            said.ljust(_padded(len(said)), b"\0"),
+        )
+    )
+
+
+@lru_cache(256)
+def _subject(
+    operation: Kind, root: int, dtype: np.dtype[Any], elements: int, shape: tuple[int, ...], said: int
+) -> bytes:
+    """The part of a header that exchanges of one sort have in common."""
+    code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:
-        raise TransportError(f"an array of {values.dtype} {shape} cannot be sent")
-    said = cut(frame.text).encode()
-    head = HEADER.pack(
-        MAGIC, VERSION, frame.kind, frame.rank, frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer,
-        values.size, frame.operation, code, len(shape), frame.root, len(said), *shape, *_ZEROS[len(shape) :],
-    )  # fmt: skip
-    return head + said.ljust(_padded(len(said)), b"\0")
+        raise TransportError(f"an array of {dtype} {shape} cannot be sent")
+    lengths = (*shape, *(0,) * (DIMENSIONS - len(shape)))
+    return _SUBJECT.pack(elements, operation, code, len(shape), root, said, *lengths)
 
 
 def prefix_of(rank: int, mine: bytes) -> bytes:
     """The prefix of another rank's frame that is alike in all but its sender."""
-    return mine[:RANK_AT] + rank.to_bytes(2, "little") + mine[RANK_AT + 2 :]
+    return mine[:_RANK_AT] + rank.to_bytes(2, "little") + mine[_SENDER.size :]
 
 
 def pack(frame: Frame) -> bytes | memoryview:
@@ -166,13 +182,12 @@ def pack(frame: Frame) -> bytes | memoryview:
 
 
 def joined(before: bytes, values: Array) -> bytes | memoryview:
-    """The bytes of a frame, given its prefix."""
-    elements = values.view(np.uint8)
-    if elements.size <= JOINED_UP_TO:
-        return b"".join((before, elements.data))
-    packed = np.empty(len(before) + elements.size, np.uint8)
+    """The bytes of a frame, given its prefix, and its values, contiguous."""
+    if values.nbytes <= JOINED_UP_TO:
+        return b"".join((before, values.data))
+    packed = np.empty(len(before) + values.nbytes, np.uint8)
     packed[: len(before)] = np.frombuffer(before, np.uint8)
-    packed[len(before) :] = elements
+    packed[len(before) :] = values.reshape(-1).view(np.uint8)
     return packed.data
 
 

@@ -68,7 +68,7 @@ class GatheringTransport(ABC):
         Raises:
             TransportError: a rank did not come in time, is lost, or names another exchange; the transport was closed.
         """
-        return sum_in_order(dict(enumerate(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))))
+        return sum_in_order(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. Raises as `all_reduce`."""

@@ -59,6 +59,11 @@ class Turn:
         part: what the rank brings; parts of an all-reduce must be alike.
     """
 
+    __slots__ = (
+        "_announced", "_came", "_exchange", "_expected", "_operation", "_part", "_root", "_sequence", "_side",
+        "_told", "_until",
+    )  # fmt: skip
+
     def __init__(
         self, side: Side, operation: Kind, exchange: Exchange, part: Array | None = None, root: int = 0
     ) -> None:
@@ -68,7 +73,7 @@ class Turn:
         self._part = part
         self._root = root
         self._sequence = 0
-        self._came: dict[tuple[int, Kind], Array] = {}
+        self._came: dict[Kind, dict[int, Array]] = {}
         self._expected: dict[bytes, int] = {}
         self._until = 0.0
         self._announced = False
@@ -122,15 +127,13 @@ class Turn:
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
         """What these ranks send in frames of that kind: arrays, or pieces of them, flat."""
-        wanted = [(rank, kind) for rank in ranks]
-        came = self._came
-        while True:
-            missing = {key[0] for key in wanted if key not in came}
-            if not missing:
-                return {key[0]: came[key] for key in wanted}
+        came = self._came.setdefault(kind, {})
+        wanted = set(ranks)
+        while missing := wanted - came.keys():
             if not self._receive():
                 self._check_waiting(missing)
                 self._announce(missing)
+        return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
         """Tell the others that this rank takes no part, and which ranks it misses."""
@@ -170,7 +173,7 @@ class Turn:
             rank = self._expected.pop(bytes(data[:length]), None) if length > 0 else None
             if rank is not None and side.mesh.is_from(message, rank):
                 values = np.frombuffer(data, part.dtype, part.size, length)
-                self._came[rank, Kind.ALL_REDUCE] = values.reshape(part.shape)
+                self._came.setdefault(Kind.ALL_REDUCE, {})[rank] = values.reshape(part.shape)
                 return True
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):
@@ -189,12 +192,12 @@ class Turn:
             lost = tuple(int(each) for each in frame.values)
             raise RankLost(problem, lost) if lost else TransportError(problem)
         self._check(frame)
-        key = frame.rank, frame.kind
         if frame.kind is Kind.WAITING:
             return True
-        if key in self._came:
+        came = self._came.setdefault(frame.kind, {})
+        if frame.rank in came:
             return False
-        self._came[key] = frame.values if frame.kind in PIECES else frame.values.reshape(frame.shape)
+        came[frame.rank] = frame.values if frame.kind in PIECES else frame.values.reshape(frame.shape)
         return True
 
     def _check(self, frame: Frame) -> None:
