@@ -219,7 +219,7 @@ class BareZeroMq:
 
     def __init__(self, rank: int, ports: Sequence[int], part: Any, keys: Any) -> None:
         self.part = part
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         if keys:
             public, secret = keys[rank]
             self.socket.curve_publickey, self.socket.curve_secretkey = public.encode(), secret.encode()
