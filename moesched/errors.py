@@ -9,6 +9,7 @@ MoeschedError
 │   └── OverBudget      more bytes than a memory's budget holds
 ├── TaskFailed          a task raised on its lane; carries the task's story
 ├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
+│   └── RankLost        a rank is there no more: its process ended, its machine is silent, or it left
 └── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
 """
 
@@ -49,6 +50,18 @@ class TaskFailed(MoeschedError):
 
 class TransportError(MoeschedError):
     """A collective cannot end: a rank did not come, gave up, or the transport was closed."""
+
+
+class RankLost(TransportError):
+    """Ranks are there no more, and take part in nothing again.
+
+    Attributes:
+        ranks: which ones.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class TaskCancelled(MoeschedError):

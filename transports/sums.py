@@ -1,0 +1,28 @@
+"""Sums in the order of the ranks, so that every rank gets the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+
+def sum_in_order(parts: Sequence[Array]) -> Array:
+    """The sum of arrays of one shape and type, from the first on; a new array."""
+    if len(parts) == 1:
+        return parts[0].copy()
+    total: Array = np.asarray(parts[0] + parts[1])
+    for part in parts[2:]:
+        np.add(total, part, out=total)
+    return total
+
+
+def pieces(elements: int, ranks: int) -> list[slice]:
+    """Which of an array's elements each rank sums."""
+    ends = [elements * rank // ranks for rank in range(ranks + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]
