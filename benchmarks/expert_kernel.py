@@ -1,6 +1,6 @@
 """The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
 
-    python benchmarks/expert_kernel.py [--only alone others decode] [--turns 9] [--runs 3] [--quick]
+    python benchmarks/expert_kernel.py [--only alone others decode_1 decode_16] [--turns 9] [--runs 3] [--quick]
 
 Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
 so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
@@ -57,7 +57,7 @@ PROMPT = 8
 NEW_TOKENS = {1: 48, 16: 5}
 """By batch size; torch takes long for large batches where the processor has no bfloat16."""
 
-PARTS = ("alone", "others", "decode")
+PARTS = ("alone", "others", "decode_1", "decode_16")
 TORCHS = ("torch", "torch_shared")
 NAME = named_for_machine("expert_kernel")
 
@@ -84,9 +84,9 @@ def main() -> None:
             found["alone"] = measure_alone(best, numbers, options.turns)
         if "others" in options.only:
             found["others"] = {name: measure_alone(name, few, options.turns, torchs=False) for name in others}
-    if "decode" in options.only:
-        batches = [batch for batch in NEW_TOKENS if batch <= most]
-        found["decode"] = {str(batch): measure_decode(batch, options.runs) for batch in batches}
+    for batch in NEW_TOKENS:
+        if batch <= most and f"decode_{batch}" in options.only:
+            found[f"decode_{batch}"] = measure_decode(batch, options.runs)
     if options.quick:
         return
     figures = {

@@ -6,7 +6,7 @@ What every token needs stays in any case. A popularity says how many tokens chos
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from moesched.errors import BadInput
@@ -93,6 +93,31 @@ def leave_on_host(plan: Plan, kept: frozenset[Expert] = frozenset()) -> Fixed | 
     return plan.keep(
         [page for page in pages if page.expert >= 0 and (page.layer, page.expert) not in kept], "host"
     )
+
+
+def users_of(routed: Sequence[Mapping[int, int]]) -> Mapping[int, Sequence[int]]:
+    """Which micro-batches each expert that any of them chose is for, in the order of the experts.
+
+    routed: what each micro-batch's router chose.
+    """
+    if len(routed) == 1:
+        return dict.fromkeys(sorted(routed[0]), (0,))
+    users: dict[int, list[int]] = {}
+    for j, chosen in enumerate(routed):
+        for expert in chosen:
+            users.setdefault(expert, []).append(j)
+    return {expert: users[expert] for expert in sorted(users)}
+
+
+def tokens_of(routed: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
+    """How many tokens of all micro-batches chose each expert that any of them chose."""
+    if len(routed) == 1:
+        return routed[0]
+    tokens: dict[int, int] = {}
+    for chosen in routed:
+        for expert, more in chosen.items():
+            tokens[expert] = tokens.get(expert, 0) + more
+    return tokens
 
 
 def _ranked(row: Sequence[float]) -> list[int]:

@@ -7,13 +7,14 @@ copies wait for kernels. Here weights, which do not change, only come, and copie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 
 from moesched.errors import BadInput
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .expert_placement import keep_dense
+from .expert_placement import keep_dense, users_of
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from .kv_placement import attend, place_kv_that_fits
 
@@ -40,7 +41,7 @@ class LruOffload:
         # The code has the first ones offloaded.
         filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
         self.room = experts - offloaded
-        self.cached = [dict.fromkeys(range(offloaded, experts)) for _ in layers]
+        self.cached = [OrderedDict.fromkeys(range(offloaded, experts)) for _ in layers]
         """By layer, that used longest ago first."""
         if offloaded:
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
@@ -85,28 +86,25 @@ class LruOffload:
         routing = [step.route(i, j) for j in step.micro_batches]
         self._run_experts(step, i, [await handle for handle in routing])
 
-    def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
-        """Those in the cache first; each that is missing is fetched once for all micro-batches."""
-        cache = self.cached[i]
-        needed = sorted(set().union(*routed))
-        missing = [expert for expert in needed if expert not in cache]
-        for expert in [expert for expert in needed if expert in cache]:
-            del cache[expert]
-            cache[expert] = None
-            self._run_expert(step, i, expert, routed)
+    def _run_experts(
+        self, step: Step, i: int, routed: Sequence[Mapping[int, int]], coming: Collection[int] = ()
+    ) -> None:
+        """Those in the cache first; each that is missing is fetched once for all micro-batches.
+
+        coming: those of the missing ones that need not be fetched any more.
+        """
+        cache, users = self.cached[i], users_of(routed)
+        missing = [expert for expert in users if expert not in cache]
+        for expert in [expert for expert in users if expert in cache]:
+            cache.move_to_end(expert)
+            for j in users[expert]:
+                step.run_expert(i, expert, j)
         for expert in missing:
-            self._bring(step, i, expert)
-            self._run_expert(step, i, expert, routed)
+            if expert not in coming:
+                self.pool.fetch(step, (i, expert))
+            for j in users[expert]:
+                step.run_expert(i, expert, j)
             cache[expert] = None
             if len(cache) > self.room:
-                oldest = next(iter(cache))
-                del cache[oldest]
+                oldest, _ = cache.popitem(last=False)
                 self.pool.evict(step, (i, oldest))
-
-    def _bring(self, step: Step, i: int, expert: int) -> None:
-        self.pool.fetch(step, (i, expert))
-
-    def _run_expert(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
-        for j in step.micro_batches:
-            if expert in routed[j]:
-                step.run_expert(i, expert, j)

@@ -14,6 +14,7 @@ from moesched.errors import BadInput
 from moesched.plan import Plan
 from moesched.step import Step
 
+from .expert_placement import tokens_of
 from .lru_offload import LruOffload
 
 
@@ -42,7 +43,8 @@ class PrefetchGate(LruOffload):
         previews = [step.preview_route(i + 1, j) for j in following]
         routed = [await handle for handle in routing]
         self._settle(step, i, routed)
-        self._run_experts(step, i, routed)
+        self._run_experts(step, i, routed, self.coming)
+        self.coming.clear()
         self._prefetch(step, i + 1, [await handle for handle in previews])
 
     def _settle(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
@@ -54,18 +56,9 @@ class PrefetchGate(LruOffload):
         for expert in sorted(self.coming):
             self.pool.lift(step, (i, expert))
 
-    def _bring(self, step: Step, i: int, expert: int) -> None:
-        if expert in self.coming:
-            self.coming.discard(expert)
-        else:
-            super()._bring(step, i, expert)
-
     def _prefetch(self, step: Step, i: int, foretold: Sequence[Mapping[int, int]]) -> None:
         """Fetch what is foretold and missing, for the most tokens first."""
-        tokens: dict[int, int] = {}
-        for each in foretold:
-            for expert, more in each.items():
-                tokens[expert] = tokens.get(expert, 0) + more
+        tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if expert not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)
         for expert in missing[: self.buffers - 1]:
