@@ -9,7 +9,7 @@ request 37190, "LFRU") weighs frequency against age in one number, for the same 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from moesched.errors import BadInput
@@ -17,9 +17,19 @@ from moesched.expert_latencies import ExpertLatencies
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .expert_placement import Expert, keep_dense, order_of, popularity_of, tokens_of, users_of
+from .expert_placement import (
+    Expert,
+    Routed,
+    keep_dense,
+    order_of,
+    popularity_of,
+    seconds_of,
+    tokens_of,
+    users_of,
+)
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from .kv_placement import attend, place_kv_that_fits
+from .kv_placement import place_kv_that_fits
+from .layer_by_layer import LayerByLayer
 
 
 class Uses:
@@ -77,7 +87,7 @@ class Uses:
             heapreplace(self._earliest, use)
 
 
-class ExpertCache:
+class ExpertCache(LayerByLayer):
     """Runs a layer's experts on the accelerator where they are in the cache; the others where the layer ends first.
 
     Those with the fewest tokens run on the host, and so many that host and accelerator end as early as they can, each
@@ -115,60 +125,35 @@ class ExpertCache:
             self.pool = ExpertPool(plan, self.room + self.buffers, order[: self.room], on_host=self.has_host)
         self.cache = Uses(order[: self.room])
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-        for i in step.layers:
-            for j in step.micro_batches:
-                step.pre_attention(i, j)
-                attend(step, i, j)
-            routing = [step.route(i, j) for j in step.micro_batches]
-            self._run_experts(step, i, [await handle for handle in routing])
-            for j in step.micro_batches:
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
-
-    def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         chosen, users = tokens_of(routed), users_of(routed)
         hits = self.cache.hits(i, chosen, step.index)
         missing = sorted(chosen.keys() - hits)
         missing.sort(key=chosen.__getitem__, reverse=True)
         count = self._fetches(hits, missing, routed)
         fetched, on_host = missing[:count], sorted(missing[count:])
-        back = sorted({j for expert in on_host for j in users[expert]})
-        for j in back:
-            step.offload_routed(i, j)
-        for expert in on_host:
-            for j in users[expert]:
-                step.run_expert(i, expert, j, at="host")
+        back = self._run_on_host(step, i, on_host, users)
         for expert in hits:
-            for j in users[expert]:
-                step.run_expert(i, expert, j)
+            self._run(step, i, expert, users[expert])
         for expert in fetched:
             page = i, expert
             self.pool.fetch(step, page)
-            for j in users[expert]:
-                step.run_expert(i, expert, j)
+            self._run(step, i, expert, users[expert])
             self.cache.enter(page, step.index)
             if len(self.cache) > self.room:
                 self.pool.evict(step, self.cache.give_up())
         for j in back:
             step.load_routed(i, j)
 
-    def _fetches(
-        self, hits: Iterable[int], misses: Sequence[int], routed: Sequence[Mapping[int, int]]
-    ) -> int:
+    def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
         """How many of the missing experts, those with the most tokens first, are fetched; the others run on the host.
 
         A fetch takes as long for many tokens as for few, so that those with the most tokens are fetched.
         """
         if not self.has_host:
             return len(misses)
-        at_host = _seconds(self.latencies.at_host, routed)
-        at_accelerator = _seconds(self.latencies.at_accelerator, routed)
+        at_host = seconds_of(self.latencies.at_host, routed)
+        at_accelerator = seconds_of(self.latencies.at_accelerator, routed)
         here = sum(map(at_accelerator.__getitem__, hits))
         host = sum(map(at_host.__getitem__, misses))
         best, end, link = 0, max(here, host), 0.0
@@ -181,12 +166,3 @@ class ExpertCache:
             if host <= end:
                 best, end = count, max(here, host)
         return best
-
-
-def _seconds(latency: Callable[[int], float], routed: Sequence[Mapping[int, int]]) -> dict[int, float]:
-    """What each expert takes for the tokens of all micro-batches, one after the other."""
-    seconds: dict[int, float] = defaultdict(float)
-    for chosen in routed:
-        for expert, tokens in chosen.items():
-            seconds[expert] += latency(tokens)
-    return seconds
