@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 # Compiled with the installation where a C compiler is there.
-KERNEL := devices/expert_kernel.c devices/expert_tiles.h
+KERNEL := $(wildcard devices/expert_*.[ch])
 
 SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py)
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)

@@ -228,8 +228,15 @@ def expert_kernel(result: dict[str, Any]) -> Iterator[str]:
         f"**at least** | | | | {bars['share_of_stream_up_to_4_rows']:.0%} up to 4 rows "
         f"| {bars['times_torch_up_to_16_rows']:g} up to 16 rows"
     )
-    for batch, each in result["decode"].items():
-        bar = f", at least {bars['decode_ratio_at_batch_1']:g}" if batch == "1" else ""
+    for name, rows in result.get("others", {}).items():
+        for number, each in rows.items():
+            yield (
+                f"{number}, {name} | {each['stream_gbs']:.1f} | {each['kernel_gbs']:.1f} | "
+                f"| {each['share_of_stream']:.0%} |"
+            )
+    for batch in (1, 16):
+        each = result[f"decode_{batch}"]
+        bar = f", at least {bars['decode_ratio_at_batch_1']:g}" if batch == 1 else ""
         yield (
             f"**`mixtral-0.8b` resident, batch {batch}, tokens/s** | | {each['kernel_tokens_per_second']:.1f} "
             f"| {each['torch_tokens_per_second']:.1f} | | {each['ratio']:.2f}{bar}"

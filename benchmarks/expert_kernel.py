@@ -1,6 +1,6 @@
 """The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
 
-    python benchmarks/expert_kernel.py [--turns 9] [--runs 3] [--quick]
+    python benchmarks/expert_kernel.py [--only alone others decode_1 decode_16] [--turns 9] [--runs 3] [--quick]
 
 Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
 so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
@@ -10,26 +10,29 @@ weights are packed where that pays; it takes turns with the kernel too. What two
 in each turn, and the medians of that count: the bandwidth of a shared machine moves more within a minute than what is
 measured here.
 
+Others: the instruction sets that this processor has beside the best one, for up to 4 rows, without torch.
+
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
 
-The result is written to benchmarks/results/expert_kernel-MACHINE.json.
+The result is written to benchmarks/results/expert_kernel-MACHINE.json; with `--only`, what was not measured stays.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
-from _results import named_for_machine, write_result
+from _results import RESULTS, named_for_machine, write_result
 from rich.progress import track
 
 from moesched.devices import torch_kernels as kernels
@@ -45,6 +48,7 @@ from moesched.models.shapes import SHAPES
 HIDDEN, WIDTH = 4096, 14336
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+MOST_ROWS_BY_STREAM = 4
 LEAST_SHARE_OF_STREAM = 0.85
 LEAST_DECODE_RATIO = 1.2
 STREAM_BYTES = 256 << 20
@@ -52,6 +56,10 @@ MODEL = "mixtral-0.8b"
 PROMPT = 8
 NEW_TOKENS = {1: 48, 16: 5}
 """By batch size; torch takes long for large batches where the processor has no bfloat16."""
+
+PARTS = ("alone", "others", "decode_1", "decode_16")
+TORCHS = ("torch", "torch_shared")
+NAME = named_for_machine("expert_kernel")
 
 Matrices = list[list[torch.Tensor]]
 
@@ -61,44 +69,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--turns", type=int, default=9, help="how often each number of rows is measured")
     parser.add_argument("--runs", type=int, default=3, help="how often each batch size is generated")
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument(
         "--quick", action="store_true", help="a look: up to 4 rows and batch 1, nothing written"
     )
     options = parser.parse_args()
     most = 4 if options.quick else max(ROWS)
+    numbers = [rows for rows in ROWS if rows <= most]
+    few = [rows for rows in numbers if rows <= MOST_ROWS_BY_STREAM]
+    best, *others = variants()
+    found: dict[str, Any] = {}
     with torch.inference_mode():
-        alone = measure_alone([rows for rows in ROWS if rows <= most], options.turns)
-    batches = [batch for batch in NEW_TOKENS if batch <= most]
-    decode = {str(batch): measure_decode(batch, options.runs) for batch in batches}
+        if "alone" in options.only:
+            found["alone"] = measure_alone(best, numbers, options.turns)
+        if "others" in options.only:
+            found["others"] = {name: measure_alone(name, few, options.turns, torchs=False) for name in others}
+    for batch in NEW_TOKENS:
+        if batch <= most and f"decode_{batch}" in options.only:
+            found[f"decode_{batch}"] = measure_decode(batch, options.runs)
     if options.quick:
         return
     figures = {
-        "instructions": variants()[0],
-        "most_rows": most_rows(variants()[0]),
+        "instructions": best,
+        "most_rows": most_rows(best),
         "expert": {"hidden": HIDDEN, "width": WIDTH, "bytes": EXPERT_BYTES},
         "bars": {
             "share_of_stream_up_to_4_rows": LEAST_SHARE_OF_STREAM,
             "times_torch_up_to_16_rows": 1.0,
             "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
         },
-        "alone": alone,
-        "decode": decode,
     }
-    print(write_result(named_for_machine("expert_kernel"), figures, "torch"))
+    print(write_result(NAME, figures | measured_before() | found, "torch"))
+
+
+def measured_before() -> dict[str, Any]:
+    """The parts of the result file that is there."""
+    path = RESULTS / f"{NAME}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    return {part: before[part] for part in PARTS if part in before}
 
 
 # ---------------------------------------------------------------- alone
 
 
-def measure_alone(numbers: Sequence[int], turns: int) -> dict[str, dict[str, float]]:
-    """By number of rows: bandwidths in GB/s, and their ratios."""
+def measure_alone(
+    variant: str, numbers: Sequence[int], turns: int, torchs: bool = True
+) -> dict[str, dict[str, float]]:
+    """By number of rows: bandwidths in GB/s, and their ratios.
+
+    torchs: whether torch takes part.
+    """
     count = max(usable_cores(), 2, -(-4 * last_level_cache() // EXPERT_BYTES))
     experts = [random_expert(seed) for seed in range(count)]
-    kept = [[[pack(matrix)] for [matrix] in expert] for expert in experts] if packing_pays() else experts
+    kept = (
+        [[[pack(matrix)] for [matrix] in expert] for expert in experts]
+        if torchs and packing_pays()
+        else experts
+    )
     figures = {}
-    with closing(ExpertKernel(max(ROWS))) as kernel, closing(Team(usable_cores())) as team:
+    with closing(ExpertKernel(max(ROWS), variant)) as kernel, closing(Team(usable_cores())) as team:
         for rows in track(numbers, "rows"):
-            figures[str(rows)] = compare(contenders(kernel, team, rows, experts, kept), turns)
+            calls = contenders(kernel, team, rows, experts, kept)
+            figures[str(rows)] = compare(calls, TORCHS if torchs else (), turns)
             print(f"{rows:>3} rows: {figures[str(rows)]}", flush=True)
     return figures
 
@@ -134,21 +166,24 @@ def contenders(
     }
 
 
-def compare(calls: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
+def compare(calls: dict[str, Callable[[], float]], rivals: Sequence[str], turns: int) -> dict[str, float]:
     """Bandwidths in GB/s, and the medians of what neighbours are to each other."""
-    rates: dict[str, list[float]] = {name: [] for name in calls}
+    rates: dict[str, list[float]] = {name: [] for name in ("stream", "kernel", *rivals)}
     shares, times = [], []
     for _ in range(turns):
         turn = {name: [calls[name]()] for name in ("stream", "kernel")}
         turn["stream"].append(calls["stream"]())
-        turn |= {name: [calls[name]()] for name in ("torch", "torch_shared")}
+        theirs = {name: [calls[name]()] for name in rivals}
         turn["kernel"].append(calls["kernel"]())
-        for name, found in turn.items():
+        for name, found in (turn | theirs).items():
             rates[name] += found
         shares.append(turn["kernel"][0] / mean(turn["stream"]))
-        times.append(mean(turn["kernel"]) / max(turn["torch"] + turn["torch_shared"]))
+        if theirs:
+            times.append(mean(turn["kernel"]) / max(chain.from_iterable(theirs.values())))
     figures = {f"{name}_gbs": median(found) for name, found in rates.items()}
-    figures |= {"share_of_stream": median(shares), "times_torch": median(times)}
+    figures["share_of_stream"] = median(shares)
+    if times:
+        figures["times_torch"] = median(times)
     return {name: round(figure, 3) for name, figure in figures.items()}
 
 

@@ -21,11 +21,11 @@
 
 enum {
     MOST_BATCH = 32,         /* rows of x in one call */
-    MOST_COLUMNS = 6,        /* rows of x that are multiplied at once */
-    MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once */
+    MOST_COLUMNS = 6,        /* rows of x that are multiplied at once, in vectors */
+    MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once, in vectors */
     PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
     AHEAD = 512,             /* inputs from a weight to the one that is brought into the cache meanwhile */
-    WHOLE_TILES = 24,        /* rows that every tile's number of rows divides */
+    WHOLE_TILES = 24,        /* rows that every tile's number of rows divides, but for AMX */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs that a thread takes at a time */
     CHUNKS = 4,              /* of each thread, at least, where there is enough: the last ones to end are soon done */
     ALONE_BYTES = 128 << 10, /* up to so many bytes of weights, the others are not called */
@@ -66,8 +66,8 @@ typedef struct {
 typedef void (*Part)(const Job *, int64_t first, int64_t last);
 
 /* The panel that a row of x is in: the first ones have a row more where the batch does not divide evenly. */
-static inline Panel panel_of(const Product *product, int row) {
-    const int batch = (int)product->batch, panels = (batch + MOST_COLUMNS - 1) / MOST_COLUMNS;
+static inline Panel panel_of(const Product *product, int row, int most) {
+    const int batch = (int)product->batch, panels = (batch + most - 1) / most;
     const int fewer = batch / panels, edge = batch % panels * (fewer + 1);
     if (row < edge) return (Panel){row / (fewer + 1) * (fewer + 1), fewer + 1};
     return (Panel){edge + (row - edge) / fewer * fewer, fewer};
@@ -197,6 +197,21 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define DOT(sums, w, x) sums = _mm512_dpbf16_ps(sums, (__m512bh)(w), (__m512bh)(x))
 #define PLACE PLACE_PLAIN
 #include "expert_tiles.h"
+
+#if defined(__linux__) && (__GNUC__ >= 11 || defined(__clang__)) /* those that know it */
+#define HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include "expert_amx.h"
+
+/* Whether the processor has AMX, and the system lets this process use it: a process has to ask. */
+static int may_use_amx(void) {
+    enum { TILES_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & TILES_AND_BF16) != TILES_AND_BF16) return 0;
+    return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+#endif
 #endif
 
 #if defined(__aarch64__)
@@ -264,13 +279,16 @@ typedef struct {
 } Choice;
 
 /* All variants that were compiled, best first. */
-enum { MOST_CHOICES = 3 };
+enum { MOST_CHOICES = 4 };
 static int choices(Choice *into) {
     int count = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const int avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
                        __builtin_cpu_supports("avx512bw");
+#if defined(HAS_AMX)
+    into[count++] = (Choice){"amx_bf16", &variant_amx_bf16, may_use_amx()};
+#endif
     into[count++] = (Choice){"avx512_bf16", &variant_avx512_bf16, avx512};
     into[count++] = (Choice){"avx2", &variant_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")};
 #elif defined(__aarch64__)

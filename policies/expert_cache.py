@@ -8,6 +8,7 @@ request 37190, "LFRU") weighs frequency against age in one number, for the same 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
@@ -16,9 +17,19 @@ from moesched.expert_latencies import ExpertLatencies
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .expert_placement import Expert, keep_dense, order_of, popularity_of
+from .expert_placement import (
+    Expert,
+    Routed,
+    keep_dense,
+    order_of,
+    popularity_of,
+    seconds_of,
+    tokens_of,
+    users_of,
+)
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from .kv_placement import attend, place_kv_that_fits
+from .kv_placement import place_kv_that_fits
+from .layer_by_layer import LayerByLayer
 
 
 class Uses:
@@ -28,50 +39,55 @@ class Uses:
     """
 
     def __init__(self, held: Iterable[Expert]) -> None:
-        self._tokens: dict[Expert, int] = {}
-        self._last = dict.fromkeys(held, -1)
-        self._earliest = sorted(map(self._use, self._last))
+        self._tokens: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._last: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """By layer, those in the cache, each with the step of its last use."""
+        self._count = 0
+        self._earliest: list[tuple[int, int, Expert]] = []
         """A heap with a use of each: its last one or an earlier one."""
+        for expert in held:
+            self.enter(expert, -1)
 
     def __len__(self) -> int:
-        return len(self._last)
+        return self._count
 
     def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
         """Those of a layer's chosen experts that are in the cache, which are used in this step.
 
         chosen: by how many tokens. Steps never go back.
         """
-        last, tokens, hits = self._last, self._tokens, []
-        for number, more in chosen.items():
-            expert = layer, number
-            tokens[expert] = tokens.get(expert, 0) + more
-            if expert in last:
-                last[expert] = step
-                hits.append(number)
+        last, tokens = self._last[layer], self._tokens[layer]
+        for expert, more in chosen.items():
+            tokens[expert] += more
+        hits = sorted(chosen.keys() & last)
+        for expert in hits:
+            last[expert] = step
         return hits
 
     def enter(self, expert: Expert, step: int) -> None:
         """An expert that was chosen is in the cache from this step on."""
-        self._last[expert] = step
-        heappush(self._earliest, self._use(expert))
+        layer, number = expert
+        self._last[layer][number] = step
+        self._count += 1
+        heappush(self._earliest, (step, self._tokens[layer][number], expert))
 
     def give_up(self) -> Expert:
         """The expert whose turn it is to go: last used in the earliest step, of those chosen by the fewest tokens."""
         while True:
             earliest = self._earliest[0]
             expert = earliest[2]
-            use = self._use(expert)
+            layer, number = expert
+            last = self._last[layer]
+            use = last[number], self._tokens[layer][number], expert
             if use == earliest:
                 heappop(self._earliest)
-                del self._last[expert]
+                del last[number]
+                self._count -= 1
                 return expert
             heapreplace(self._earliest, use)
 
-    def _use(self, expert: Expert) -> tuple[int, int, Expert]:
-        return self._last[expert], self._tokens.get(expert, 0), expert
 
-
-class ExpertCache:
+class ExpertCache(LayerByLayer):
     """Runs a layer's experts on the accelerator where they are in the cache; the others where the layer ends first.
 
     Those with the fewest tokens run on the host, and so many that host and accelerator end as early as they can, each
@@ -109,74 +125,44 @@ class ExpertCache:
             self.pool = ExpertPool(plan, self.room + self.buffers, order[: self.room], on_host=self.has_host)
         self.cache = Uses(order[: self.room])
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-        for i in step.layers:
-            for j in step.micro_batches:
-                step.pre_attention(i, j)
-                attend(step, i, j)
-            routing = [step.route(i, j) for j in step.micro_batches]
-            self._run_experts(step, i, [await handle for handle in routing])
-            for j in step.micro_batches:
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
-
-    def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
-        chosen: dict[int, int] = {}
-        for counts in routed:
-            for expert, tokens in counts.items():
-                chosen[expert] = chosen.get(expert, 0) + tokens
-        hits = sorted(self.cache.hits(i, chosen, step.index))
-        misses = sorted(sorted(chosen.keys() - hits), key=chosen.__getitem__, reverse=True)
-        count = self._fetches(hits, misses, routed)
-        fetched, on_host = misses[:count], sorted(misses[count:])
-        back = [j for j in step.micro_batches if not routed[j].keys().isdisjoint(on_host)]
-        for j in back:
-            step.offload_routed(i, j)
-        for expert in on_host:
-            for j in back:
-                if expert in routed[j]:
-                    step.run_expert(i, expert, j, at="host")
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        chosen, users = tokens_of(routed), users_of(routed)
+        hits = self.cache.hits(i, chosen, step.index)
+        missing = sorted(chosen.keys() - hits)
+        missing.sort(key=chosen.__getitem__, reverse=True)
+        count = self._fetches(hits, missing, routed)
+        fetched, on_host = missing[:count], sorted(missing[count:])
+        back = self._run_on_host(step, i, on_host, users)
         for expert in hits:
-            self._run_here(step, i, expert, routed)
+            self._run(step, i, expert, users[expert])
         for expert in fetched:
-            self.pool.fetch(step, (i, expert))
-            self._run_here(step, i, expert, routed)
-            self.cache.enter((i, expert), step.index)
+            page = i, expert
+            self.pool.fetch(step, page)
+            self._run(step, i, expert, users[expert])
+            self.cache.enter(page, step.index)
             if len(self.cache) > self.room:
                 self.pool.evict(step, self.cache.give_up())
         for j in back:
             step.load_routed(i, j)
 
-    def _run_here(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
-        for j in step.micro_batches:
-            if expert in routed[j]:
-                step.run_expert(i, expert, j)
-
-    def _fetches(
-        self, hits: Iterable[int], misses: Sequence[int], routed: Sequence[Mapping[int, int]]
-    ) -> int:
+    def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
         """How many of the missing experts, those with the most tokens first, are fetched; the others run on the host.
 
         A fetch takes as long for many tokens as for few, so that those with the most tokens are fetched.
         """
         if not self.has_host:
             return len(misses)
-        at_host, at_accelerator = self.latencies.at_host, self.latencies.at_accelerator
-        here = sum([at_accelerator(each[expert]) for each in routed for expert in hits if expert in each])
-        host = sum([at_host(each[expert]) for each in routed for expert in misses if expert in each])
+        at_host = seconds_of(self.latencies.at_host, routed)
+        at_accelerator = seconds_of(self.latencies.at_accelerator, routed)
+        here = sum(map(at_accelerator.__getitem__, hits))
+        host = sum(map(at_host.__getitem__, misses))
         best, end, link = 0, max(here, host), 0.0
         for count, expert in enumerate(misses, 1):
-            tokens = [each[expert] for each in routed if expert in each]
             link += self.latencies.transfer
-            here = max(here, link) + sum(map(at_accelerator, tokens))
+            here = max(here, link) + at_accelerator[expert]
             if here > end:
                 break
-            host -= sum(map(at_host, tokens))
+            host -= at_host[expert]
             if host <= end:
                 best, end = count, max(here, host)
         return best

@@ -6,7 +6,8 @@ What every token needs stays in any case. A popularity says how many tokens chos
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from moesched.errors import BadInput
@@ -18,6 +19,8 @@ from moesched.routing.profile import read_profile
 Expert = tuple[int, int]
 """A layer, and an expert of it."""
 Popularity = Sequence[Sequence[float]]
+Routed = Mapping[int, Mapping[int, int]]
+"""By micro-batch, how many of its tokens chose each expert."""
 Strategy = Literal["popular", "worst", "random", "front", "balanced"]
 
 
@@ -93,6 +96,38 @@ def leave_on_host(plan: Plan, kept: frozenset[Expert] = frozenset()) -> Fixed | 
     return plan.keep(
         [page for page in pages if page.expert >= 0 and (page.layer, page.expert) not in kept], "host"
     )
+
+
+def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
+    """Which micro-batches each expert that any of them chose is for, in the order of the experts."""
+    if len(routed) == 1:
+        [(only, chosen)] = routed.items()
+        return dict.fromkeys(sorted(chosen), (only,))
+    users: dict[int, list[int]] = {}
+    for j, chosen in routed.items():
+        for expert in chosen:
+            users.setdefault(expert, []).append(j)
+    return {expert: users[expert] for expert in sorted(users)}
+
+
+def tokens_of(routed: Routed) -> Mapping[int, int]:
+    """How many tokens of all micro-batches chose each expert that any of them chose."""
+    if len(routed) == 1:
+        return next(iter(routed.values()))
+    tokens: dict[int, int] = {}
+    for chosen in routed.values():
+        for expert, more in chosen.items():
+            tokens[expert] = tokens.get(expert, 0) + more
+    return tokens
+
+
+def seconds_of(latency: Callable[[int], float], routed: Routed) -> Mapping[int, float]:
+    """What each expert takes for the tokens of all micro-batches, one after the other."""
+    seconds: dict[int, float] = defaultdict(float)
+    for chosen in routed.values():
+        for expert, tokens in chosen.items():
+            seconds[expert] += latency(tokens)
+    return seconds
 
 
 def _ranked(row: Sequence[float]) -> list[int]:

@@ -45,6 +45,8 @@ class ExpertStreaming:
         for page in pages:
             self.parts.setdefault((page.layer, page.expert), []).append(page)
         self.order = list(self.parts.values())
+        self.at_once = min(self.together, len(self.order))
+        self.room = min(self.together * (1 + self.ahead), len(self.order))
         self.moved = self.used = 0
 
     async def prefill(self, step: Step) -> None:
@@ -78,18 +80,16 @@ class ExpertStreaming:
 
     def _let_go(self, step: Step, part: tuple[int, int]) -> None:
         """Give up a part that streams after its last use, for others to come in its place."""
-        if part in self.parts:
-            step.evict(self.parts[part], self.ring)
+        pages = self.parts.get(part)
+        if pages is not None:
+            step.evict(pages, self.ring)
             self.used += 1
             self._move(step)
 
     def _move(self, step: Step) -> None:
         """Move the next parts as far as the ring has room; past the last layer those of the next step."""
         order = self.order
-        together = min(self.together, len(order))
-        room = min(self.together * (1 + self.ahead), len(order))
-        while order and self.moved + together <= self.used + room:
-            end = self.moved + together
+        while order and (end := self.moved + self.at_once) <= self.used + self.room:
             if not self._goes_on(step):
                 end = min(end, (step.index + 1) * len(order))
             pages = [page for number in range(self.moved, end) for page in order[number % len(order)]]

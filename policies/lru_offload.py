@@ -7,18 +7,20 @@ copies wait for kernels. Here weights, which do not change, only come, and copie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection
 
 from moesched.errors import BadInput
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .expert_placement import keep_dense
+from .expert_placement import Routed, keep_dense, users_of
 from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from .kv_placement import attend, place_kv_that_fits
+from .kv_placement import place_kv_that_fits
+from .layer_by_layer import LayerByLayer
 
 
-class LruOffload:
+class LruOffload(LayerByLayer):
     """Every expert runs on the accelerator; one that is missing there is fetched, in place of that used longest ago.
 
     Settings:
@@ -40,7 +42,7 @@ class LruOffload:
         # The code has the first ones offloaded.
         filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
         self.room = experts - offloaded
-        self.cached = [dict.fromkeys(range(offloaded, experts)) for _ in layers]
+        self.cached = [OrderedDict.fromkeys(range(offloaded, experts)) for _ in layers]
         """By layer, that used longest ago first."""
         if offloaded:
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
@@ -66,47 +68,21 @@ class LruOffload:
         room = max(0, experts_that_fit(plan) - self.buffers) // len(plan.layers)
         return max(1, experts - room)
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-        for i in step.layers:
-            for j in step.micro_batches:
-                step.pre_attention(i, j)
-                attend(step, i, j)
-            await self._route_and_run(step, i)
-            for j in step.micro_batches:
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
+    def _run_experts(self, step: Step, i: int, routed: Routed, coming: Collection[int] = ()) -> None:
+        """Those in the cache first; each that is missing is fetched once for all micro-batches.
 
-    decode = prefill
-
-    async def _route_and_run(self, step: Step, i: int) -> None:
-        routing = [step.route(i, j) for j in step.micro_batches]
-        self._run_experts(step, i, [await handle for handle in routing])
-
-    def _run_experts(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
-        """Those in the cache first; each that is missing is fetched once for all micro-batches."""
-        cache = self.cached[i]
-        needed = sorted(set().union(*routed))
-        missing = [expert for expert in needed if expert not in cache]
-        for expert in [expert for expert in needed if expert in cache]:
-            del cache[expert]
-            cache[expert] = None
-            self._run_expert(step, i, expert, routed)
+        coming: those of the missing ones that need not be fetched any more.
+        """
+        cache, users = self.cached[i], users_of(routed)
+        missing = [expert for expert in users if expert not in cache]
+        for expert in [expert for expert in users if expert in cache]:
+            cache.move_to_end(expert)
+            self._run(step, i, expert, users[expert])
         for expert in missing:
-            self._bring(step, i, expert)
-            self._run_expert(step, i, expert, routed)
+            if expert not in coming:
+                self.pool.fetch(step, (i, expert))
+            self._run(step, i, expert, users[expert])
             cache[expert] = None
             if len(cache) > self.room:
-                oldest = next(iter(cache))
-                del cache[oldest]
+                oldest, _ = cache.popitem(last=False)
                 self.pool.evict(step, (i, oldest))
-
-    def _bring(self, step: Step, i: int, expert: int) -> None:
-        self.pool.fetch(step, (i, expert))
-
-    def _run_expert(self, step: Step, i: int, expert: int, routed: Sequence[Mapping[int, int]]) -> None:
-        for j in step.micro_batches:
-            if expert in routed[j]:
-                step.run_expert(i, expert, j)

@@ -8,12 +8,13 @@ that have not started no byte moves, and a page that has delays others by no mor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moesched.errors import BadInput
 from moesched.plan import Plan
 from moesched.step import Step
 
+from .expert_placement import Routed, tokens_of
 from .lru_offload import LruOffload
 
 
@@ -36,36 +37,28 @@ class PrefetchGate(LruOffload):
         super().plan(plan)
         self.foretells = self.room < plan.layout.config.experts
 
-    async def _route_and_run(self, step: Step, i: int) -> None:
-        routing = [step.route(i, j) for j in step.micro_batches]
-        following = step.micro_batches if self.foretells and i + 1 in step.layers else ()
-        previews = [step.preview_route(i + 1, j) for j in following]
-        routed = [await handle for handle in routing]
+    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+        routing = {j: step.route(i, j) for j in micro_batches}
+        following = micro_batches if self.foretells and i + 1 in step.layers else ()
+        previews = {j: step.preview_route(i + 1, j) for j in following}
+        routed = {j: await handle for j, handle in routing.items()}
         self._settle(step, i, routed)
-        self._run_experts(step, i, routed)
-        self._prefetch(step, i + 1, [await handle for handle in previews])
+        self._run_experts(step, i, routed, self.coming)
+        self.coming.clear()
+        self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
-    def _settle(self, step: Step, i: int, routed: Sequence[Mapping[int, int]]) -> None:
+    def _settle(self, step: Step, i: int, routed: Routed) -> None:
         """The router has chosen: what is coming is needed now, or not at all."""
-        wrong = self.coming.difference(*routed)
+        wrong = self.coming.difference(*routed.values())
         for expert in sorted(wrong):
             self.pool.withdraw(step, (i, expert))
         self.coming -= wrong
         for expert in sorted(self.coming):
             self.pool.lift(step, (i, expert))
 
-    def _bring(self, step: Step, i: int, expert: int) -> None:
-        if expert in self.coming:
-            self.coming.discard(expert)
-        else:
-            super()._bring(step, i, expert)
-
-    def _prefetch(self, step: Step, i: int, foretold: Sequence[Mapping[int, int]]) -> None:
+    def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
         """Fetch what is foretold and missing, for the most tokens first."""
-        tokens: dict[int, int] = {}
-        for each in foretold:
-            for expert, more in each.items():
-                tokens[expert] = tokens.get(expert, 0) + more
+        tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if expert not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)
         for expert in missing[: self.buffers - 1]:

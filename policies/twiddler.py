@@ -6,20 +6,30 @@ take with what moving the weights to the GPU and computing there would.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from moesched.expert_latencies import ExpertLatencies
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .expert_placement import keep_dense, keep_experts, leave_on_host, order_of, popularity_of
-from .kv_placement import attend, place_kv_that_fits
+from .expert_placement import (
+    Routed,
+    keep_dense,
+    keep_experts,
+    leave_on_host,
+    order_of,
+    popularity_of,
+    seconds_of,
+    users_of,
+)
+from .kv_placement import place_kv_that_fits
+from .layer_by_layer import LayerByLayer
 
 VISITORS = 2
 """Experts that are moved have room on the accelerator while the one before runs."""
 
 
-class Twiddler:
+class Twiddler(LayerByLayer):
     """Each expert by itself, in ascending order: on the GPU if it stays there or is moved there and done sooner.
 
     Latencies are those of the machine's cost model. An expert that was moved is given up again, as in the paper. Where
@@ -32,6 +42,9 @@ class Twiddler:
         seed: of a random placement.
     """
 
+    together = 8
+    """More take more memory, for what chunks of a long prompt have within a layer; fewer have experts moved oftener."""
+
     def __init__(
         self, placement: str = "popular", popularity: str = "", experts: int = -1, seed: int = 0
     ) -> None:
@@ -41,7 +54,7 @@ class Twiddler:
         self.seed = seed
 
     def plan(self, plan: Plan) -> None:
-        plan.limit_in_flight(2)
+        plan.limit_in_flight(self.together)
         place_kv_that_fits(plan, experts=2)
         keep_dense(plan)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
@@ -60,38 +73,30 @@ class Twiddler:
         self.at_gpu = keep_experts(plan, order, self.most)
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-        for i in step.layers:
-            for j in step.micro_batches:
-                step.pre_attention(i, j)
-                attend(step, i, j)
-                self._run_experts(step, i, j, await step.route(i, j))
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
-
-    def _run_experts(self, step: Step, i: int, j: int, inp_size: Mapping[int, int]) -> None:
-        """Algorithm 1; experts without tokens are not in `inp_size`."""
-        on_host = False
-        for expert, s in inp_size.items():
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        """Algorithm 1; an expert's latencies are those of all that the micro-batches have for it."""
+        cpu_lat, gpu_lat = seconds_of(self.cpu_lat, routed), seconds_of(self.gpu_lat, routed)
+        back: set[int] = set()
+        for expert, users in users_of(routed).items():
             if (i, expert) in self.at_gpu:
-                step.run_expert(i, expert, j)
-            elif not self.has_host or self.cpu_lat(s) > self.gpu_lat(s) + self.trans_lat:
-                self._visit(step, i, expert, j)
+                self._run(step, i, expert, users)
+            elif not self.has_host or cpu_lat[expert] > gpu_lat[expert] + self.trans_lat:
+                self._visit(step, i, expert, users)
             else:
-                if not on_host:
-                    step.offload_routed(i, j)
-                on_host = True
-                step.run_expert(i, expert, j, at="host")
-        if on_host:
+                self._offload(step, i, users, back)
+                self._run(step, i, expert, users, "host")
+        for j in sorted(back):
             step.load_routed(i, j)
 
-    def _visit(self, step: Step, i: int, expert: int, j: int) -> None:
+    def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
+        """Have the host get the rows of those micro-batches of which it has none yet; `back` are all that have."""
+        for j in users:
+            if j not in back:
+                step.offload_routed(i, j)
+                back.add(j)
+
+    def _visit(self, step: Step, i: int, expert: int, users: Iterable[int]) -> None:
         pages = step.expert_pages(i, expert)
         step.fetch(pages, self.visitors, source=self.held, urgent=True)
-        step.run_expert(i, expert, j)
+        self._run(step, i, expert, users)
         step.evict(pages, self.visitors)

@@ -6,12 +6,14 @@ while the CPU has a queue of experts each of which is faster there, and the CPU 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import lru_cache
 
+from moesched.expert_latencies import ExpertLatencies
 from moesched.plan import Plan
 from moesched.step import Step
 
+from .expert_placement import Routed, tokens_of, users_of
 from .layer_makespan import Choice, Layer, decide
 from .twiddler import VISITORS, Twiddler
 
@@ -33,39 +35,64 @@ class TwiddlerMakespan(Twiddler):
         self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
         self.decided = lru_cache(REMEMBERED)(self._decided)
 
-    def _run_experts(self, step: Step, i: int, j: int, inp_size: Mapping[int, int]) -> None:
-        size, stays = inp_size.__getitem__, self.stays[i]
-        kept = sorted([expert for expert in inp_size if expert in stays], key=size)
-        missing = sorted([expert for expert in inp_size if expert not in stays], key=size, reverse=True)
-        choice = self.decided(tuple(map(size, kept)), tuple(map(size, missing)))
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        users, stays, size = users_of(routed), self.stays[i], tokens_of(routed).__getitem__
+        kept = sorted([expert for expert in users if expert in stays], key=size)
+        missing = sorted([expert for expert in users if expert not in stays], key=size, reverse=True)
+        choice = self.decided(tuple(map(size, kept)), tuple(map(size, missing)), len(routed))
         fetched = [missing[place] for place in choice.fetched]
         away = [kept[place] for place in choice.away]
         moved = {*fetched, *away}
         left = [expert for expert in missing if expert not in moved]
-        on_host = sorted(left + away, key=size, reverse=True)
-        if on_host:
-            step.offload_routed(i, j)
-        for expert in on_host:
-            step.run_expert(i, expert, j, at="host")
+        back = self._run_on_host(step, i, sorted(left + away, key=size, reverse=True), users)
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
         for expert in kept:
             if expert not in moved:
-                step.run_expert(i, expert, j)
+                self._run(step, i, expert, users[expert])
         for number, expert in enumerate(fetched, start=VISITORS):
-            step.run_expert(i, expert, j)
+            self._run(step, i, expert, users[expert])
             step.evict(step.expert_pages(i, expert), self.visitors)
             if number < len(fetched):
                 self._fetch(step, i, fetched[number])
-        if on_host:
+        for j in back:
             step.load_routed(i, j)
 
-    def _decided(self, kept: tuple[int, ...], missing: tuple[int, ...]) -> Choice:
+    def _decided(self, kept: tuple[int, ...], missing: tuple[int, ...], micro_batches: int) -> Choice:
         """By the tokens of those that stay, ascending, and of the others, descending; layers are much alike."""
         if not self.has_host or not (missing or self.kept_on_host):
             return Choice((), tuple(range(len(missing))), 0.0)
-        return decide(Layer(kept, missing, self.latencies, kept_on_host=self.kept_on_host))
+        costs = InParts(self.latencies, micro_batches) if micro_batches > 1 else self.latencies
+        return decide(Layer(kept, missing, costs, kept_on_host=self.kept_on_host))
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         """Behind outputs that come back from the host, which are small and end the layer."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)
+
+
+class InParts:
+    """What experts take whose tokens come in several micro-batches, evenly: one run, and one copy, for each."""
+
+    def __init__(self, latencies: ExpertLatencies, parts: int) -> None:
+        self._latencies = latencies
+        self._parts = parts
+        self.transfer = latencies.transfer
+
+    def at_host(self, tokens: int) -> float:
+        return self._of_all(self._latencies.at_host, tokens)
+
+    def at_accelerator(self, tokens: int) -> float:
+        return self._of_all(self._latencies.at_accelerator, tokens)
+
+    def to_host(self, tokens: int) -> float:
+        return self._of_all(self._latencies.to_host, tokens)
+
+    def from_host(self, rows: int) -> float:
+        return self._of_all(self._latencies.from_host, rows)
+
+    def side_by_side(self, tokens: int) -> tuple[float, float]:
+        return self._latencies.side_by_side(-(-tokens // self._parts))
+
+    def _of_all(self, latency: Callable[[int], float], tokens: int) -> float:
+        parts = max(1, min(self._parts, tokens))
+        return parts * latency(-(-tokens // parts))

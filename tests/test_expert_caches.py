@@ -264,7 +264,7 @@ def test_the_split_of_misses_is_hardly_worse_than_the_best_that_there_is() -> No
         policy.latencies = Rates(choose.uniform(0.5, 2), *rates)
         tokens = {expert: choose.randint(1, 9) for expert in range(7)}
         misses = sorted(range(2, 7), key=lambda expert: -tokens[expert])
-        count = policy._fetches([0, 1], misses, [tokens])
+        count = policy._fetches([0, 1], misses, {0: tokens})
         ends = [
             end_of(policy.latencies, tokens, chosen, set(misses) - {*chosen})
             for count in range(6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,13 @@ MACHINES = {
 }
 
 
-def ran(machine: Machine, **settings: Any) -> tuple[Any, list[Task]]:
+def ran(machine: Machine, micro_batch_size: int = 2, **settings: Any) -> tuple[Any, list[Task]]:
     """Twiddler on symbols, with half of the experts on the GPU; what the policy planned, and its experts."""
     policy = make_policy("twiddler", {"experts": 6, **settings})
-    plan = Case(name="algorithm", machine=machine, weights=1.5, prompts=(9, 7), micro_batch_size=1).plan(
-        policy
+    case = Case(
+        name="algorithm", machine=machine, weights=1.5, prompts=(9, 7), micro_batch_size=micro_batch_size
     )
+    plan = case.plan(policy)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
     return policy, [task for task in ended.tasks if task.verb in ("run_expert", "fetch")]
@@ -173,6 +175,20 @@ def test_every_expert_runs_where_algorithm_1_says(name: str, expected: set[str])
         assert place == algorithm_1(policy.at_gpu, machine, task)
         places.append(place)
     assert set(places) == expected
+
+
+def test_an_expert_that_several_micro_batches_chose_is_moved_once_and_decided_by_all_their_tokens() -> None:
+    _, tasks = ran(MACHINES["a slow CPU"], micro_batch_size=1)
+    moved = [(task.step, task.layer, task.expert) for task in tasks if task.verb == "fetch"]
+    assert len(moved) == len(set(moved))
+    users = Counter((task.step, task.layer, task.expert) for task in tasks if task.verb == "run_expert")
+    assert 2 in (users[each] for each in moved), "no expert was moved for both"
+    few = with_rates(link=1e9, cpu=3e9)
+    places: dict[tuple[int, int, int], set[type[Task]]] = {}
+    for task in ran(few, micro_batch_size=1)[1]:
+        if task.verb == "run_expert":
+            places.setdefault((task.step, task.layer, task.expert), set()).add(type(task))
+    assert all(len(kinds) == 1 for kinds in places.values())
 
 
 def test_latencies_are_those_of_the_machines_cost_model() -> None:

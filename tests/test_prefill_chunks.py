@@ -201,6 +201,15 @@ def test_a_chunk_bounds_the_memory_of_prefill_and_weights_are_fetched_once() -> 
     assert fetched[1] <= fetched[0] * 1.01
 
 
+@pytest.mark.parametrize("policy", ["twiddler", "twiddler_makespan", "expert_cache", "lru_offload"])
+def test_experts_of_a_prompt_in_chunks_are_moved_no_more_often_than_those_of_a_whole_one(policy: str) -> None:
+    prompt: dict[str, Any] = {"policy": policy, "workload": moesched.given_lengths([2048], 2), "requests": 1}
+    model = {"budgets": {"gpu": "900MB"}}
+    whole, cut = (simulated(chunk, **prompt, **model) for chunk in (None, 512))
+    moved = [sum(kind.nbytes for kind in each.kinds if kind.kind == "fetch") for each in (whole, cut)]
+    assert 0 < moved[1] <= moved[0]
+
+
 def test_a_replayed_simulation_is_that_of_the_engine() -> None:
     policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
     times = [

@@ -20,7 +20,7 @@ def cache_folder() -> Path:
     given = os.environ.get("MOESCHED_CACHE")
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesched"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesched"
 
 
 def calibrated_file() -> Path:
