@@ -20,8 +20,8 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import global_shapes
 from moesched.plan import Plan, cached_tokens
 from moesched.sampling import Sampling
-from moesched.seams import RoutingObserver
-from moesched.tasks import PageTransfer, Task
+from moesched.seams import RoutingObserver, Transport
+from moesched.tasks import Collective, PageTransfer, Task
 
 from .first_bad_tensor import FirstBadTensor
 from .mlx_attention import MlxAttention
@@ -29,9 +29,10 @@ from .mlx_kernels import Array
 from .mlx_kv_cache import RequestsKV
 from .mlx_machine import WiredMemory, require_unified, with_metal
 from .mlx_memory import ARRAY_DTYPES, shared
-from .mlx_micro_batch import batches_of
+from .mlx_micro_batch import MlxBatch, batches_of
 from .mlx_moe_layer import MlxMoELayer
 from .mlx_next_tokens import Head, MlxNextTokens
+from .mlx_node_side import MlxNodeSide
 from .mlx_thread import OneThread
 from .mlx_weights import MlxWeights
 from .page_reader import PageReader
@@ -70,7 +71,9 @@ class MlxDevice:
         self._cache_limit: int | None = None
         self._globals: dict[str, Array] = {}
         self._observer: RoutingObserver | None = None
-        self._verbs: Mapping[str, Callable[[Any], Any]] = {}
+        self._transport: Transport | None = None
+        self._verbs: dict[str, Callable[[Any], Any]] = {}
+        self._exchanges: Mapping[str, Callable[[Any], Any]] = {}
 
     @staticmethod
     def machine(host: Machine) -> Machine:
@@ -104,6 +107,10 @@ class MlxDevice:
         """Tell somebody which experts the routers choose, from the next batch on."""
         self._observer = observer
 
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several nodes from now on, with the experts that a batch's plan gives it."""
+        self._transport = transport
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids; weights that stay are kept.
 
@@ -116,10 +123,12 @@ class MlxDevice:
         self._thread.call(self._begin, plan, prompts, sampling)
 
     def execute(self, task: Task) -> Any:
-        """Run one task: reads on the calling thread, all else on the device's own."""
+        """Run one task: reads and exchanges on the calling thread, all else on the device's own."""
         if isinstance(task, PageTransfer):
             return self._bring(task)
-        return self._thread.call(self._verbs[task.verb], task)
+        if isinstance(task, Collective):
+            return self._exchanges[task.verb](task)
+        return self._thread.call(self._run, task)
 
     async def aclose(self) -> None:
         """Free the arrays, give back what was set for the process, close the checkpoint's files."""
@@ -138,33 +147,53 @@ class MlxDevice:
 
     # -- on the device's thread ----------------------------------------------------------------------
 
+    def _run(self, task: Task) -> Any:
+        return self._verbs[task.verb](task)
+
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self._verbs = {}  # and with them all that the batch before had
+        self._verbs, self._exchanges = {}, {}  # and with them all that the batch before had
         self._limit_memory(plan)
-        if not self._globals:
-            self._globals = {name: self._read_global(name) for name in global_shapes(self.config)}
         self._weights.begin(plan.pools, [page for pool in plan.kept for page in pool.pages()])
         batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
         first = plan.batch.first_request
-        embedding_VD, weights = self._globals["embedding"], self._weights.show
-        attention = MlxAttention(self.config, batches, weights, embedding_VD, self._open_cache(plan))
-        moe = MlxMoELayer(self.config, batches, weights, self._observer, first)
+        moe = MlxMoELayer(self.config, batches, self._weights.show, self._observer, first)
+        self._verbs |= moe.verbs
+        project_output = None
+        if plan.attends:
+            project_output = self._begin_to_attend(plan, batches, moe, sampling)
+        if plan.nodes > 1:
+            assert self._transport is not None, "a device that is to be one of several nodes has to join them"
+            sample = self._verbs.get("sample")
+            side = MlxNodeSide(plan, self._transport, batches, moe, project_output, sample)
+            self._verbs |= side.verbs
+            self._exchanges = side.exchanges
+
+    def _begin_to_attend(
+        self, plan: Plan, batches: Sequence[MlxBatch], moe: MlxMoELayer, sampling: Sampling
+    ) -> Callable[[Task], None]:
+        """Get ready for all but the experts; returns what projects attention's output."""
+        if not self._globals:
+            self._globals = {name: self._read_global(name) for name in global_shapes(self.config)}
+        embedding_VD = self._globals["embedding"]
+        attention = MlxAttention(
+            self.config, batches, self._weights.show, embedding_VD, self._open_cache(plan)
+        )
         tokens = MlxNextTokens(
             self.config,
             batches,
             Head(self._globals["final_norm"], self._globals.get("lm_head", embedding_VD)),
             sampling,
-            first,
+            plan.batch.first_request,
             self.logits if self._keep_logits else None,
             FirstBadTensor(self._reader, self.layout, torch.device("cpu")).name_of_weight,
         )
-        self._verbs = {
+        self._verbs |= {
             **attention.verbs,
-            **moe.verbs,
             **tokens.verbs,
             "post_attention": _after(attention.project_output, moe.run_all),
             "route": _after(attention.project_output, moe.choose_experts),
         }
+        return attention.project_output
 
     def _open_cache(self, plan: Plan) -> RequestsKV:
         prompts, new_tokens = plan.batch.prompts, plan.batch.new_tokens
@@ -179,7 +208,7 @@ class MlxDevice:
             self._cache_limit = before
 
     def _let_go(self) -> None:
-        self._verbs = {}
+        self._verbs, self._exchanges = {}, {}
         self._globals = {}
         self._weights.close()
         self._wired.give_back()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from moesched.chunks import Chunk
 
@@ -18,9 +21,10 @@ class MlxBatch:
         new: each one's tokens for the next step: its prompt, or a chunk of that, then the token sampled last.
         whole: itself, or for a chunk the micro-batch that it is part of, which decodes what is sampled.
         ends: the places of the requests that tokens are sampled for.
-        tokens_n, experts_n: each row's token and expert, where rows are sorted by expert. rows_Tk: the other way round.
+        experts_n: each row's expert, where rows are sorted by expert. rows_Tk: the row of each token's each expert.
         counts: how many rows each expert has.
         outputs: what experts made of their rows.
+        told: what nodes tell each other, by what it is, in the host's memory.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]]) -> None:
@@ -35,11 +39,11 @@ class MlxBatch:
         self.attended_TX: Array
         self.x_nD: Array
         self.weights_Tk: Array
-        self.tokens_n: Array
         self.experts_n: Array
         self.rows_Tk: Array
         self.counts: list[int] = []
         self.outputs: dict[int, Array] = {}
+        self.told: dict[str, npt.NDArray[Any]] = {}
 
 
 def batches_of(

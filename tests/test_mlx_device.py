@@ -25,6 +25,7 @@ import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
 from commands import refused
 from moesched.devices.mlx_device import MlxDevice
+from moesched.devices.mlx_stacks import stacks_for
 from moesched.devices.torch_device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
@@ -35,6 +36,9 @@ from moesched.seams import TokenSpan
 from moesched.testing import check_device
 from small_models import SMALL, small_model
 from test_bad_numbers import damage, stopped
+from test_nodes import MODELS as NODE_MODELS
+from test_nodes import expected as one_machines_tokens
+from test_nodes import run_nodes
 from test_same_logits import CONFIG, DBRX, OLMOE, PAGE_BYTES, PROMPTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -210,6 +214,35 @@ def test_it_takes_no_more_memory_than_the_plan_says(tmp_path: Path) -> None:
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert weights < taken <= planned
     assert mx.get_active_memory() < before + 4096
+
+
+# ---------------------------------------------------------------- several nodes
+
+
+@pytest.fixture(scope="module", params=NODE_MODELS)
+def shared_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("nodes") / request.param, config=NODE_MODELS[request.param])
+
+
+@pytest.mark.parametrize("decentralised", [True, False], ids=["decentralised", "centralised"])
+@pytest.mark.parametrize("policy", ["ep_naive", "ep_busy_full", "ep_router_aided"])
+def test_two_nodes_give_the_tokens_of_one_machine(
+    shared_model: Path, policy: str, decentralised: bool
+) -> None:
+    tokens, devices = run_nodes(shared_model, policy, 2, kind=MlxDevice, decentralised=decentralised)
+    assert tokens == one_machines_tokens(shared_model)
+    for (_, mine), (_, theirs) in zip(devices[0].logits, devices[1].logits, strict=decentralised):
+        assert np.array_equal(mine, theirs)
+
+
+def test_an_expert_that_stays_in_all_layers_is_one_array(shared_model: Path) -> None:
+    checkpoint = open_checkpoint(shared_model)
+    layout = weight_layout(checkpoint.config, "float32")
+    held = [page for page in layout.pages if page.expert in (0, 2)]
+    assert {tuple(key) for key in stacks_for(layout, held).values()} == {("expert", 0), ("expert", 2)}
+    some = [page for page in held if page.layer or page.expert]
+    assert {tuple(key) for key in stacks_for(layout, some).values()} == {("expert", 2)}
+    assert {key.by for key in stacks_for(layout, layout.pages).values()} == {"layer"}
 
 
 # ---------------------------------------------------------------- who watches, what is refused

@@ -61,16 +61,16 @@ def expected(directory: Path) -> list[list[int]]:
 
 
 def run_nodes(
-    directory: Path, policy: str, nodes: int, **settings: Any
-) -> tuple[list[list[int]], list[TorchDevice]]:
-    """The tokens of the first node, and the devices of all."""
+    directory: Path, policy: str, nodes: int, kind: Any = TorchDevice, **settings: Any
+) -> tuple[list[list[int]], list[Any]]:
+    """The tokens of the first node, and the devices of all, which are of a kind."""
     checkpoint = open_checkpoint(directory)
     layout = weight_layout(checkpoint.config, "float32")
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
     transport = InprocTransport(nodes)
     ranks = []
     for node in range(nodes):
-        device = TorchDevice(checkpoint, layout, keep_logits=True)
+        device = kind(checkpoint, layout, keep_logits=True)
         made = make_policy(policy, settings)
         plan = plan_run(machine(), layout, batch, made, slot_bytes=device.slot_bytes, nodes=nodes, node=node)
         ranks.append(Rank(plan, made, device))
