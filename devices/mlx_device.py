@@ -67,7 +67,7 @@ class MlxDevice:
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
         self._thread = OneThread("mlx")
-        self._wired = WiredMemory()
+        self._wired = WiredMemory.here()
         self._cache_limit: int | None = None
         self._globals: dict[str, Array] = {}
         self._observer: RoutingObserver | None = None
