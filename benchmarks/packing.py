@@ -28,7 +28,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16}
 MATRICES = 3
 """Of an expert in each layer."""
 PAPER = {"size": 8192, "layers": 40, "samples": 5, "dtype": "float16"}
-HERE = {"size": 512, "layers": 2, "samples": 3, "dtype": "float32"}
+HERE = {"size": 1024, "layers": 2, "samples": 3, "dtype": "float32"}
 LONGEST_WAIT = 2048
 GAP_WAITS = range(8, 513)
 """Milliseconds between which the paper sees a gap."""
