@@ -223,7 +223,7 @@ def shared_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("decentralised", [True, False], ids=["decentralised", "centralised"])
-@pytest.mark.parametrize("policy", ["ep_naive", "ep_busy_full", "ep_router_aided"])
+@pytest.mark.parametrize("policy", ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"])
 def test_two_nodes_give_the_tokens_of_one_machine(
     shared_model: Path, policy: str, decentralised: bool
 ) -> None:
