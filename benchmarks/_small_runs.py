@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -14,6 +14,9 @@ from moesched.machines.local import unified_machine
 from moesched.plan import Batch, Plan, split_batch
 from moesched.runs import plan_run, run
 from moesched.seams import Observer, Policy
+
+if TYPE_CHECKING:
+    from moesched.devices.mlx_device import MlxDevice
 
 FLOPS = {"float32": 1e11, "bfloat16": 1e11}
 
@@ -78,7 +81,7 @@ class Generated(NamedTuple):
 
 
 def generate(
-    device: TorchDevice,
+    device: TorchDevice | MlxDevice,
     policy: Policy,
     machine: Machine,
     prompts: Sequence[Sequence[int]],
@@ -103,11 +106,13 @@ def generate(
     rows: dict[int, list[torch.Tensor]] = {}
     for requests, logits_SV in device.logits:
         for request, row in zip(requests, logits_SV, strict=True):
-            rows.setdefault(request, []).append(row)
+            rows.setdefault(request, []).append(torch.as_tensor(row))
     return Generated(tokens, torch.stack([torch.stack(rows[request]) for request in sorted(rows)]))
 
 
-def fast_memory(device: TorchDevice, machine: Machine, batch: Batch, weights: float) -> dict[str, int]:
+def fast_memory(
+    device: TorchDevice | MlxDevice, machine: Machine, batch: Batch, weights: float
+) -> dict[str, int]:
     """A budget for all that must be in fast memory, and for a share of the weights."""
     plan = Plan(machine, device.layout, batch, slot_bytes=device.slot_bytes)
     plan.place_kv("accelerator")

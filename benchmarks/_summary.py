@@ -290,6 +290,18 @@ def makespan(result: dict[str, Any]) -> Iterator[str]:
         yield f"{rival} | {' | '.join(f'{ratios[each]:.2f}' for each in scenarios)}"
 
 
+def packing(result: dict[str, Any]) -> Iterator[str]:
+    """Weights in many arrays beside weights in one, idle for a while between uses."""
+    where = "Metal" if result["metal"] else "no Metal"
+    yield f"wait, ms ({where}) | unstacked, ms | prestacked, ms | unstacked / prestacked"
+    yield "---: | ---: | ---: | ---:"
+    found = result["packings"]
+    for wait, ratio in result["unstacked_over_prestacked"].items():
+        times = [found[each]["seconds_by_wait"][wait] * 1e3 for each in ("unstacked", "prestacked")]
+        yield f"{wait} | {times[0]:.2f} | {times[1]:.2f} | {ratio:.2f}"
+    yield f"**median, 8 to 512** | | | {result['median_between_8_and_512_ms']:.2f}"
+
+
 def command_times(result: dict[str, Any]) -> Iterator[str]:
     """How long commands take."""
     yield "command | seconds | at most"
@@ -301,6 +313,7 @@ def command_times(result: dict[str, Any]) -> Iterator[str]:
 
 DESCRIBERS = {
     "command_times": command_times,
+    "packing": packing,
     "exactness": exactness,
     "dispatch": dispatch,
     "engine": engine,

@@ -39,12 +39,15 @@ class FirstBadTensor:
 
         Of a prompt in chunks all are looked at, up to this one.
         """
-        for name, tensor in self._weights_only() if self._config.ranks > 1 else self._chunks(state):
-            if not bool(torch.isfinite(tensor).all()):
-                return name
         if self._config.ranks > 1:
-            return "none of the weights, so an activation"
-        return "the logits alone: the same step, run once more, had good ones"
+            return self.name_of_weight()
+        return (
+            _first_bad(self._chunks(state)) or "the logits alone: the same step, run once more, had good ones"
+        )
+
+    def name_of_weight(self) -> str:
+        """The first of the weights in which a number is not finite."""
+        return _first_bad(self._weights_only()) or "none of the weights, so an activation"
 
     def _chunks(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
         if state.before is not None:
@@ -160,6 +163,10 @@ class FirstBadTensor:
 
     def _global(self, name: str) -> Tensor:
         return self._reader.read_tensor(name).to(self._accelerator)
+
+
+def _first_bad(tensors: Iterator[tuple[str, Tensor]]) -> str | None:
+    return next((name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())), None)
 
 
 def _named(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -159,8 +159,13 @@ class PageReader:
         """The whole tensor of that canonical name, in the layout's dtype, in memory of its own."""
         shape = self._tensors[name].shape
         items = aligned_bytes(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
-        self._count(self._convert(name, (0, shape[0]), items, aligned_bytes(_BUFFER_BYTES)))
+        self.read_tensor_into(name, items)
         return items.view(shape)
+
+    def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
+        """The same, into as many items (1-D) of the layout's dtype."""
+        rows = self._tensors[name].shape[0]
+        self._count(self._convert(name, (0, rows), items, aligned_bytes(_BUFFER_BYTES)))
 
     # ------------------------------------------------------------ planning
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moesched.machines import Machine, load_machine
     from moesched.machines.local import local_machine
     from moesched.models.layout import Page
+    from moesched.models.prestack import prestack_model
     from moesched.models.random_model import write_random_model
     from moesched.plan import Plan
     from moesched.planner import plan_model
@@ -43,6 +44,7 @@ _HOMES = {
     "run_model": "moesched.jobs.model_jobs",
     "simulate_model": "moesched.jobs.model_jobs",
     "write_random_model": "moesched.models.random_model",
+    "prestack_model": "moesched.models.prestack",
     "compare_runs": "moesched.analysis.compare:compare",
     "calibrate_machine": "moesched.calibration.calibrate:calibrate",
     "plan_model": "moesched.planner",
@@ -100,6 +102,7 @@ __all__ = [
     "read_routing_profile",
     "read_trace",
     "plan_model",
+    "prestack_model",
     "profile_routing",
     "reproduce_paper",
     "roofline_of",

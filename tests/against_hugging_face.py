@@ -1,4 +1,4 @@
-"""Greedy tokens of the torch device beside Hugging Face's, for the same checkpoint."""
+"""Greedy tokens of a device beside Hugging Face's, for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from moesched.plugins import make_policy
 STEPS = 6
 
 
-def generated(directory: Path, dtype: str = "float32", page_bytes: int | None = None) -> Generated:
-    """What the policy without transfers generates from prompts of mixed length."""
+def generated(
+    directory: Path, dtype: str = "float32", page_bytes: int | None = None, kind: Any = TorchDevice
+) -> Generated:
+    """What the policy without transfers generates from prompts of mixed length, on a kind of device."""
     checkpoint = open_checkpoint(directory)
-    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype, page_bytes), keep_logits=True)
+    device = kind(checkpoint, weight_layout(checkpoint.config, dtype, page_bytes), keep_logits=True)
     prompts = prompts_of(checkpoint.config.vocabulary)
     return generate(
         device, make_policy("resident"), ONE_MEMORY, prompts, new_tokens=STEPS, micro_batch_size=3

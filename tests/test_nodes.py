@@ -70,11 +70,11 @@ def run_nodes(
     directory: Path,
     policy: str,
     nodes: int,
-    kind: type[TorchDevice] = TorchDevice,
+    kind: Any = TorchDevice,
     recorder: Recorder | None = None,
     **settings: Any,
-) -> tuple[list[list[int]], list[TorchDevice]]:
-    """The tokens of the first node, and the devices of all."""
+) -> tuple[list[list[int]], list[Any]]:
+    """The tokens of the first node, and the devices of all, which are of a kind."""
     checkpoint = open_checkpoint(directory)
     layout = weight_layout(checkpoint.config, "float32")
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)

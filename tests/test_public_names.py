@@ -31,6 +31,7 @@ PUBLIC = [
     "read_routing_profile",
     "read_trace",
     "plan_model",
+    "prestack_model",
     "profile_routing",
     "reproduce_paper",
     "roofline_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -78,7 +78,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     open: Callable[[Path], Blocks] | None = None
 
 
-class _Entry(msgspec.Struct):
+class Entry(msgspec.Struct):
     """What a safetensors header says of one tensor; offsets count from the end of the header."""
 
     dtype: str
@@ -90,12 +90,12 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Found(msgspec.Struct):
-    """A tensor that the model needs, as its file has it."""
+class Found(msgspec.Struct):
+    """A tensor as its file has it; `data_start`: where the tensors begin there, in bytes."""
 
     file: Path
     name: str
-    entry: _Entry
+    entry: Entry
     data_start: int
     file_bytes: int
 
@@ -111,8 +111,8 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     config = read_config(directory)
     shapes = tensor_shapes(config)
     tensors: dict[str, StoredTensor] = {}
-    known = {_without_prefix(name): stored for name, stored in known_tensors(config).items()}
-    for found in _find(directory):
+    known = by_stored_name(known_tensors(config))
+    for found in find_stored(directory):
         _refuse_bias(found)
         if (stored := known.get(_without_prefix(found.name))) is not None:
             tensors.update(_parts_of(found, stored))
@@ -123,7 +123,8 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
 # ---------------------------------------------------------------- files and headers
 
 
-def _find(directory: Path) -> Iterator[_Found]:
+def find_stored(directory: Path) -> Iterator[Found]:
+    """What the files of a checkpoint hold. Raises BadInput where one is missing or no safetensors."""
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if single.is_file() or not index.is_file():
         yield from _read_header(single)
@@ -146,7 +147,7 @@ def _read_index(path: Path) -> _Index:
         raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
 
 
-def _read_header(path: Path) -> list[_Found]:
+def _read_header(path: Path) -> list[Found]:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -158,10 +159,10 @@ def _read_header(path: Path) -> list[_Found]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} has a header that is no safetensors header ({error}); {RESTORE}") from error
-    return [_Found(path, name, entry, 8 + len(header), size) for name, entry in entries.items()]
+    return [Found(path, name, entry, 8 + len(header), size) for name, entry in entries.items()]
 
 
 def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
@@ -185,7 +186,18 @@ def _without_prefix(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _parts_of(found: _Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
+def parts_in(found: Found, known: Mapping[str, Published]) -> list[str]:
+    """The canonical names of what a stored tensor holds; none where the model has no use for it."""
+    stored = known.get(_without_prefix(found.name))
+    return [] if stored is None else [name for name, _ in stored.parts]
+
+
+def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
+    """The same under the names that `parts_in` looks up."""
+    return {_without_prefix(name): stored for name, stored in tensors.items()}
+
+
+def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors that lie one after the other in a stored one."""
     whole = _stored(found)
     _require_shape(found, published.shape)
@@ -199,7 +211,7 @@ def _parts_of(found: _Found, published: Published) -> Iterator[tuple[str, Stored
 # ---------------------------------------------------------------- checks
 
 
-def _stored(found: _Found) -> StoredTensor:
+def _stored(found: Found) -> StoredTensor:
     entry = found.entry
     if entry.dtype not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -219,12 +231,12 @@ def _stored(found: _Found) -> StoredTensor:
     return StoredTensor(found.file, found.data_start + start, entry.shape, dtype, nbytes)
 
 
-def _refuse_bias(found: _Found) -> None:
+def _refuse_bias(found: Found) -> None:
     if found.name.endswith(".bias"):
         raise BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
 
 
-def _require_shape(found: _Found, shape: Shape) -> None:
+def _require_shape(found: Found, shape: Shape) -> None:
     if found.entry.shape != shape:
         what = f"{found.name} has shape {list(found.entry.shape)}, config.json makes it {list(shape)}"
         raise BadInput(f"{found.file}: {what}; use the config.json and the weights of one checkpoint")

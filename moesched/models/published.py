@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
-from moesched.models.tensors import Shape, tensor_shapes
+from moesched.models.tensors import Shape, expert_shapes, tensor_shapes
 
 STANDARD_DEVIATION = 0.02
 """Of random weights."""
+
+StackedBy = Literal["expert", "layer"]
 
 
 class Published(NamedTuple):
@@ -28,7 +30,40 @@ def published_tensors(config: ModelConfig) -> dict[str, Published]:
 
 def known_tensors(config: ModelConfig) -> dict[str, Published]:
     """The same, with what checkpoints in other forms hold instead of some of it."""
-    return _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config)) | published_tensors(config)
+    others = _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
+    for by in get_args(StackedBy):
+        others |= stacked_tensors(config, by)
+    return others | published_tensors(config)
+
+
+def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
+    """What prestacked checkpoints hold instead of the experts' tensors.
+
+    By expert: one tensor for each expert, (layers, matrices, items of a matrix), as in section 4.1 of the cluster
+    paper. By layer: one for each matrix of a layer, (experts, rows, columns), as `gather_mm` takes it.
+    """
+    if by == "expert":
+        return {
+            f"prestacked.experts.{expert}": _one_expert(config, expert) for expert in range(config.experts)
+        }
+    layers = range(config.layers)
+    return {name: each for layer in layers for name, each in _one_layer(config, layer).items()}
+
+
+def _one_expert(config: ModelConfig, expert: int) -> Published:
+    parts = [part for layer in range(config.layers) for part in expert_shapes(config, layer, expert).items()]
+    items = config.hidden * config.intermediate
+    return Published((config.layers, len(parts) // config.layers, items), tuple(parts))
+
+
+def _one_layer(config: ModelConfig, layer: int) -> dict[str, Published]:
+    of_experts = [expert_shapes(config, layer, expert) for expert in range(config.experts)]
+    return {
+        f"prestacked.layers.{layer}.{parts[0][0].rpartition('.')[2]}": Published(
+            (config.experts, *parts[0][1]), parts
+        )
+        for parts in zip(*(shapes.items() for shapes in of_experts), strict=True)
+    }
 
 
 def published_config(config: ModelConfig) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +20,7 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.new_folder import new_folder, reserve, write_at, write_json
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
@@ -71,22 +69,11 @@ def write_random_model(
     """
     config = _resolve(shape, layers, dtype)
     target = Path(directory)
-    _refuse_used(target)
-    _require_space(target, _weight_bytes(config))
-    shards = _plan_shards(config, shard_bytes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir()
-        _write_shards(partial, shards, config.dtype, seed, progress)
-        _write_json(partial / INDEX_NAME, _index(shards))
-        _write_json(partial / "config.json", published_config(config))
-        partial.rename(target)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _cannot_write(target, error) from error
-        raise
+    with new_folder(target, _weight_bytes(config), "ask for fewer layers") as folder:
+        shards = _plan_shards(config, shard_bytes)
+        _write_shards(folder, shards, config.dtype, seed, progress)
+        write_json(folder / INDEX_NAME, _index(shards))
+        write_json(folder / "config.json", published_config(config))
     return target
 
 
@@ -220,8 +207,8 @@ def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Call
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
         descriptor = file.fileno()
         try:
-            _reserve(descriptor, shard.nbytes)
-            advance(_write_at(descriptor, memoryview(shard.header), 0))
+            reserve(descriptor, shard.nbytes)
+            advance(write_at(descriptor, memoryview(shard.header), 0))
             futures = [
                 workers.submit(_write_tensor, descriptor, start, tensor, dtype, seed, stop)
                 for tensor, start in shard.starts
@@ -243,48 +230,5 @@ def _write_tensor(
     for chunk in _chunks(tensor, dtype, seed):
         if stop.is_set():
             break
-        end += _write_at(descriptor, chunk.data.cast("B"), end)
+        end += write_at(descriptor, chunk.data.cast("B"), end)
     return end - start
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-    return done
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take the file's room now, so that a full disk shows at once and the file lies in one piece."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, nbytes)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-# ---------------------------------------------------------------- refusing
-
-
-def _refuse_used(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
-        raise BadInput(f"{target} exists already; remove it or choose another directory")
-
-
-def _require_space(target: Path, needed: int) -> None:
-    existing = next(parent for parent in target.absolute().parents if parent.exists())
-    if not existing.is_dir():
-        raise BadInput(f"{existing} is not a directory, so {target} cannot be made; choose another directory")
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        room = f"needs {needed:,} bytes and its disk has {free:,} free"
-        raise BadInput(f"{target} {room}; make room or ask for fewer layers")
-
-
-def _cannot_write(target: Path, error: OSError) -> BadInput:
-    if error.errno == errno.ENOSPC:
-        return BadInput(f"the disk became full while writing {target}; make room or ask for fewer layers")
-    return BadInput(f"cannot write {target}: {error.strerror or error}; choose another directory")

@@ -1,0 +1,145 @@
+"""Weights in one array or in many, left idle between uses: Algorithms 1 and 2 of the Apple silicon cluster paper.
+
+    python benchmarks/packing.py [--size N] [--layers N] [--samples N] [--dtype D] [--longest-wait MS] [--full]
+
+For each wait a vector is multiplied by the matrices of a model's layers, with that wait after every layer. On a Mac
+the driver wires memory again that lay idle, sooner where it is in many arrays (Figure 4 of the paper: after 8 ms
+unstacked, after 512 ms prestacked). Elsewhere there is no such driver, and both take the same. `--full` is the paper's
+size, 16 GB in 16-bit weights. The sizes by default are those of a machine with 2 cores.
+
+Writes results/packing-MACHINE.json. Time is what passes outside the waits: the paper subtracts the waits asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from _results import named_for_machine, write_result
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16}
+MATRICES = 3
+"""Of an expert in each layer."""
+PAPER = {"size": 8192, "layers": 40, "samples": 5, "dtype": "float16"}
+HERE = {"size": 1024, "layers": 2, "samples": 3, "dtype": "float32"}
+LONGEST_WAIT = 2048
+GAP_WAITS = range(8, 513)
+"""Milliseconds between which the paper sees a gap."""
+
+MatrixOf = Callable[[int, int], mx.array]
+"""A layer's matrix, by their numbers."""
+
+
+def write_weights(folder: Path, layers: int, size: int, dtype: str) -> None:
+    """Random matrices, each in a file of its own and all in one file; a product keeps the vector's size."""
+    generator = np.random.default_rng(0)
+    shape = (layers, MATRICES, size, size)
+    stacked = np.lib.format.open_memmap(folder / "stacked.npy", mode="w+", dtype=dtype, shape=shape)
+    for layer in range(layers):
+        for matrix in range(MATRICES):
+            values = generator.standard_normal((size, size), dtype=np.float32) / size**0.5
+            stacked[layer, matrix] = values
+            np.save(folder / f"{layer}-{matrix}.npy", values.astype(dtype))
+    stacked.flush()
+
+
+def load(path: Path) -> mx.array:
+    """The array in a file, which is read when it is first used."""
+    array: Any = mx.load(str(path))
+    assert isinstance(array, mx.array)
+    return array
+
+
+def unstacked(folder: Path, layers: int) -> MatrixOf:
+    """Algorithm 1: every matrix as an array of its own."""
+    arrays = [
+        [load(folder / f"{layer}-{matrix}.npy") for matrix in range(MATRICES)] for layer in range(layers)
+    ]
+    return lambda layer, matrix: arrays[layer][matrix]
+
+
+def prestacked(folder: Path, layers: int) -> MatrixOf:
+    """Algorithm 1: all matrices in one array, which is indexed."""
+    array = load(folder / "stacked.npy")
+    return lambda layer, matrix: array[layer, matrix]
+
+
+def pass_through(x: mx.array, matrix_of: MatrixOf, layers: int, wait: float) -> float:
+    """One sample of Algorithm 2; returns the seconds outside the waits."""
+    busy = 0.0
+    for layer in range(layers):
+        start = time.perf_counter()
+        for matrix in range(MATRICES):
+            x = x @ matrix_of(layer, matrix)
+        mx.eval(x)
+        busy += time.perf_counter() - start
+        time.sleep(wait)
+    return busy
+
+
+def measure(matrix_of: MatrixOf, sizes: argparse.Namespace) -> dict[str, Any]:
+    """Algorithm 2 for one packing: the first pass, and the median of the samples for each wait in milliseconds."""
+    x = mx.random.normal((1, sizes.size)).astype(DTYPES[sizes.dtype])
+    mx.eval(x)
+    first = pass_through(x, matrix_of, sizes.layers, 0)
+    by_wait = {}
+    for wait in waits_up_to(sizes.longest_wait):
+        pass_through(x, matrix_of, sizes.layers, 0)  # to have everything wired
+        samples = [pass_through(x, matrix_of, sizes.layers, wait / 1000) for _ in range(sizes.samples)]
+        by_wait[wait] = median(samples)
+    return {"first_pass_seconds": first, "seconds_by_wait": by_wait}
+
+
+def waits_up_to(longest: int) -> list[int]:
+    """0 and the powers of 2, in milliseconds."""
+    return [0, *(2**power for power in range(longest.bit_length()) if 2**power <= longest)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="the paper's sizes, where others are not given")
+    parser.add_argument("--size", type=int, help="rows and columns of a matrix")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--longest-wait", type=int, default=LONGEST_WAIT, metavar="MS")
+    sizes = parser.parse_args()
+    for name, value in (PAPER if sizes.full else HERE).items():
+        if getattr(sizes, name) is None:
+            setattr(sizes, name, value)
+    found = {}
+    with TemporaryDirectory() as folder:
+        write_weights(Path(folder), sizes.layers, sizes.size, sizes.dtype)
+        for pack in (unstacked, prestacked):
+            found[pack.__name__] = measure(pack(Path(folder), sizes.layers), sizes)
+    slower = {
+        wait: seconds / found["prestacked"]["seconds_by_wait"][wait]
+        for wait, seconds in found["unstacked"]["seconds_by_wait"].items()
+    }
+    gap = median([ratio for wait, ratio in slower.items() if wait in GAP_WAITS] or list(slower.values()))
+    figures = {
+        "command": "python benchmarks/packing.py" + (" --full" if sizes.full else ""),
+        "source": "the Apple silicon cluster paper, Algorithms 1 and 2 and Figure 4",
+        "metal": mx.metal.is_available(),
+        "sizes": {name: getattr(sizes, name) for name in HERE},
+        "packings": found,
+        "unstacked_over_prestacked": slower,
+        "median_between_8_and_512_ms": gap,
+    }
+    path = write_result(named_for_machine("packing"), figures, "mlx")
+    for wait, ratio in slower.items():
+        print(f"{wait:5} ms  unstacked / prestacked {ratio:.2f}")
+    print(f"median between 8 and 512 ms {gap:.2f}; {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What MLX runs on: which machine that is, and how much of its memory the driver keeps wired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines import Machine, Processor, machine_names
+
+ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
+"""Of an Apple GPU, until somebody calibrates."""
+
+
+def with_metal(host: Machine) -> Machine:
+    """This machine as MLX has it: on Apple silicon with its GPU, elsewhere as it is."""
+    if not mx.metal.is_available():
+        return host
+    return with_gpu(host, str(mx.device_info()["device_name"]), _recommended())
+
+
+def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
+    """A machine whose GPU computes from the host's memory; its rates are assumed.
+
+    Args:
+        gpu: what it is called.
+        recommended: the bytes of memory that it should use at most, where the system says so.
+    """
+    memory = host.host.memory
+    tier = host.memories[memory]
+    usable = tier.nbytes if recommended is None else min(tier.nbytes, recommended)
+    return replace(
+        host,
+        name=f"{host.name} with {gpu}",
+        processors=host.processors | {"gpu": Processor(memory=memory, flops=ASSUMED_FLOPS)},
+        memories=host.memories | {memory: replace(tier, capacity=usable)},
+        roles=replace(host.roles, accelerator="gpu"),
+    )
+
+
+def require_unified(machine: Machine) -> None:
+    """Whether a machine can be one that MLX runs on.
+
+    Raises:
+        BadInput: its accelerator has a memory of its own, or it is a profile that ships and there is no Metal here.
+    """
+    if not machine.unified:
+        raise BadInput(
+            f"machine {machine.name} has an accelerator with a memory of its own, and device mlx computes from one "
+            "memory: use --machine auto"
+        )
+    if machine.name in machine_names() and not mx.metal.is_available():
+        raise BadInput(
+            f"machine {machine.name} describes other hardware than the processor that device mlx runs on: "
+            "use --machine auto"
+        )
+
+
+class WiredMemory:
+    """How much memory Metal may keep wired, so that weights that lie idle need not be wired again.
+
+    The limit is the process's: whoever sets it gives it back. Without Metal MLX takes the call and does nothing.
+
+    Args:
+        set_limit: sets the limit in bytes, and returns the one before.
+        recommended: the most that is set, where the system says so: beyond it small machines stall.
+    """
+
+    def __init__(self, set_limit: Callable[[int], int], recommended: int | None) -> None:
+        self._set_limit = set_limit
+        self._recommended = recommended
+        self._before: int | None = None
+
+    @staticmethod
+    def here() -> WiredMemory:
+        """This process's."""
+        return WiredMemory(mx.set_wired_limit, _recommended())
+
+    def set(self, nbytes: int) -> None:
+        """Have so many bytes wired, as far as the system recommends it."""
+        before = self._set_limit(nbytes if self._recommended is None else min(nbytes, self._recommended))
+        if self._before is None:
+            self._before = before
+
+    def give_back(self) -> None:
+        """Set the limit that was there before."""
+        if self._before is not None:
+            self._set_limit(self._before)
+            self._before = None
+
+
+def _recommended() -> int | None:
+    """The bytes that the system recommends to use at most, where it says so."""
+    nbytes = mx.device_info().get("max_recommended_working_set_size")
+    return None if nbytes is None else int(nbytes)

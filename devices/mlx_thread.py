@@ -1,0 +1,59 @@
+"""A thread that does a device's work for all lanes: MLX has arrays built and evaluated by one and the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class OneThread:
+    """Runs what any thread hands over, one call after the other, and hands back what it comes to or raises.
+
+    Raw locks: they were measured to hand over in less than half of the time that an executor takes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._turn = threading.Lock()
+        self._given, self._done = threading.Lock(), threading.Lock()
+        self._given.acquire()
+        self._done.acquire()
+        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run it there; blocks until it is done."""
+        with self._turn:
+            self._call = (work, arguments)
+            self._given.release()
+            self._done.acquire()
+            value, error = self._value, self._error
+            self._value = self._error = self._call = None
+        if error is not None:
+            raise error
+        result: T = value
+        return result
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._turn:
+            self._given.release()
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            self._given.acquire()
+            if self._call is None:
+                return
+            work, arguments = self._call
+            try:
+                self._value = work(*arguments)
+            except BaseException as error:
+                self._error = error
+            del work, arguments
+            self._done.release()

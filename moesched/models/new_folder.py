@@ -1,0 +1,83 @@
+"""A folder of files that appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moesched.errors import BadInput
+
+
+@contextmanager
+def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the context ends; where an error ends it, nothing is left.
+
+    Args:
+        needed: bytes that will be written.
+        smaller: what to ask for where there is no room for them, such as "ask for fewer layers".
+
+    Raises:
+        BadInput: the target is in use, cannot be made, or the disk has not enough room.
+    """
+    _refuse_used(target)
+    _require_space(target, needed, smaller)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _cannot_write(target, error, smaller) from error
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A JSON file that people can read."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write all of the data into an open file from `offset` on; returns the bytes."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+    return done
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Take a file's room now, so that a full disk shows at once and the file lies in one piece."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def _refuse_used(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise BadInput(f"{target} exists already; remove it or choose another directory")
+
+
+def _require_space(target: Path, needed: int, smaller: str) -> None:
+    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise BadInput(f"{existing} is not a directory, so {target} cannot be made; choose another directory")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        room = f"needs {needed:,} bytes and its disk has {free:,} free"
+        raise BadInput(f"{target} {room}; make room or {smaller}")
+
+
+def _cannot_write(target: Path, error: OSError, smaller: str) -> BadInput:
+    if error.errno == errno.ENOSPC:
+        return BadInput(f"the disk became full while writing {target}; make room or {smaller}")
+    return BadInput(f"cannot write {target}: {error.strerror or error}; choose another directory")

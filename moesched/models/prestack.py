@@ -1,0 +1,213 @@
+"""Rewrites a checkpoint so that many matrices of its experts lie in one array (the cluster paper, section 4.1)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+from moesched.models.checkpoint import (
+    INDEX_NAME,
+    RESTORE,
+    Checkpoint,
+    StoredTensor,
+    by_stored_name,
+    find_stored,
+    open_checkpoint,
+    parts_in,
+)
+from moesched.models.config import ITEM_BYTES
+from moesched.models.new_folder import new_folder, reserve, write_at, write_json
+from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
+from moesched.models.random_model import Progress
+from moesched.models.tensors import Shape
+
+COPIED_BYTES = 8 << 20
+"""How much is in memory at a time, whatever the sizes of tensors."""
+LONGEST_AXIS = 2**31 - 1
+"""MLX counts the items along an axis with 32 bits."""
+HEADER_ALIGNMENT = 4096
+"""Tensors of whole disk blocks then lie in whole blocks of their file."""
+
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Prestacked(NamedTuple):
+    """What was written.
+
+    arrays: how many stacked ones there are. largest: bytes of the largest. others: bytes of all other tensors.
+    """
+
+    directory: Path
+    by: StackedBy
+    arrays: int
+    largest: int
+    others: int
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class _Array(NamedTuple):
+    """A tensor to be written, and the pieces that it consists of."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def prestack_model(
+    model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
+) -> Prestacked:
+    """Write a checkpoint anew, with its experts' weights in stacks; every other file is copied.
+
+    The result opens like any other checkpoint of moesched and gives the same tokens; one that is stacked already can be
+    stacked in the other way. It is streamed: 8 MiB are in memory at a time.
+
+    Args:
+        by: `expert` for one array for each expert, with its matrices of all layers, which is what a node that holds
+            whole experts loads; `layer` for one array for each matrix of a layer, with all experts, which is what
+            `gather_mm` multiplies.
+        progress: is told bytes written and bytes in all.
+
+    Raises:
+        BadInput: the checkpoint cannot be opened or has no experts to stack, `directory` is in use, or the disk is
+            full. Nothing is left there then.
+    """
+    checkpoint, target = open_checkpoint(model), Path(directory)
+    if checkpoint.config.experts == 1:
+        raise BadInput(f"{model} is a dense model: there are no experts to stack; run it as it is")
+    stacks = stacked_tensors(checkpoint.config, by)
+    stacked = [_stack(checkpoint, name, stored) for name, stored in stacks.items()]
+    others = sorted(_others(checkpoint))
+    files = {"others.safetensors": others}
+    for array in stacked:
+        files.setdefault(_file_of(array.name), []).append(array)
+    total = sum(array.nbytes for arrays in files.values() for array in arrays)
+    with new_folder(target, total, "choose another disk") as folder:
+        _copy_small_files(checkpoint.directory, folder)
+        done = 0
+        for name, arrays in files.items():
+            for nbytes in _write(folder / name, arrays):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+        weight_map = {array.name: name for name, arrays in files.items() for array in arrays}
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return Prestacked(
+        target, by, len(stacked), max(array.nbytes for array in stacked), sum(each.nbytes for each in others)
+    )
+
+
+# ---------------------------------------------------------------- what goes where
+
+
+def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
+    parts = [checkpoint.tensors[part] for part, _ in stored.parts]
+    dtypes = sorted({part.dtype for part in parts})
+    if len(dtypes) > 1:
+        raise BadInput(
+            f"{checkpoint.directory} has experts in {' and '.join(dtypes)}, and an array has one dtype: "
+            "convert the checkpoint to one of them"
+        )
+    if max(stored.shape) > LONGEST_AXIS:
+        raise BadInput(
+            f"{name} would have {max(stored.shape):,} items along one axis, MLX's limit is {LONGEST_AXIS:,}: "
+            "stack the other way, with --by"
+        )
+    return _Array(name, dtypes[0], stored.shape, tuple(map(_piece, parts)))
+
+
+def _file_of(name: str) -> str:
+    """The file that a stack is written to: one for each expert, or for each layer."""
+    _, kind, number, *_ = name.split(".")
+    return f"{kind}-{int(number):05d}.safetensors"
+
+
+def _piece(stored: StoredTensor) -> _Piece:
+    return _Piece(stored.file, stored.offset, stored.nbytes)
+
+
+def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
+    """What is no expert's, as the files have it."""
+    known = by_stored_name(known_tensors(checkpoint.config))
+    for found in find_stored(checkpoint.directory):
+        if parts := parts_in(found, known):
+            if ".experts." in parts[0]:
+                continue
+            first = checkpoint.tensors[parts[0]]
+            nbytes = math.prod(found.entry.shape) * ITEM_BYTES[first.dtype]
+            pieces = (_Piece(first.file, first.offset, nbytes),)
+            yield _Array(found.name, first.dtype, found.entry.shape, pieces)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write(path: Path, arrays: Sequence[_Array]) -> Iterator[int]:
+    """Write one safetensors file; yields the bytes of tensors as they are written."""
+    header = _header(arrays)
+    with path.open("xb", buffering=0) as file:
+        descriptor = file.fileno()
+        reserve(descriptor, len(header) + sum(array.nbytes for array in arrays))
+        end = write_at(descriptor, memoryview(header), 0)
+        for array in arrays:
+            for piece in array.pieces:
+                for data in _read(piece):
+                    yield write_at(descriptor, data, end)
+                    end += len(data)
+        os.fsync(descriptor)
+
+
+def _header(arrays: Sequence[_Array]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for array in arrays:
+        start, end = end, end + array.nbytes
+        entries[array.name] = {
+            "dtype": _SAFETENSORS[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read(piece: _Piece) -> Iterator[memoryview]:
+    """The bytes of a piece in order; each memory is overwritten by the next."""
+    buffer = memoryview(bytearray(min(COPIED_BYTES, piece.nbytes)))
+    try:
+        with piece.file.open("rb", buffering=0) as file:
+            file.seek(piece.offset)
+            left = piece.nbytes
+            while left:
+                count = file.readinto(buffer[:left])
+                if not count:
+                    raise BadInput(f"{piece.file} is truncated: {RESTORE}")
+                yield buffer[:count]
+                left -= count
+    except OSError as error:
+        raise BadInput(f"cannot read {piece.file}: {error.strerror}; {RESTORE}") from error
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """The configuration, the tokenizer and whatever else is no weights."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
+            shutil.copy(path, folder)
