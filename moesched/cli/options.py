@@ -123,6 +123,17 @@ TensorParallel = Annotated[
         help="Cut the model over N of the machine's equal accelerators. By default over all of them.",
     ),
 ]
+Nodes = Annotated[
+    int | None,
+    Parameter(metavar="N", help="How many of these machines share the model's experts."),
+]
+Network = Annotated[
+    str | None,
+    Parameter(
+        metavar="NAME|FILE",
+        help="What joins the nodes: a name of `moesched list networks`, or a TOML file. By default the machine's own.",
+    ),
+]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Parameter(help="What to compute in. By default what the model is stored in."),
