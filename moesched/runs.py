@@ -25,6 +25,7 @@ from moesched.generation import Generation, OnTokens
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
 from moesched.models.layout import Page, WeightLayout
+from moesched.networks import NETWORK
 from moesched.outcome import Outcome, Report, make_report
 from moesched.parallel.ranks import OfLanes, OnDevices, Rank
 from moesched.plan import Batch, Plan
@@ -44,39 +45,63 @@ def plan_run(
     policy: Policy,
     budgets: Mapping[str, int] | None = None,
     slot_bytes: Callable[[Page], int] | None = None,
+    nodes: int = 1,
+    node: int = 0,
 ) -> Plan:
-    """Have a policy plan a batch.
+    """Have a policy plan a batch, for one node of several where they share the experts.
 
     Raises:
-        BadInput: the plan does not fit a budget; the message says by how many bytes, of what.
+        BadInput: the plan does not fit a budget; the message says by how many bytes, of what. The policy or the machine
+            is not for several nodes.
     """
     name = type(policy).__name__
+    if nodes > 1:
+        _require_node(machine, layout, policy, nodes)
     try:
-        plan = Plan(machine, layout, batch, budgets, slot_bytes)
+        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node)
         policy.plan(plan)
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
         each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
+        if nodes > 1:
+            each = f", on node {node} of {nodes}"
         raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
     return plan
+
+
+def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes: int) -> None:
+    if not getattr(type(policy), "expert_parallel", False):
+        raise BadInput(
+            f"policy {type(policy).__name__} does not share experts among {nodes} nodes: choose one that does, "
+            "such as ep_balanced, or 1 node"
+        )
+    if layout.config.ranks > 1:
+        raise BadInput(
+            f"a node of {nodes} uses one accelerator, and machine {machine.name} is to use {layout.config.ranks}: "
+            "use --tensor-parallel 1"
+        )
 
 
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
     """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
 
     Each stage of a pipeline has an accelerator of its own: "accelerator", "accelerator 1", ... Ranks have one lane
-    more, for their all-reduces. Those that are streams, of one device, share a domain.
+    more, for their all-reduces. Nodes have one for their exchanges, which go in the same order on all of them.
+    Those that are streams, of one device, share a domain.
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
     if plan.ranks > 1:
         names.append(INTERCONNECT)
     kinds = kinds or {}
-    return {
+    lanes = {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
         for name in names
     }
+    if plan.nodes > 1:
+        lanes[NETWORK] = Lane(NETWORK, "in_order")
+    return lanes
 
 
 def simulate(
@@ -90,6 +115,7 @@ def simulate(
     replay: bool = False,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
+    peers: Sequence[Rank] = (),
 ) -> Report:
     """Run a plan on the virtual clock.
 
@@ -100,6 +126,8 @@ def simulate(
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.
+        peers: the other nodes, where several work on one model; plan and policy are those of the first. What is told
+            and reported is what the first one did, but for the trace and the memories, of which the fullest counts.
 
     Raises:
         NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
@@ -116,29 +144,38 @@ def simulate(
         routing = routing or SeededRouting(config.experts, config.top_k)
         previews = Previews(routing, config.experts, preview_accuracy)
         decisions = decide(plan, routing, previews)
-        outcome = _simulate(plan, policy, cost, decisions, sharing, observers, recorder)
-    return make_report(plan, policy, outcome, time.perf_counter() - started, measured=False)
+        ranks = [Rank(plan, policy), *peers]
+        outcome = _simulate(ranks, cost, decisions, sharing, observers, recorder)
+    return make_report(
+        plan, policy, outcome, time.perf_counter() - started, measured=False, peers=_plans(peers)
+    )
+
+
+def _plans(ranks: Sequence[Rank]) -> list[Plan]:
+    return [rank.plan for rank in ranks]
 
 
 def _simulate(
-    plan: Plan,
-    policy: Policy,
+    ranks: Sequence[Rank],
     cost: CostModel,
     decisions: Callable[[Task], Any],
     sharing: bool,
     observers: Sequence[Observer],
     recorder: Recorder | LastSteps | None,
 ) -> Outcome:
-    lanes = make_lanes(plan)
-    engine = new_engine(lanes.values())
-    observers = _with_recorder(observers, recorder, engine, plan)
+    lanes = [make_lanes(rank.plan) for rank in ranks]
+    engines = [new_engine(own.values()) for own in lanes]
+    observers = _with_recorder(observers, recorder, engines, ranks)
     perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decisions}
-    driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
-    with closing(Schedule(plan, engine, lanes)) as schedule:
-        generation = Generation(schedule, policy)
-        with watching(schedule):
-            driver.run(generation.run())
-    return _outcome(generation, engine)
+    driver = VirtualDriver(engines, cost, sharing=sharing, perform=perform, observers=observers)
+    with ExitStack() as opened:
+        generations = []
+        for rank, engine, own in zip(ranks, engines, lanes, strict=True):
+            schedule = opened.enter_context(closing(Schedule(rank.plan, engine, own)))
+            opened.enter_context(watching(schedule))
+            generations.append(Generation(schedule, rank.policy))
+        driver.run(*(generation.run() for generation in generations))
+    return _outcome(generations[0], engines[0])
 
 
 def _replay(
@@ -150,7 +187,7 @@ def _replay(
 ) -> Outcome:
     lanes = make_lanes(plan)
     engine = CapturingEngine(lanes.values())
-    observers = _with_recorder(observers, recorder, engine, plan)
+    observers = _with_recorder(observers, recorder, [engine], [Rank(plan, policy)])
     with closing(Schedule(plan, engine, lanes)) as schedule:
         timeline = replay_run(schedule, policy, cost)
     if engine.awaits is not None:
@@ -207,8 +244,8 @@ def run(
     So it does where logits are no numbers: `failure` of the report then says where the bad numbers began.
 
     Args:
-        peers: the other ranks, where the model is cut over several; plan, policy and device are those of the first.
-            What is told and reported is what the first one did, but for the trace.
+        peers: the other ranks or nodes, where several in this process work on one model; plan, policy and device are
+            those of the first. What is told and reported is what the first one did, but for the trace.
         keep_open: leave the device open for another batch; whoever asks for that closes it.
 
     Raises:
@@ -223,12 +260,7 @@ def run(
     ranks = [Rank(plan, policy, device), *peers]
     lanes = [make_lanes(each.plan, each.device.kinds) for each in ranks]
     engines = [new_shared_engine(own.values()) for own in lanes]
-    if peers:
-        observers = [OfLanes(observer, lanes[0].values()) for observer in observers]
-    if recorder is not None:
-        for engine, each in zip(engines, ranks, strict=True):
-            recorder.watch(engine, each.plan.memories)
-        observers = [*observers, recorder]
+    observers = _with_recorder(observers, recorder, engines, ranks)
     schedules = [
         Schedule(each.plan, engine, own) for each, engine, own in zip(ranks, engines, lanes, strict=True)
     ]
@@ -281,15 +313,23 @@ def run(
         interrupted=interrupted,
         failure=failure,
         emulation=None if emulation is None else emulation(),
+        peers=_plans(peers),
     )
 
 
 def _with_recorder(
-    observers: Sequence[Observer], recorder: Recorder | LastSteps | None, engine: Engine, plan: Plan
+    observers: Sequence[Observer],
+    recorder: Recorder | LastSteps | None,
+    engines: Sequence[Engine],
+    ranks: Sequence[Rank],
 ) -> Sequence[Observer]:
+    """Observers of the first rank, and the recorder of all."""
+    if len(ranks) > 1:
+        observers = [OfLanes(observer, engines[0].lanes) for observer in observers]
     if recorder is None:
         return observers
-    recorder.watch(engine, plan.memories)
+    for engine, rank in zip(engines, ranks, strict=True):
+        recorder.watch(engine, rank.plan.memories)
     return [*observers, recorder]
 
 

@@ -1,0 +1,67 @@
+"""What the policies for several nodes share: a plan, a node's share of a layer, which experts were used longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+
+def plan_dense(plan: Plan, *, decentralised: bool) -> None:
+    """Say where all is that experts are beside."""
+    if not decentralised:
+        plan.centralise()
+    plan.limit_in_flight(2)
+    plan.place_kv("accelerator")
+
+
+def experts_that_fit(plan: Plan) -> int:
+    """How many experts of every layer a node has room for, beside all else."""
+    dense, expert = plan.layout.dense, plan.layout.expert
+    beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
+    each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
+    return max(0, plan.free("accelerator") - beside) // each
+
+
+def embed_all(step: Step) -> None:
+    """Look up the embeddings, where this node does that."""
+    if step.attends:
+        for j in step.micro_batches:
+            step.embed(j)
+
+
+def attend(step: Step, i: int, j: int) -> None:
+    """A micro-batch's attention, where this node attends."""
+    if step.attends:
+        step.pre_attention(i, j)
+        step.attention(i, j)
+
+
+def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
+    """Say who runs what, and run this node's share; returns which experts those are."""
+    step.assign(i, j, owners)
+    own = [expert for expert, node in owners.items() if node == step.node]
+    for expert in own:
+        step.run_expert(i, expert, j)
+    return own
+
+
+class LeastRecent:
+    """The experts that a node holds, those that were used longest ago first, in whichever layer that was.
+
+    An expert's weights of all layers lie together in memory (section 4.1 of the paper), so that any layer's use counts.
+    """
+
+    def __init__(self, held: Iterable[int]) -> None:
+        self._order = dict.fromkeys(sorted(held))
+
+    def use(self, experts: Iterable[int]) -> None:
+        """These are used now, one after the other."""
+        for expert in experts:
+            del self._order[expert]
+            self._order[expert] = None
+
+    def first(self, count: int, without: Collection[int] = ()) -> list[int]:
+        """The `count` experts that were used longest ago, or as many as there are, without these."""
+        return [expert for expert in self._order if expert not in without][: max(0, count)]
