@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 import msgspec
@@ -15,31 +15,11 @@ from moesched.networks import NETWORK, load_network
 from moesched.parallel.ranks import Rank
 from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
-from moesched.routing import SeededRouting
 from moesched.runs import plan_run, simulate
 from moesched.tasks import Task
 from moesched.wiring import EXPERT_VERBS
 
-MACHINE = "m2-ultra-macos14"
-MODEL = "dbrx"
-
-
-class System(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the paper's tables: what runs on how many nodes.
-
-    Attributes:
-        settings: of the policy.
-        prestacked, standby: of the weights (see `Wiring`).
-        latency_seconds: of an exchange.
-    """
-
-    name: str
-    nodes: int
-    policy: str
-    settings: dict[str, bool | int] = {}
-    prestacked: bool = True
-    standby: bool = True
-    latency_seconds: float
+from .mac_paper import MacPaper, PrintedSystem
 
 
 class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,66 +55,94 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Breakdown:
-    """Adds up, of the first node's decode steps, where the time went; an observer."""
+    """Adds up, of the first node's decode steps, where the time went; an observer. Nanoseconds."""
 
     def __init__(self, handover: float) -> None:
         self.moe = self.misc = self.ends = 0
         self._handover = round(handover * 1e9)
 
     def ended(self, task: Task) -> None:
-        took = task.end - task.start
         if task.step < 1:
             return
+        took = task.end - task.start
+        within = task.layer >= 0
         if task.lane.name == NETWORK:
-            if task.layer >= 0:
-                self.misc += self._handover
-            else:
-                self.ends += self._handover + took
+            self._add(self._handover if within else self._handover + took, within=within)
+        elif task.lane.name == "accelerator" and task.verb in EXPERT_VERBS:
+            self.moe += took
         elif task.lane.name == "accelerator":
-            if task.verb in EXPERT_VERBS:
-                self.moe += took
-            elif task.layer >= 0:
-                self.misc += took
-            else:
-                self.ends += took
+            self._add(took, within=within)
+
+    def _add(self, took: int, *, within: bool) -> None:
+        if within:
+            self.misc += took
+        else:
+            self.ends += took
 
 
-def simulate_system(system: System, prompt: int, new_tokens: int, chunk: int | None = None) -> Simulated:
-    """One request on a cluster, from its prompt to the last token.
+def run_system(
+    paper: MacPaper,
+    system: PrintedSystem,
+    prompt: int,
+    new_tokens: int,
+    chunk: int | None = None,
+) -> Simulated:
+    """One request on the cluster of a row, from its prompt to the last token.
 
-    chunk: tokens that pass a layer together in the prompt; by default all.
+    chunk: tokens of the prompt that pass a layer together; by default all.
     """
-    layout = weight_layout(SHAPES[MODEL])
-    batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
-    first, *peers = _ranks(system, layout, batch)
-    machine = first.plan.machine
-    breakdown = _Breakdown(machine.accelerator.handover_seconds)
-    routing = SeededRouting(layout.config.experts, layout.config.top_k)
-    report = simulate(first.plan, first.policy, routing=routing, observers=[breakdown], peers=peers)
-    steps = new_tokens - 1
-    moe, misc, ends = (
-        nanoseconds / steps / 1e9 for nanoseconds in (breakdown.moe, breakdown.misc, breakdown.ends)
+    machine = mac_of(paper, system)
+    return run_request(
+        machine, paper, system.policy, system.settings, system.nodes, prompt, new_tokens, chunk
     )
+
+
+def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
+    """A node of a row's cluster: its weights, and how long its exchanges take."""
+    machine = load_machine(paper.machine)
+    assert machine.wiring is not None
+    latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
+    if system.centralised:
+        latency = paper.latency.centralised
+    return replace(
+        machine,
+        network=replace(load_network(paper.network), latency_seconds=latency),
+        wiring=replace(machine.wiring, prestacked=system.prestacked, standby=system.standby),
+    )
+
+
+def run_request(
+    machine: Machine,
+    paper: MacPaper,
+    policy: str,
+    settings: Mapping[str, bool | int],
+    nodes: int,
+    prompt: int,
+    new_tokens: int,
+    chunk: int | None = None,
+) -> Simulated:
+    """One request on so many machines; experts are drawn uniformly, with seed 0."""
+    layout = weight_layout(SHAPES[paper.model])
+    batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
+    first, *peers = _ranks(machine, layout, batch, policy, settings, nodes)
+    breakdown = _Breakdown(machine.accelerator.handover_seconds)
+    report = simulate(first.plan, first.policy, observers=[breakdown], peers=peers)
+    decoded = new_tokens - 1
+    moe, misc, ends = (each / decoded / 1e9 for each in (breakdown.moe, breakdown.misc, breakdown.ends))
     comm = fmean(report.step_seconds[1:]) - moe - misc - ends
     return Simulated(
         token=TokenTime(moe=moe, comm=comm, misc=misc, ends=ends), prompt_seconds=report.prefill_seconds
     )
 
 
-def machine_of(system: System) -> Machine:
-    """A node of it."""
-    machine = load_machine(MACHINE)
-    assert machine.wiring is not None
-    return replace(
-        machine,
-        network=replace(load_network("10gbe"), latency_seconds=system.latency_seconds),
-        wiring=replace(machine.wiring, prestacked=system.prestacked, standby=system.standby),
-    )
-
-
-def _ranks(system: System, layout: WeightLayout, batch: Batch) -> Iterator[Rank]:
-    machine = machine_of(system)
-    for node in range(system.nodes):
-        policy = make_policy(system.policy, system.settings)
-        plan = plan_run(machine, layout, batch, policy, nodes=system.nodes, node=node)
-        yield Rank(plan, policy)
+def _ranks(
+    machine: Machine,
+    layout: WeightLayout,
+    batch: Batch,
+    policy: str,
+    settings: Mapping[str, bool | int],
+    nodes: int,
+) -> Iterator[Rank]:
+    for node in range(nodes):
+        made = make_policy(policy, dict(settings))
+        yield Rank(plan_run(machine, layout, batch, made, nodes=nodes, node=node), made)
