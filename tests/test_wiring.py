@@ -14,7 +14,7 @@ from moesched.networks import load_network
 from moesched.parallel.ranks import Rank
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
-from moesched.reproduce.mac_benchmark import sample_seconds
+from moesched.reproduce.mac_wiring import sample_seconds
 from moesched.runs import plan_run, simulate
 from moesched.tasks import Task
 from moesched.wiring import WiredMemory
