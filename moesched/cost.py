@@ -65,7 +65,9 @@ class Roofline:
             return _demand(seconds + rounds * group.interconnect.latency, busy)
         network = self.machine.network
         if work.resource == NETWORK and network is not None:
-            return _demand(network.seconds(work.nbytes), ((NETWORK, work.nbytes / network.bandwidth),))
+            alone = _demand(network.seconds(work.nbytes), ((NETWORK, work.nbytes / network.bandwidth),))
+            lead = self.machine.accelerator.handover_seconds
+            return alone._replace(seconds=lead + alone.seconds, lead=lead)
         raise BadInput(
             f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
             "describe that resource in its profile"

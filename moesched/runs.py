@@ -36,6 +36,7 @@ from moesched.schedule import Schedule
 from moesched.seams import CostModel, Observer, Policy, Routing
 from moesched.tasks import Decision, Lane, Task
 from moesched.trace import LastSteps, Recorder
+from moesched.wiring import WiredArrays
 
 
 def plan_run(
@@ -136,7 +137,7 @@ def simulate(
     cost = cost or cost_model(plan.machine, plan.layout.dtype)
     sharing = plan.contended if sharing is None else sharing
     if replay:
-        if sharing:
+        if sharing or plan.machine.wiring is not None:
             raise BadInput("replay does not go with sharing: durations would depend on what else runs")
         outcome = _replay(plan, policy, cost, observers, recorder)
     else:
@@ -167,7 +168,14 @@ def _simulate(
     engines = [new_engine(own.values()) for own in lanes]
     observers = _with_recorder(observers, recorder, engines, ranks)
     perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decisions}
-    driver = VirtualDriver(engines, cost, sharing=sharing, perform=perform, observers=observers)
+    delays = {
+        own["accelerator"]: WiredArrays(rank.plan)
+        for rank, own in zip(ranks, lanes, strict=True)
+        if rank.plan.machine.wiring is not None
+    }
+    driver = VirtualDriver(
+        engines, cost, sharing=sharing, perform=perform, observers=observers, delays=delays
+    )
     with ExitStack() as opened:
         generations = []
         for rank, engine, own in zip(ranks, engines, lanes, strict=True):

@@ -81,6 +81,17 @@ class CostModel(Protocol):
         """
 
 
+class Delay(Protocol):
+    """Says what tasks of a lane take longer for what was, or was not, done before them: on a virtual clock only.
+
+    It may remember what it was asked, unlike a cost model. It is asked once of every task that starts on its lane, in
+    the order of their starts.
+    """
+
+    def __call__(self, task: Task, now: int) -> int:
+        """How many nanoseconds longer than its work says a task takes that starts now."""
+
+
 class Device(Protocol):
     """Runs tasks on real hardware.
 

@@ -1,7 +1,8 @@
 """Experts on several nodes that overlap: held by more nodes than one, and run by those that have least to do.
 
 The cluster paper's placement mirrors two halves, so that a node can only help its twin. Here nodes overlap in pairs, as
-few experts as possible being the busiest node's, and none is run for nothing.
+few experts as possible being the busiest node's. None is run for nothing, but where the machine unwires weights that
+lie idle: there a node that would wait uses those that it used longest ago.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from moesched.parallel.placement import assign_by_rows, best_placement
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import attend, embed_all, experts_that_fit, plan_dense, run_own
+from .node_experts import LeastRecent, attend, embed_all, experts_that_fit, plan_dense, run_own, touch_spare
 
 
 class EpBalanced:
@@ -40,6 +41,7 @@ class EpBalanced:
         held = min(config.experts, max(room, -(-config.experts // plan.nodes)))
         self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
         plan.place_experts(self.placement)
+        self.recent = LeastRecent(self.placement[plan.node]) if plan.machine.wiring else None
 
     async def prefill(self, step: Step) -> None:
         embed_all(step)
@@ -54,4 +56,7 @@ class EpBalanced:
     decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        run_own(step, i, j, assign_by_rows(routed, self.placement))
+        owners = assign_by_rows(routed, self.placement)
+        own = run_own(step, i, j, owners)
+        if self.recent is not None:
+            touch_spare(step, i, j, owners, own, self.recent)

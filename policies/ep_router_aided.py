@@ -4,14 +4,13 @@ paper, section 4.2).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from moesched.parallel.placement import assign, mirrored
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import LeastRecent, attend, embed_all, plan_dense, run_own
+from .node_experts import LeastRecent, attend, embed_all, plan_dense, run_own, touch_spare
 
 
 class EpRouterAided:
@@ -49,9 +48,4 @@ class EpRouterAided:
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign(routed, self.placement)
-        own = run_own(step, i, j, owners)
-        quota = max(Counter(owners.values()).values())
-        spare = self.recent.first(quota - len(own), without=own)
-        for expert in spare:
-            step.touch_expert(i, expert, j)
-        self.recent.use([*own, *spare])
+        touch_spare(step, i, j, owners, run_own(step, i, j, owners), self.recent)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from moesched.plan import Plan
 from moesched.step import Step
@@ -48,6 +49,17 @@ def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
     for expert in own:
         step.run_expert(i, expert, j)
     return own
+
+
+def touch_spare(
+    step: Step, i: int, j: int, owners: Mapping[int, int], own: Sequence[int], recent: LeastRecent
+) -> None:
+    """Have this node run as many experts as the busiest one, those that it used longest ago: it waits in any case."""
+    quota = max(Counter(owners.values()).values())
+    spare = recent.first(quota - len(own), without=own)
+    for expert in spare:
+        step.touch_expert(i, expert, j)
+    recent.use([*own, *spare])
 
 
 class LeastRecent:

@@ -106,7 +106,7 @@ def test_where_there_are_too_many_choices_the_load_is_drawn_and_states_its_error
     placement = (*nodes, frozenset(range(64)) - frozenset().union(*nodes) | {0})
     drawn = expected_load(placement, 6)
     again = expected_load(placement, 6, seed=1)
-    assert 0 < drawn.error < 0.01
+    assert 0 < drawn.error < 0.02
     assert drawn != again
     assert drawn.experts == pytest.approx(again.experts, abs=5 * (drawn.error + again.error))
 

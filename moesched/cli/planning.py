@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
+    from moesched.planner import ClusterProposal
     from moesched.planner.proposal import Proposal
 
 HELP = options.paragraphs(
@@ -17,13 +18,18 @@ HELP = options.paragraphs(
     "before anything is bought or loaded.",
     "A search over the sizes (MoE-Lightning, section 4.2) gives each policy's bound; the schedules that would run are "
     "then looked at on the virtual clock, and the best of them is taken.",
+    "With --nodes: what a token takes at least on several machines (Eq. 1 of the Apple silicon cluster paper), which "
+    "should hold which experts, and whether to cut them or attention instead. That needs no workload.",
 )
 
 EPILOGUE = """Examples:
 
   moesched plan --model mixtral-8x7b --machine t4
   moesched plan --model mixtral-8x7b --machine l4 --workload mtbench \\
-      --gen 128 --policy flexgen --budget gpu=16GB"""
+      --gen 128 --policy flexgen --budget gpu=16GB
+  moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
+
+WORKLOAD = "mtbench"
 
 
 def add_to(app: App) -> None:
@@ -36,8 +42,12 @@ def plan(
     model: options.Model,
     machine: options.Machine,
     workload: Annotated[
-        str, Parameter(metavar="NAME|FILE", help="A name of `moesched list workloads`, or a TOML file.")
-    ] = "mtbench",
+        str | None,
+        Parameter(
+            metavar="NAME|FILE",
+            help="A name of `moesched list workloads`, or a TOML file. By default mtbench.",
+        ),
+    ] = None,
     gen: Annotated[
         int | None,
         Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
@@ -51,18 +61,47 @@ def plan(
     seed: Annotated[int, Parameter(help="Of the order of the prompts.")] = 0,
     budget: options.Budgets = (),
     tensor_parallel: options.TensorParallel = None,
+    nodes: options.Nodes = None,
+    network: options.Network = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
     from moesched.cli.output import Bar, print_json
-    from moesched.planner import plan_model
+    from moesched.errors import BadInput
+    from moesched.planner import plan_cluster, plan_model
     from moesched.settings import parse_settings
 
+    if nodes is not None:
+        _require_unset(
+            {
+                "--workload": workload,
+                "--gen": gen,
+                "--set": settings,
+                "--seed": seed,
+                "--tensor-parallel": tensor_parallel,
+            }
+        )
+        cluster = plan_cluster(
+            model,
+            machine=machine,
+            nodes=nodes,
+            network=network,
+            policy=policy,
+            dtype=dtype,
+            budgets=options.parse_budgets(budget),
+        )
+        if json:
+            print_json(cluster)
+        else:
+            print_cluster(cluster)
+        return
+    if network is not None:
+        raise BadInput(f"--network {network} joins several machines: say how many with --nodes")
     with Bar("planning") as bar:
         proposal = plan_model(
             model,
             machine=machine,
-            workload=workload,
+            workload=WORKLOAD if workload is None else workload,
             gen=gen,
             policy=policy,
             settings=parse_settings(settings),
@@ -119,6 +158,69 @@ def print_proposal(proposal: Proposal) -> None:
         f"\nA run takes {format_seconds(_run_seconds(proposal))} for {plan.batch_size} requests. "
         f"{predicted.bound_by} is busy the most."
     )
+
+
+def print_cluster(proposal: ClusterProposal) -> None:
+    """The bound of the policy's placement, what holds which experts, and the ways to share the model out."""
+    from moesched.cli.output import print_table
+    from moesched.units import format_bytes, format_seconds
+
+    bound = proposal.bound
+    print(
+        f"\n{proposal.model} ({proposal.dtype}) on {proposal.nodes} x {proposal.machine}, {proposal.network}: "
+        f"the bound of a token with {proposal.policy}\n"
+    )
+    rows = [
+        ["weights into the caches", format_seconds(bound.load_seconds)],
+        ["compute, meanwhile", format_seconds(bound.compute_seconds)],
+        ["exchanges: latency", format_seconds(bound.latency_seconds)],
+        ["exchanges: transfer", format_seconds(bound.transfer_seconds)],
+        ["a token", format_seconds(bound.seconds)],
+        ["tokens/s, at most", f"{bound.tokens_per_second:.4g}"],
+        ["experts a layer on the busiest node", _with_error(proposal)],
+    ]
+    if proposal.tokens_per_second_per_usd is not None:
+        rows.append(["price", f"{proposal.price_usd:,.0f} USD"])
+        rows.append(["tokens/s per USD", f"{proposal.tokens_per_second_per_usd:.3g}"])
+    print_table(["", ""], rows, figures=1)
+    print()
+    held = [[str(node), " ".join(map(str, experts))] for node, experts in enumerate(proposal.placement)]
+    print_table(["node", "holds experts"], held)
+    print()
+    ways = [
+        [
+            way.experts if way.replicas <= 1 else f"{way.experts}, {way.replicas:.3g} copies",
+            way.attention,
+            way.policy or "-",
+            f"{way.expected_experts:.4g}",
+            format_bytes(way.bytes_per_node),
+            format_seconds(way.token_seconds),
+            f"{1 / way.token_seconds:.4g}",
+        ]
+        for way in proposal.ways
+    ]
+    columns = ["experts", "attention", "policy", "busiest runs", "weights a node", "a token", "tokens/s"]
+    print_table(columns, ways, figures=4)
+    best, runs = proposal.choice.best, proposal.choice.runs
+    print(f"\nBest: experts {best.experts}, attention {best.attention}.")
+    for reason in proposal.choice.why:
+        print(f"{reason[0].upper()}{reason[1:]}.")
+    if runs != best:
+        print(f"Of what our policies run, {runs.policy} is the fastest.")
+
+
+def _with_error(proposal: ClusterProposal) -> str:
+    error = proposal.expected_experts_error
+    return f"{proposal.expected_experts:.4g}" + (f" ± {error:.2g}, drawn" if error else "")
+
+
+def _require_unset(given: Mapping[str, object]) -> None:
+    """Refuse what says nothing about a cluster's bound."""
+    from moesched.errors import BadInput
+
+    for name, value in given.items():
+        if value:
+            raise BadInput(f"{name} does not go with --nodes, whose bound needs no workload: leave it out")
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:

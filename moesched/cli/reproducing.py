@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 HELP = options.paragraphs(
     "Put the figures of a paper beside what our schedules come to on the virtual clock, cell by cell.",
     "Papers: moe-lightning. Three rates that it does not give are fitted to three cells of its Table 4; all else is "
-    "predicted. And twiddler: its two environments, its three scenarios, and the policies of its rivals. "
+    "predicted. twiddler: its two environments, its three scenarios, and the policies of its rivals. mac-cluster: Mac "
+    "Studios that share a model's experts over Ethernet, simulated, and the bound of Eq. 1. "
     "With --out each section is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
 )
 
@@ -34,7 +35,9 @@ def add_to(app: App) -> None:
 
 
 def reproduce(
-    paper: Annotated[str, Parameter(metavar="PAPER", help="Which one: moe-lightning or twiddler.")],
+    paper: Annotated[
+        str, Parameter(metavar="PAPER", help="Which one: moe-lightning, twiddler or mac-cluster.")
+    ],
     /,
     *,
     only: Annotated[
@@ -46,7 +49,8 @@ def reproduce(
             show_default=False,
             help="Those sections that are wanted; by default all. Of moe-lightning: table-4, table-5, speedups, "
             "cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, prefill, beams, "
-            "goals, measured, variants.",
+            "goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, table-5, table-6, figure-8, "
+            "balanced, packing, wiring.",
         ),
     ] = (),
     out: Annotated[
@@ -88,7 +92,7 @@ def print_reproduction(report: Reproduction) -> None:
     print_table(_columns(report.calibration), list(_rows(report.calibration)))
     for section in report.sections:
         print(f"\n{section.title}\n")
-        if section.name.startswith("table"):
+        if "as_drawn" in section.rows[0]:
             print_table(["workload", "", "system", "µ", "N/µ", *CELLS], list(_cells(section)), figures=8)
         else:
             print_table(_columns(section.rows), list(_rows(section.rows)))

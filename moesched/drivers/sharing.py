@@ -97,12 +97,12 @@ class Shared:
         self._mixes: dict[tuple[int, ...], _Mix] = {}
         self._mix = self._rated = self._mix_of((IDLE,) * lanes)
 
-    def start(self, lane: int, work: Work) -> None:
-        """A lane takes up a work, whose time alone is known."""
+    def start(self, lane: int, work: Work, longer: int = 0) -> None:
+        """A lane takes up a work, whose time alone is known, and which takes so many nanoseconds longer this time."""
         kind = self._kinds.get(work, IDLE)
         if kind == IDLE:
             kind = self._kinds[work] = self._kind(work.demand)
-        self._ends[lane] = self.now + work.nanoseconds / self._rated.rates[lane]
+        self._ends[lane] = self.now + (work.nanoseconds + longer) / self._rated.rates[lane]
         self._change(lane, kind)
 
     def next_end(self) -> float:
@@ -191,11 +191,11 @@ class SharedApart:
         ]
         self._firsts = dict(zip(self._machines, accumulate(lanes, initial=0), strict=False))
 
-    def start(self, lane: int, work: Work) -> None:
-        """A lane takes up a work, whose time alone is known."""
+    def start(self, lane: int, work: Work, longer: int = 0) -> None:
+        """A lane takes up a work, whose time alone is known, and which takes so many nanoseconds longer this time."""
         machine, own = self._places[lane]
         machine.now = self.now
-        machine.start(own, work)
+        machine.start(own, work, longer)
 
     def end_next(self) -> int:
         """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""

@@ -19,8 +19,8 @@ from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import IDLE, Shared, SharedApart
 from moesched.engine import Engine
 from moesched.errors import PolicyError
-from moesched.seams import CostModel, Observer
-from moesched.tasks import Task
+from moesched.seams import CostModel, Delay, Observer
+from moesched.tasks import Lane, Task
 
 Perform = Callable[[Task], Any]
 
@@ -34,6 +34,7 @@ class VirtualDriver:
         sharing: whether tasks that run at once slow each other down; those of one engine, as each has a machine.
         perform: what gives tasks of a type their value when they end; it may raise, which fails the task.
         observers: told of each task that ran, when it ends.
+        delays: what makes the tasks of a lane longer than their work says.
 
     Attributes:
         now: nanoseconds since the driver was made.
@@ -47,8 +48,10 @@ class VirtualDriver:
         sharing: bool = False,
         perform: Mapping[type[Task], Perform] | None = None,
         observers: Sequence[Observer] = (),
+        delays: Mapping[Lane, Delay] | None = None,
     ) -> None:
         self.now = 0
+        self._delays = delays or {}
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
@@ -102,7 +105,7 @@ class VirtualDriver:
         """Run tasks until a handle that somebody awaits has settled, or none is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        now, cost = self.now, self._cost
+        now, cost, delays = self.now, self._cost, self._delays
         while True:
             while started:
                 task = started.pop()
@@ -111,6 +114,8 @@ class VirtualDriver:
                 duration = task.work.nanoseconds
                 if duration < 0:
                     duration = nanoseconds(task.work, cost)
+                if lane in delays:
+                    duration += delays[lane](task, now)
                 lane.busy += duration
                 heappush(events, (now + duration, lane.index, task))
             if arrived:
@@ -130,14 +135,16 @@ class VirtualDriver:
         """The same, with tasks that run at once sharing what they use."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        cost, lanes = self._cost, self._lanes
+        cost, lanes, delays = self._cost, self._lanes, self._delays
         while True:
             for task in started:
                 work = task.work
                 if work.nanoseconds < 0:
                     nanoseconds(work, cost)
+                lane = task.lane
                 task.start = self.now + work.lead
-                shared.start(task.lane.index, work)
+                longer = delays[lane](task, self.now) if lane in delays else 0
+                shared.start(lane.index, work, longer)
             started.clear()
             if arrived:
                 self._rendezvous.collect()

@@ -38,12 +38,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         launch_seconds: fixed time per operation.
         expert_bandwidth: bytes of weights per second that an expert's kernel was seen to read, where that is less than
             the memory gives.
+        handover_seconds: what passes from the end of a kernel until the network has what it made.
     """
 
     memory: str
     flops: dict[str, float]
     launch_seconds: NotNegative = 0.0
     expert_bandwidth: Positive | None = None
+    handover_seconds: NotNegative = 0.0
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,6 +118,25 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     interconnect: Interconnect | None = None
 
 
+class Wiring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the accelerator's driver keeps weights at hand: wired, as long as they are used.
+
+    Attributes:
+        idle_seconds: after which an array that no kernel used is wired no more.
+        first_bandwidth: bytes per second of wiring an array for the first time.
+        again_bandwidth: bytes per second of wiring it again.
+        prestacked: whether an expert's weights of all layers are one array, which any layer's use keeps wired;
+            otherwise each layer's are one.
+        standby: whether all arrays are wired before the first request, and kept so until it comes.
+    """
+
+    idle_seconds: Positive
+    first_bandwidth: Positive
+    again_bandwidth: Positive
+    prestacked: bool = True
+    standby: bool = True
+
+
 class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured operation, alone on the machine.
 
@@ -157,6 +178,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: on what processor that was measured; empty where it was not.
         network: what joins it to other nodes like it.
+        wiring: of weights in its memory; None where they are at hand in any case.
         price_usd: of the whole machine.
     """
 
@@ -172,6 +194,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     contention: list[Contention] = []
     network: Network | None = None
     price_usd: Positive | None = None
+    wiring: Wiring | None = None
 
     @property
     def accelerator(self) -> Processor:
@@ -266,6 +289,8 @@ def _problems(machine: Machine) -> Iterator[str]:
     yield from _unknown("roles.weights", roles.weights, machine.memories)
     if roles.pinned is not None:
         yield from _unknown("roles.pinned", roles.pinned, machine.memories)
+    if machine.wiring is not None and not machine.unified:
+        yield "wiring: it is of memory that accelerator and host share: leave it out, or give them one memory"
     if machine.accelerator_group.count > 1 and machine.unified:
         memory = machine.host.memory
         yield f"accelerator_group.count: several accelerators need memories of their own, not the host's {memory!r}"

@@ -30,7 +30,7 @@ def _inline(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {_inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"
-    if isinstance(value, str):
+    if isinstance(value, str | bool):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 

@@ -39,6 +39,7 @@ class Operations:
     def __init__(self, config: ModelConfig, dtype: str, kept: Kept = Kept()) -> None:  # noqa: B008
         self.config = config
         self.kept = kept
+        self.dtype = dtype
         self.element = DTYPE_BYTES[dtype]
         self.query_width = config.heads * config.head_dim
         self.key_width = config.kv_heads * config.head_dim

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, combinations
 from math import comb, sqrt
@@ -24,10 +24,12 @@ Holders = tuple[int, ...]
 
 MOST_CASES = 50_000
 """Different ways in which experts may be chosen, up to which all are looked at."""
-SAMPLES = 10_000
+SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
 """The same for the optimiser, which looks at many placements."""
+MOST_SPREAD = 8
+"""Among how many nodes, those with the most room, a new expert's copies are spread."""
 EFFORT = 6_000_000
 """What it spends on them: loads, each counted as the subsets of so many experts."""
 
@@ -343,19 +345,14 @@ def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
     holders = []
     for expert in range(experts):
         copies = min(nodes, (expert + 1) * slots // experts - expert * slots // experts)
+        roomy = sorted((n for n in range(nodes) if room[n]), key=lambda n: -room[n])
+        candidates = combinations(sorted(roomy[:MOST_SPREAD]), min(copies, len(roomy), MOST_SPREAD))
         group = min(
-            (mask for mask in _groups(nodes, copies) if all(room[n] for n in range(nodes) if mask >> n & 1)),
+            (sum(1 << node for node in candidate) for candidate in candidates),
             key=lambda mask: (groups[mask], -sum(room[n] for n in range(nodes) if mask >> n & 1)),
-            default=0,
         )
-        if not group:
-            group = 1 << max(range(nodes), key=room.__getitem__)
         for node in range(nodes):
             room[node] -= group >> node & 1
         groups[group] += 1
         holders.append(group)
-    return holders
-
-
-def _groups(nodes: int, size: int) -> Collection[int]:
-    return [sum(1 << node for node in group) for group in combinations(range(nodes), size)]
+    return _filled(tuple(holders), nodes, per_node)

@@ -7,6 +7,7 @@ bound that is left comes near what was seen.
 
 from __future__ import annotations
 
+from .cluster import ClusterProposal, plan_cluster
 from .proposal import MOST_REQUESTS, Proposal, plan_model
 from .search_policies import POLICIES, Best, plan_best
 from .traits import KV_SHARE, Setting, splits_kv
@@ -16,9 +17,11 @@ __all__ = [
     "MOST_REQUESTS",
     "POLICIES",
     "Best",
+    "ClusterProposal",
     "Proposal",
     "Setting",
     "plan_best",
+    "plan_cluster",
     "plan_model",
     "splits_kv",
 ]

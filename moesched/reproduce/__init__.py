@@ -12,6 +12,8 @@ from .attention import attention_section
 from .calibration import calibrate, calibration_rows
 from .cpu_memory import memory_section
 from .figures import moe_lightning
+from .mac_cluster import SECTIONS as MAC_CLUSTER_SECTIONS
+from .mac_cluster import reproduce_mac_cluster
 from .policy_map import policy_map
 from .report import Accuracy, Claim, Reproduction, Section
 from .scaling import scaling
@@ -26,6 +28,7 @@ TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
 SECTIONS = {
     "moe-lightning": (*TABLES, "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling"),
     "twiddler": TWIDDLER_SECTIONS,
+    "mac-cluster": MAC_CLUSTER_SECTIONS,
 }
 """By paper."""
 PAPERS = tuple(SECTIONS)
@@ -47,7 +50,12 @@ def reproduce(
     _require(paper, PAPERS, "paper")
     for section in only:
         _require(section, SECTIONS[paper], "section")
-    return (_moe_lightning if paper == "moe-lightning" else reproduce_twiddler)(only, on_progress)
+    reproduced: dict[str, Callable[[Sequence[str], Callable[[str], None]], Reproduction]] = {
+        "moe-lightning": _moe_lightning,
+        "twiddler": reproduce_twiddler,
+        "mac-cluster": reproduce_mac_cluster,
+    }
+    return reproduced[paper](only, on_progress)
 
 
 def _moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:

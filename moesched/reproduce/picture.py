@@ -40,7 +40,7 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
     require_folder(folder)
     written = []
     for section in report.sections:
-        draw = DRAWINGS.get(section.name)
+        draw = DRAWINGS[report.paper].get(section.name)
         if draw is None:
             continue
         with drawing():
@@ -189,19 +189,90 @@ def _expert_times(section: Section) -> Figure:
     return figure
 
 
-DRAWINGS: dict[str, Callable[[Section], Figure]] = {
-    "table-4": _tables,
-    "table-5": _tables,
-    "speedups": _generations,
-    "scaling": _generations,
-    "cpu-attention": _attention,
-    "cpu-memory": _memory,
-    "policy-map": _map,
-    "microbenchmarks": _expert_times,
-    "generation": _by_environment("input", "tokens_per_second", "tokens in, out", "output"),
-    "prefill": _by_environment("input", "seconds", "tokens of the prompt"),
-    "beams": _by_environment("width", "tokens_per_second", "beams"),
+def _breakdowns(section: Section) -> Figure:
+    """Where a token's time goes: the paper's bar and ours for each row of the table."""
+    figure, (axes,) = _figure(1, section.title, each=8)
+    names = list(dict.fromkeys((row["method"], row["nodes"]) for row in section.rows))
+    for at, (who, hatch) in enumerate((("paper", ""), ("ours", "//"))):
+        bottoms = [0.0] * len(names)
+        for number, part in enumerate(("moe", "comm", "misc")):
+            values = [
+                float(row[who] or 0)
+                for name in names
+                for row in section.rows
+                if (row["method"], row["nodes"], row["part"]) == (*name, part)
+            ]
+            axes.bar(
+                [x + 0.4 * at - 0.2 for x in range(len(names))],
+                values,
+                0.36,
+                bottom=bottoms,
+                color=COLORS[number],
+                alpha=1.0 if at else 0.5,
+                hatch=hatch,
+                label=f"{part}, {who}",
+            )
+            bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
+    axes.set_xticks(range(len(names)), [f"{method}, {nodes} nodes" for method, nodes in names])
+    axes.set_ylabel("seconds of a token")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _by_nodes(name: str, y: str, axis: str) -> Callable[[Section], Figure]:
+    """Lines over the number of nodes."""
+
+    def draw(section: Section) -> Figure:
+        figure, (axes,) = _figure(1, section.title, each=7)
+        _lines(axes, section.rows, lambda row: str(row[name]), "nodes", y)
+        axes.set_xlabel("nodes")
+        axes.set_ylabel(axis)
+        return figure
+
+    return draw
+
+
+def _packing(section: Section) -> Figure:
+    """A sample's time by the wait after each layer: Fig. 4."""
+    figure, (axes,) = _figure(1, section.title, each=7)
+    points = [
+        {"what": what, "wait_ms": row["wait_ms"], "ms": row[f"{what}_ms"]}
+        for what in ("unstacked", "prestacked")
+        for row in section.rows
+    ]
+    _lines(axes, points, lambda row: str(row["what"]), "wait_ms", "ms")
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    axes.set_yscale("log")
+    axes.set_xlabel("wait, ms")
+    axes.set_ylabel("ms")
+    return figure
+
+
+DRAWINGS: dict[str, dict[str, Callable[[Section], Figure]]] = {
+    "moe-lightning": {
+        "table-4": _tables,
+        "table-5": _tables,
+        "speedups": _generations,
+        "scaling": _generations,
+        "cpu-attention": _attention,
+        "cpu-memory": _memory,
+        "policy-map": _map,
+    },
+    "twiddler": {
+        "microbenchmarks": _expert_times,
+        "generation": _by_environment("input", "tokens_per_second", "tokens in, out", "output"),
+        "prefill": _by_environment("input", "seconds", "tokens of the prompt"),
+        "beams": _by_environment("width", "tokens_per_second", "beams"),
+    },
+    "mac-cluster": {
+        "table-3": _breakdowns,
+        "table-4": _breakdowns,
+        "figure-8": _by_nodes("network", "bound", "tokens/s"),
+        "balanced": _by_nodes("machine", "ratio", "ep_balanced over P-LR-D"),
+        "packing": _packing,
+    },
 }
+"""By paper and section."""
 
 
 def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:

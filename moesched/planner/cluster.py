@@ -1,0 +1,346 @@
+"""What `moesched plan --nodes` says: the bound of a token on a cluster, who should hold which experts, and what to cut.
+
+Each way to share a model out is bounded by Eq. 1 of the Apple silicon cluster paper (RACS'24), under the placement that
+it would have and the best assignment of each token's experts; nothing is simulated, and no workload is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.analysis.node_bound import NodeShare, TokenBound, token_bound
+from moesched.errors import BadInput
+from moesched.jobs.lookup import find_machine, find_shape
+from moesched.machines import Machine
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.operations import Operations
+from moesched.networks import Network, load_network
+from moesched.parallel.placement import Load, Placement, best_placement, expected_load, mirrored, parts_for
+from moesched.units import format_bytes, format_seconds, parse_bytes
+
+AUTHORS = "ep_router_aided"
+BALANCED = "ep_balanced"
+MOST_NODES = 64
+POLICIES = (AUTHORS, BALANCED)
+"""Those that run experts on several nodes without waste, with the authors' placement and with the optimiser's."""
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to share a model out over nodes.
+
+    Attributes:
+        experts: "whole", each on one node or on several; or "cut", a piece of each on every node.
+        replicas: nodes that hold an expert, on average.
+        attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
+        policy: what runs it; None where none of ours does.
+        expected_experts: what the busiest node runs of a token's experts in a layer, on average.
+        bytes_per_node: of weights.
+        kernel_seconds: what it takes to launch the experts' kernels, which Eq. 1 leaves out.
+        token_seconds: the bound and those.
+    """
+
+    experts: str
+    replicas: float
+    attention: str
+    policy: str | None
+    expected_experts: float
+    bytes_per_node: int
+    bound: TokenBound
+    kernel_seconds: float
+    token_seconds: float
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The way in which a token takes least.
+
+    Attributes:
+        why: what decided, one sentence each.
+        runs: the best of those that a policy of ours runs, which may be another.
+    """
+
+    best: Way
+    runs: Way
+    why: list[str]
+
+
+class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a cluster.
+
+    Attributes:
+        policy: whose placement it is that `bound` holds for.
+        bound: of one token, by Eq. 1.
+        expected_experts: what the busiest node runs of a token's experts in a layer; `expected_experts_error` is its
+            standard error, 0 where all choices were looked at.
+        placement: by node, the experts that it holds.
+        experts_that_fit: how many a node's memory has room for.
+        price_usd: of all nodes with their network cards; None where the machine's is not known.
+        ways: how else the model could be shared out, the fastest first.
+    """
+
+    model: str
+    machine: str
+    network: str
+    nodes: int
+    dtype: str
+    policy: str
+    bound: TokenBound
+    expected_experts: float
+    expected_experts_error: float
+    placement: list[list[int]]
+    experts_that_fit: int
+    price_usd: float | None
+    tokens_per_second_per_usd: float | None
+    choice: Choice
+    ways: list[Way]
+
+
+def plan_cluster(
+    model: Path | str,
+    *,
+    machine: Machine | str,
+    nodes: int,
+    network: Network | str | None = None,
+    policy: str | None = None,
+    dtype: str | None = None,
+    budgets: Mapping[str, int | str] | None = None,
+) -> ClusterProposal:
+    """Bound a model's tokens on several equal machines, and find the best way to share it out.
+
+    Args:
+        network: a profile's name, a TOML file, or a Network; by default the machine's own.
+        policy: whose placement to bound: "ep_router_aided", the authors', or "ep_balanced", the optimiser's, with as
+            many replicas as memory allows. By default the authors', whose Table 6 it then is.
+        budgets: bytes by memory; by default all that the machine has.
+
+    Raises:
+        BadInput: something that was given cannot be used, or the nodes' memories are too small; it says by how much.
+    """
+    config, found = find_shape(model), find_machine(machine)
+    if found.accelerator_group.count > 1:
+        raise BadInput(
+            f"machine {found.name} has {found.accelerator_group.count} accelerators, and --nodes takes machines of one"
+        )
+    joined = _network(found, network)
+    layout = weight_layout(config, dtype)
+    cluster = _Cluster(config, found, joined, layout, _nodes(nodes, config), _budget(found, budgets))
+    chosen = AUTHORS if policy is None else policy
+    if chosen not in POLICIES:
+        raise BadInput(f"--policy {chosen} does not go with --nodes: choose one of {', '.join(POLICIES)}")
+    placement = cluster.placement(chosen)
+    load = expected_load(placement, config.top_k)
+    bound = cluster.bound(NodeShare(experts=load.experts, exchanges=cluster.exchanges))
+    price = None if found.price_usd is None else nodes * (found.price_usd + joined.price_usd)
+    ways = sorted(cluster.ways(), key=lambda way: way.token_seconds)
+    return ClusterProposal(
+        model=config.name,
+        machine=found.name,
+        network=joined.name,
+        nodes=nodes,
+        dtype=layout.dtype,
+        policy=chosen,
+        bound=bound,
+        expected_experts=load.experts,
+        expected_experts_error=load.error,
+        placement=[sorted(held) for held in placement],
+        experts_that_fit=cluster.that_fit,
+        price_usd=price,
+        tokens_per_second_per_usd=None if price is None else bound.tokens_per_second / price,
+        choice=cluster.choose(ways),
+        ways=ways,
+    )
+
+
+class _Bytes(NamedTuple):
+    """What a node holds: what all tokens need in every layer, one expert's in all layers, and what no layer has."""
+
+    dense: int
+    expert: int
+    outside: int
+
+
+class _Cluster:
+    """A model on so many equal nodes, whose memories may be used up to a budget."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        machine: Machine,
+        network: Network,
+        layout: WeightLayout,
+        nodes: int,
+        budget: int,
+    ) -> None:
+        self.config, self.machine, self.network, self.nodes = config, machine, network, nodes
+        self.operations = Operations(config, layout.dtype)
+        self.bytes = _bytes(layout)
+        self.exchanges = 1 if nodes > 1 else 0
+        self.budget = budget
+        left = budget - self.bytes.dense - self.bytes.outside
+        self.that_fit = min(config.experts, max(0, left // self.bytes.expert))
+
+    def bound(self, share: NodeShare) -> TokenBound:
+        return token_bound(self.operations, self.machine, self.network, share)
+
+    def placement(self, policy: str) -> Placement:
+        """The policy's placement in what memory there is.
+
+        Raises:
+            BadInput: the nodes cannot hold the experts.
+        """
+        experts, nodes = self.config.experts, self.nodes
+        try:
+            parts = parts_for(experts, nodes, self.that_fit)
+        except BadInput:
+            needed = self.needed(-(-experts // nodes))
+            raise BadInput(
+                f"--nodes {nodes} of {format_bytes(self.budget)} each is too small for {self.config.name}, which takes "
+                f"{format_bytes(needed)} of each: {format_bytes(needed - self.budget)} too little: add nodes"
+            ) from None
+        if policy == AUTHORS:
+            return mirrored(experts, nodes, max(2, parts))
+        return best_placement(experts, self.config.top_k, nodes, self.that_fit)
+
+    def needed(self, experts: float) -> int:
+        """Bytes of a node that holds so many experts."""
+        return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
+
+    def ways(self) -> Iterator[Way]:
+        """All ways that fit."""
+        config, nodes = self.config, self.nodes
+        once = mirrored(config.experts, nodes, nodes)
+        yield from self._whole(once, None, expected_load(once, config.top_k))
+        for policy in POLICIES:
+            placement = self.placement(policy)
+            if policy == BALANCED or placement != once:
+                yield from self._whole(placement, policy, expected_load(placement, config.top_k))
+        if nodes > 1:
+            share = -(-config.intermediate // nodes) / config.intermediate
+            load = config.top_k * share
+            held = config.experts * share
+            yield from self._both(1.0, "cut", None, load, config.top_k, held)
+
+    def _whole(self, placement: Placement, policy: str | None, load: Load) -> Iterator[Way]:
+        held = sum(map(len, placement))
+        most = max(map(len, placement))
+        yield from self._both(held / self.config.experts, "whole", policy, load.experts, load.experts, most)
+
+    def _both(
+        self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
+    ) -> Iterator[Way]:
+        """With attention replicated and, where its heads can be shared out, sharded."""
+        config, nodes = self.config, self.nodes
+        heads = -(-config.kv_heads // nodes) / config.kv_heads
+        for attention, share in (("replicated", 1.0), ("sharded", heads)):
+            if attention == "sharded" and nodes == 1:
+                continue
+            node = NodeShare(
+                experts=load,
+                attention=share,
+                exchanges=self.exchanges * (2 if attention == "sharded" else 1),
+            )
+            bound = self.bound(node)
+            launches = config.layers * kernels * self.machine.accelerator.launch_seconds
+            yield Way(
+                experts=experts,
+                replicas=replicas,
+                attention=attention,
+                policy=policy if attention == "replicated" else None,
+                expected_experts=load,
+                bytes_per_node=round(
+                    self.bytes.outside + share * self.bytes.dense + held * self.bytes.expert
+                ),
+                bound=bound,
+                kernel_seconds=launches,
+                token_seconds=bound.seconds + launches,
+            )
+
+    def choose(self, ways: list[Way]) -> Choice:
+        """The fastest of the ways, fastest first, and why."""
+        best = ways[0]
+        runs = next(way for way in ways if way.policy is not None)
+        return Choice(best=best, runs=runs, why=list(self._why(best, ways)))
+
+    def _why(self, best: Way, ways: list[Way]) -> Iterator[str]:
+        config = self.config
+        whole = [way for way in ways if way.experts == "whole" and way.attention == best.attention]
+        once = next(way for way in whole if way.replicas <= 1)
+        most = min(whole, key=lambda way: way.token_seconds)
+        if most.replicas > 1:
+            yield (
+                f"replicas: room for {self.that_fit} of {config.experts} experts on a node brings the busiest one from "
+                f"{once.expected_experts:.4g} to {most.expected_experts:.4g} experts a layer, which saves "
+                f"{format_seconds(once.token_seconds - most.token_seconds)} of a token"
+            )
+        cut = next((way for way in ways if way.experts == "cut" and way.attention == best.attention), None)
+        if cut is not None:
+            better, worse = (cut, most) if best.experts == "cut" else (most, cut)
+            yield (
+                f"experts {better.experts}: cutting them reads {cut.expected_experts:.4g} experts' weights a layer "
+                f"instead of {most.expected_experts:.4g}, in {config.top_k} narrower kernels; "
+                f"a token takes {format_seconds(better.token_seconds)} and not {format_seconds(worse.token_seconds)}"
+            )
+        other = next(
+            (
+                way
+                for way in ways
+                if way.attention != best.attention
+                and (way.experts, way.replicas, way.expected_experts)
+                == (best.experts, best.replicas, best.expected_experts)
+            ),
+            None,
+        )
+        if other is not None:
+            yield self._why_attention(best, other)
+
+    def _why_attention(self, best: Way, other: Way) -> str:
+        sharded, replicated = (best, other) if best.attention == "sharded" else (other, best)
+        saved = replicated.bound.load_seconds - sharded.bound.load_seconds
+        paid = (sharded.bound.latency_seconds + sharded.bound.transfer_seconds) - (
+            replicated.bound.latency_seconds + replicated.bound.transfer_seconds
+        )
+        return (
+            f"attention {best.attention}: sharding it saves {format_seconds(saved)} of loading and takes one more "
+            f"exchange a layer, {format_seconds(paid)} on {self.network.name}"
+        )
+
+
+def _bytes(layout: WeightLayout) -> _Bytes:
+    config = layout.config
+    dense = sum(page.nbytes for page in layout.pages if page.expert < 0)
+    experts = sum(page.nbytes for page in layout.pages if page.expert >= 0)
+    return _Bytes(dense, experts // config.experts, layout.globals_bytes)
+
+
+def _network(machine: Machine, network: Network | str | None) -> Network:
+    if network is None and machine.network is None:
+        raise BadInput(
+            f"--nodes needs a --network, which machine {machine.name} has not: name one of `moesched list networks`"
+        )
+    if network is None:
+        assert machine.network is not None
+        return machine.network
+    return load_network(network) if isinstance(network, str) else network
+
+
+def _nodes(nodes: int, config: ModelConfig) -> int:
+    if not 1 <= nodes <= MOST_NODES:
+        raise BadInput(f"--nodes is {nodes}: give 1 to {MOST_NODES}")
+    if config.experts < 2:
+        raise BadInput(
+            f"{config.name} has one expert a layer, and --nodes shares experts out: name a MoE model"
+        )
+    return nodes
+
+
+def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
+    """What may be taken of a node's accelerator memory."""
+    memory = machine.accelerator.memory
+    for name in budgets or {}:
+        if name != memory:
+            raise BadInput(f"--budget names {name!r}: with --nodes experts stay in {memory!r}, so give that")
+    return parse_bytes((budgets or {}).get(memory, machine.memories[memory].nbytes))

@@ -1,0 +1,124 @@
+"""Weights that a driver unwires when they lie idle: when that costs time, how much, and what keeps them wired."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from moesched.errors import BadInput
+from moesched.machines import Machine, Wiring, load_machine, parse_machine
+from moesched.machines.toml_text import machine_toml
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.networks import load_network
+from moesched.parallel.ranks import Rank
+from moesched.plan import split_batch
+from moesched.plugins import make_policy
+from moesched.reproduce.mac_wiring import sample_seconds
+from moesched.runs import plan_run, simulate
+from moesched.tasks import Task
+from moesched.wiring import WiredMemory
+
+MS = 1_000_000
+WIRING = Wiring(idle_seconds=0.5, first_bandwidth=1e9, again_bandwidth=2e9)
+
+
+def machine(**changes: object) -> Machine:
+    """The simulated Mac on a quick network."""
+    mac = load_machine("m2-ultra-macos14")
+    assert mac.wiring is not None
+    wiring = msgspec.structs.replace(mac.wiring, **changes)
+    return msgspec.structs.replace(mac, wiring=wiring, network=load_network("infiniband"))
+
+
+def step_seconds(
+    mac: Machine, policy: str, nodes: int = 2, new_tokens: int = 5, **settings: bool
+) -> list[float]:
+    """Of one request with a small model, prefill first."""
+    layout, batch = weight_layout(SHAPES["mixtral-0.8b"]), split_batch([4], new_tokens, 1)
+    made = [make_policy(policy, settings) for _ in range(nodes)]
+    plans = [plan_run(mac, layout, batch, each, nodes=nodes, node=node) for node, each in enumerate(made)]
+    first, *peers = (Rank(plan, each) for plan, each in zip(plans, made, strict=True))
+    return simulate(first.plan, first.policy, peers=peers).step_seconds
+
+
+def test_an_array_that_was_used_lately_is_wired() -> None:
+    memory = WiredMemory(WIRING)
+    memory.use(("a",), 0)
+    assert memory.wire(("a",), 1000, 500 * MS) == 0
+
+
+def test_an_array_that_lay_idle_is_wired_again_by_its_bytes() -> None:
+    memory = WiredMemory(WIRING)
+    memory.use(("a",), 0)
+    assert memory.wire(("a",), 1000, 500 * MS + 1) == 500
+
+
+def test_with_standby_arrays_are_wired_when_the_first_request_comes_and_only_then() -> None:
+    memory = WiredMemory(WIRING)
+    assert memory.wire(("a",), 1000, 9000 * MS) == 0
+    assert memory.wire(("b",), 1000, 9400 * MS) == 0
+    assert memory.wire(("c",), 1000, 9600 * MS) == 500
+
+
+def test_without_standby_the_first_use_wires_at_the_first_rate() -> None:
+    memory = WiredMemory(msgspec.structs.replace(WIRING, standby=False))
+    assert memory.wire(("a",), 1000, 0) == 1000
+
+
+def test_wiring_makes_a_step_longer_by_what_lay_idle() -> None:
+    never = step_seconds(machine(idle_seconds=1e9), "ep_naive")
+    always = step_seconds(machine(idle_seconds=1e-9), "ep_naive")
+    config = SHAPES["mixtral-0.8b"]
+    expert = 3 * config.hidden * config.intermediate * 2
+    longer = always[-1] - never[-1]
+    assert longer > config.layers * expert / 100e9
+
+
+def test_prestacked_weights_stay_wired_by_any_layers_use() -> None:
+    step = step_seconds(machine(idle_seconds=1e9), "ep_busy_full")[-1]
+    idle = step / 2  # less than from one token to the next, more than from layer to layer
+    stacked = step_seconds(machine(idle_seconds=idle), "ep_busy_full")[-1]
+    apart = step_seconds(machine(idle_seconds=idle, prestacked=False), "ep_busy_full")[-1]
+    assert stacked < apart
+
+
+def test_balanced_experts_touch_idle_ones_only_where_wiring_decays() -> None:
+    plain = msgspec.structs.replace(machine(), wiring=None)
+    for mac, touched in ((machine(), True), (plain, False)):
+        layout, batch = weight_layout(SHAPES["mixtral-0.8b"]), split_batch([4], 9, 1)
+        made = [make_policy("ep_balanced", {"experts": 3}) for _ in range(4)]
+        plans = [plan_run(mac, layout, batch, each, nodes=4, node=node) for node, each in enumerate(made)]
+        first, *peers = (Rank(plan, each) for plan, each in zip(plans, made, strict=True))
+        verbs: set[str] = set()
+
+        class Verbs:
+            def ended(self, task: Task) -> None:
+                verbs.add(task.verb)  # noqa: B023  # used within the loop only
+
+        simulate(first.plan, first.policy, peers=peers, observers=[Verbs()])
+        assert ("touch_expert" in verbs) == touched
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "prestacked", "wired"),
+    [(8, False, True), (16, False, False), (512, True, True), (1024, True, False)],
+)
+def test_the_papers_findings_come_out_of_one_idle_time(wait_ms: int, prestacked: bool, wired: bool) -> None:
+    """Section 3.2, Algorithm 2: a sample takes longer from 8 and 512 ms of waiting on."""
+    wiring = machine().wiring
+    assert wiring is not None
+    alone = sample_seconds(wiring, 0, prestacked=prestacked)
+    assert (sample_seconds(wiring, wait_ms / 1000, prestacked=prestacked) < 1.1 * alone) == wired
+
+
+def test_a_machine_is_written_with_its_wiring() -> None:
+    mac = load_machine("m2-ultra-macos14")
+    assert parse_machine(machine_toml(mac).encode(), "written") == mac
+
+
+def test_wiring_is_for_memory_that_accelerator_and_host_share() -> None:
+    with pytest.raises(BadInput, match="wiring: it is of memory that accelerator and host share"):
+        parse_machine(
+            machine_toml(msgspec.structs.replace(load_machine("t4"), wiring=WIRING)).encode(), "text"
+        )
