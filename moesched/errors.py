@@ -9,10 +9,13 @@ MoeschedError
 │   └── OverBudget      more bytes than a memory's budget holds
 ├── TaskFailed          a task raised on its lane; carries the task's story
 ├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
+│   └── NodeLost        a node of the cluster is gone, and no other one can take its place
 └── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class MoeschedError(Exception):
@@ -49,6 +52,20 @@ class TaskFailed(MoeschedError):
 
 class TransportError(MoeschedError):
     """A collective cannot end: a rank did not come, gave up, or the transport was closed."""
+
+
+class NodeLost(TransportError):
+    """A node of the cluster is gone, and the others cannot do without it.
+
+    Attributes:
+        rank: the node's.
+        report: what came out so far, where there is anything.
+    """
+
+    def __init__(self, message: str, rank: int, report: Any = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.report = report
 
 
 class TaskCancelled(MoeschedError):

@@ -10,6 +10,7 @@ from cyclopts import App
 
 from moesched.cli import (
     calibrating,
+    cluster,
     comparing,
     drawing,
     latencies,
@@ -62,6 +63,7 @@ def make_app() -> App:
         latencies,
         reproducing,
         profiling,
+        cluster,
     ):
         command.add_to(app)
     return app
