@@ -1,0 +1,188 @@
+"""Sockets between all pairs of ranks: each rank hears all others on one, and speaks to each other on one of its own.
+
+All are DEALERs. The one that hears never sends, so that a stranger who connects to it gets nothing; those that speak
+send only to who has the key of their rank. One address for each rank is enough, and ranks may start in any order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from moesched.errors import BadInput
+
+from .curve import Keys, check_keys, seal
+from .frames import JOINED_UP_TO, BadFrame, Frame, unpack
+from .watch import Watch
+
+WAITING_FRAMES = 64
+"""How many frames wait in each queue; whoever sends more has to wait itself."""
+
+SLICE_MILLISECONDS = 50
+"""How long a rank listens before it looks whether somebody is lost or its transport was closed."""
+
+HANDSHAKE_MILLISECONDS = 5_000
+LINGER_MILLISECONDS = 500
+"""How long the last frames may take to leave when a transport is closed."""
+
+_LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
+
+
+class Mesh:
+    """The connections of one rank to all others.
+
+    Args:
+        addresses: one for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
+        rank: this one's.
+        epoch: that of all frames that are taken in.
+        keys: None only where no address leaves this machine.
+        listen: where to bind, if that is not the rank's address: `tcp://*:PORT` where HOST is a name, say.
+        lost_after_seconds: how long a machine may be silent before it counts as lost. A process that dies is missed
+            at once, since its connection ends.
+        max_bytes: the largest frame that is taken in.
+
+    Raises:
+        BadInput: no such rank, an address that cannot be used, keys that do not fit or are missing.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        rank: int,
+        *,
+        keys: Keys | None,
+        epoch: int,
+        listen: str | None,
+        lost_after_seconds: float,
+        max_bytes: int,
+    ) -> None:
+        check_addresses(addresses, rank, keys)
+        self.max_bytes = max_bytes
+        self._keys = keys
+        self._epoch = epoch
+        self._message: zmq.Frame
+        self._rank = rank
+        self._heartbeat = max(1, round(1000 * lost_after_seconds))
+        self._context: zmq.Context[Any] = zmq.Context()
+        public = None if keys is None else {key: each for each, key in enumerate(keys.public) if each != rank}
+        self.watch = Watch(self._context, public)
+        self._ear = self._socket(None)
+        self._mouths: dict[int, zmq.Socket[bytes]] = {}
+        self._bind(listen or addresses[rank])
+        for peer, address in enumerate(addresses):
+            if peer != rank:
+                self._mouths[peer] = self._socket(peer)
+                self._mouths[peer].connect(address)
+        self.watch.begin()
+
+    def send(self, peer: int, data: Any) -> bool:
+        """Send a frame's bytes; False where that must wait: the peer is not there yet, or it has too much to read."""
+        try:
+            self._mouths[peer].send(data, zmq.NOBLOCK, copy=len(data) <= JOINED_UP_TO)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> Frame | None:
+        """The next frame; None where there is none for a while, or only one that is refused."""
+        try:
+            message = self._message = self._ear.recv(copy=False)
+        except zmq.Again:
+            return None
+        try:
+            frame = unpack(message.buffer)
+            self._check_origin(frame, message)
+        except BadFrame as error:
+            self.refuse(str(error))
+            return None
+        return frame
+
+    def poll(self, milliseconds: int) -> bool:
+        """Whether there is something to receive within a time."""
+        return bool(self._ear.poll(milliseconds))
+
+    def close(self) -> None:
+        """Let the last frames leave, and free everything."""
+        for socket in (self._ear, *self._mouths.values()):
+            socket.setsockopt(zmq.LINGER, 0 if socket is self._ear else LINGER_MILLISECONDS)
+        self.watch.end()
+        for socket in (self._ear, *self._mouths.values()):
+            socket.close()
+        self._context.term()
+
+    def refuse(self, why: str) -> None:
+        """Note that the last frame is not taken in."""
+        self.watch.refuse("a frame", why, _metadata(self._message, "Peer-Address") or "this machine")
+
+    def _check_origin(self, frame: Frame, message: zmq.Frame) -> None:
+        if frame.rank not in self._mouths:
+            raise BadFrame(f"from rank {frame.rank}, which is none of the others")
+        if frame.epoch != self._epoch:
+            raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
+        if self._keys is not None and _metadata(message, "User-Id") != str(frame.rank):
+            raise BadFrame(f"from rank {frame.rank}, with the key of rank {_metadata(message, 'User-Id')}")
+
+    def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.SNDHWM, WAITING_FRAMES),
+            (zmq.RCVHWM, WAITING_FRAMES),
+            (zmq.RCVTIMEO, SLICE_MILLISECONDS),
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, 1),
+            (zmq.MAXMSGSIZE, self.max_bytes),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
+            (zmq.HEARTBEAT_IVL, max(1, self._heartbeat // 5)),
+            (zmq.HEARTBEAT_TIMEOUT, self._heartbeat),
+            (zmq.HEARTBEAT_TTL, self._heartbeat),
+            (zmq.CONNECT_TIMEOUT, 2_000),
+            (zmq.RECONNECT_IVL, 20),
+            (zmq.RECONNECT_IVL_MAX, 500),
+        ):
+            socket.setsockopt(option, value)
+        if self._keys is not None:
+            seal(socket, self._keys, self._rank, peer)
+        self.watch.over(socket, peer)
+        return socket
+
+    def _bind(self, address: str) -> None:
+        try:
+            self._ear.bind(address)
+        except zmq.ZMQError as error:
+            self.watch.begin()
+            self.close()
+            raise BadInput(f"rank {self._rank} cannot listen at {address}: {error}") from None
+
+
+def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> None:
+    """Whether a mesh can be made of these addresses.
+
+    Raises:
+        BadInput: it cannot; the message says why.
+    """
+    if not 0 <= rank < len(addresses):
+        raise BadInput(f"rank {rank} of {len(addresses)} addresses; ranks count from 0")
+    for each, address in enumerate(addresses):
+        if not re.fullmatch(r"tcp://.+:[0-9]+|ipc://.+", address):
+            raise BadInput(f"the address of rank {each} is {address!r}; write tcp://HOST:PORT or ipc://PATH")
+        if addresses.index(address) != each:
+            raise BadInput(f"ranks {addresses.index(address)} and {each} have the same address {address}")
+        if keys is None and not _LOCAL.match(address):
+            raise BadInput(
+                f"rank {each} at {address} may be on another machine: give keys (`moesched keygen`), "
+                "without which only loopback and ipc addresses are used"
+            )
+    if keys is not None:
+        check_keys(keys, rank, len(addresses))
+
+
+def _metadata(message: zmq.Frame, name: str) -> str:
+    try:
+        value = message.get(name)
+    except zmq.ZMQError:
+        return ""
+    return value if isinstance(value, str) else ""

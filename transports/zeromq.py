@@ -1,0 +1,181 @@
+"""Collectives between machines over ZeroMQ: every rank speaks to every other, one hop, encrypted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange
+
+from .curve import Keys
+from .frames import NAMES, Frame, Kind, pack
+from .inbox import Inbox
+from .mesh import Mesh
+from .sums import pieces, sum_in_order
+from .turn import Turn
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+WHOLE_UP_TO = 32 * 1024
+"""Larger parts of three and more ranks are summed in pieces, each by one rank: less to send, but two hops."""
+
+
+class ZeroMqTransport:
+    """Collectives over a mesh of ZeroMQ sockets, encrypted and authenticated by CURVE.
+
+    One of these for each rank, each in its own process or on its own thread. Ranks may start in any order: the first
+    exchange waits for the others. What a rank gets is summed in the order of the ranks, so that all hold the same bits.
+
+    Args:
+        addresses: one for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
+        rank: which one this is, from 0.
+        keys: its secret key and all ranks' public ones. Without keys nothing is encrypted, which is refused unless all
+            addresses are on this machine.
+        epoch: which start of the ranks this is; frames of another one are refused.
+        timeout_seconds: how long an exchange may take.
+        listen: where to bind, if that is not the rank's own address.
+        lost_after_seconds: how long a machine may be silent before it counts as lost; the end of a process is noticed
+            at once.
+        max_bytes: the largest frame that is taken in.
+
+    Raises:
+        BadInput: an address or a key that cannot be used, a port in use.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        rank: int,
+        *,
+        keys: Keys | None = None,
+        epoch: int = 0,
+        timeout_seconds: float = 60.0,
+        listen: str | None = None,
+        lost_after_seconds: float = 5.0,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        self.rank = rank
+        self.ranks = len(addresses)
+        self.epoch = epoch
+        self.timeout_seconds = timeout_seconds
+        self.others = tuple(each for each in range(self.ranks) if each != rank)
+        self.closed = False
+        self.mesh = Mesh(
+            addresses,
+            rank,
+            keys=keys,
+            epoch=epoch,
+            listen=listen,
+            lost_after_seconds=lost_after_seconds,
+            max_bytes=max_bytes,
+        )
+        self.inbox = Inbox(self.mesh)
+        self.calling = threading.Lock()
+        self.sequence = 0
+
+    @classmethod
+    def between(
+        cls,
+        addresses: Sequence[str],
+        rank: int,
+        *,
+        secret: str,
+        public: Sequence[str],
+        epoch: int,
+        lost_after_seconds: float,
+    ) -> ZeroMqTransport:
+        """One node's transport to the others of a cluster, encrypted.
+
+        Args:
+            secret: this node's key; `public` are those of all.
+        """
+        keys = Keys(secret, public)
+        return cls(addresses, rank, keys=keys, epoch=epoch, lost_after_seconds=lost_after_seconds)
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts, added in the order of the ranks.
+
+        Raises:
+            RankLost: a rank's process ended, its machine is silent, or it closed its transport.
+            TransportError: a rank did not come in time, gave up, or names another exchange; the transport was closed.
+        """
+        part = np.ascontiguousarray(part).reshape(part.shape)
+        with self._turn(Kind.ALL_REDUCE, rank, exchange, part) as turn:
+            if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
+                return self._sum_in_pieces(turn, part)
+            turn.send(Kind.ALL_REDUCE, self.others, part.reshape(-1))
+            parts = turn.receive(Kind.ALL_REDUCE, self.others)
+            return sum_in_order({rank: part} | {each: frame.array for each, frame in parts.items()})
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
+        with self._turn(Kind.BROADCAST, rank, exchange, array, root) as turn:
+            if rank != root:
+                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].array.copy()
+                return found
+            if array is None:
+                raise TransportError("the root has nothing to send")
+            turn.send(Kind.BROADCAST, self.others, np.ascontiguousarray(array).reshape(-1))
+            return array.copy()
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """All ranks' parts in their order, on the root; the others do not wait. Raises as `all_reduce`."""
+        with self._turn(Kind.GATHER, rank, exchange, part, root) as turn:
+            if rank != root:
+                turn.send(Kind.GATHER, (root,), np.ascontiguousarray(part).reshape(-1))
+                return None
+            parts = turn.receive(Kind.GATHER, self.others)
+            return [part.copy() if each == root else parts[each].array.copy() for each in range(self.ranks)]
+
+    def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
+        """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
+        with self._turn(Kind.ABANDON, rank, exchange) as turn:
+            turn.abandon(reason)
+
+    async def aclose(self) -> None:
+        """Wake the call that waits, tell the others, and free all sockets."""
+        await asyncio.to_thread(self._close)
+
+    def _turn(
+        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None = None, root: int = 0
+    ) -> Turn:
+        if rank != self.rank or not 0 <= root < self.ranks:
+            asked = f"rank {rank} and root {root}"
+            raise TransportError(
+                f"{NAMES[operation]} #{exchange.ticket}: asked for {asked} of rank {self.rank} of {self.ranks}"
+            )
+        return Turn(self, operation, exchange, part, root)
+
+    def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
+        """Each rank sums one piece of all parts, and sends what it came to."""
+        flat = part.reshape(-1)
+        cuts = pieces(flat.size, self.ranks)
+        for each in self.others:
+            turn.send(Kind.SCATTER, (each,), flat[cuts[each]])
+        theirs = turn.receive(Kind.SCATTER, self.others)
+        own = flat[cuts[self.rank]]
+        mine = sum_in_order({self.rank: own} | {each: frame.values for each, frame in theirs.items()})
+        turn.send(Kind.SUM, self.others, mine)
+        total = np.empty_like(flat)
+        total[cuts[self.rank]] = mine
+        for each, frame in turn.receive(Kind.SUM, self.others).items():
+            total[cuts[each]] = frame.values
+        return total.reshape(part.shape)
+
+    def _close(self) -> None:
+        closed, self.closed = self.closed, True
+        with self.calling:
+            if closed:
+                return
+            farewell = pack(
+                Frame(Kind.LEAVE, Kind.ABANDON, self.rank, self.epoch, text="it closed its transport")
+            )
+            for each in self.others:
+                self.mesh.send(each, farewell)
+            self.mesh.close()
