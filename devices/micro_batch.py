@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,8 @@ class MicroBatchState:
         cache: the KV cache that has its requests.
         starts: each expert's first row of x_nD and y_nD, and their number of rows.
         logits_SV: those of a rank of several, until all ranks' are summed.
+        sum_TD: the weighted sum of a node's own experts, then of all nodes', float32.
+        told: what the first node tells the others in a centralised plan, arrays by what they are.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class MicroBatchState:
         self.starts: list[int]
         self.on_host: HostRows | None = None
         self.logits_SV: Tensor
+        self.sum_TD: Tensor
+        self.told: dict[str, Any] = {}
 
     @property
     def last_S(self) -> Tensor:

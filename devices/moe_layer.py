@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,15 @@ from .watchers import Watchers
 MOST_UNGROUPED = 128
 """Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
 gets every token there, and the host need not wait to learn which ones were routed to it."""
+
+
+class Routed(NamedTuple):
+    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+
+    x_TD: Tensor
+    experts_Tk: Tensor
+    weights_Tk: Tensor
+
 
 Group = Callable[[Tensor, int], kernels.Grouping]
 WeightsOf = Callable[[Any], Weights]
@@ -70,6 +79,7 @@ class MoELayer:
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "preview_route": self.preview_route,
             "run_expert": self.run_expert,
+            "touch_expert": self.touch_expert,
             "combine": self.combine,
         }
 
@@ -92,11 +102,21 @@ class MoELayer:
 
     def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
         """Norm and router; the rows of each expert that has any."""
-        state, config = self._states[task.micro_batch], self._config
-        x_TD, experts_Tk, state.weights_Tk = self._route(state.hidden_TD, self._weights(task.operands))
-        self._watchers.routed(task.layer, state, self._first_request, experts_Tk)
-        state.grouping = group(experts_Tk, config.experts)
-        state.x_nD = x_TD.index_select(0, state.grouping.tokens_n)
+        state, routed = self._states[task.micro_batch], self.route(task)
+        self._watchers.routed(task.layer, state, self._first_request, routed.experts_Tk)
+        return self.give_rows(state, routed, group)
+
+    def route(self, task: Task) -> Routed:
+        """Norm and router."""
+        return self._route(self._states[task.micro_batch].hidden_TD, self._weights(task.operands))
+
+    def give_rows(
+        self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert
+    ) -> dict[int, int]:
+        """Put the rows of each expert together; returns how many each one has."""
+        state.weights_Tk = routed.weights_Tk
+        state.grouping = group(routed.experts_Tk, self._config.experts)
+        state.x_nD = routed.x_TD.index_select(0, state.grouping.tokens_n)
         state.y_nD = torch.empty_like(state.x_nD)
         counts = state.grouping.counts
         state.starts = list(accumulate(counts, initial=0))
@@ -106,18 +126,17 @@ class MoELayer:
         """What another layer's norm and router make of the hidden state: the rows that each expert would have."""
         state = self._states[task.micro_batch]
         self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
-        _, experts_Tk, _ = self._route(state.hidden_TD, self._weights(task.operands))
-        counts = torch.bincount(experts_Tk.view(-1), minlength=self._config.experts).tolist()
+        routed = self._route(state.hidden_TD, self._weights(task.operands))
+        counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
         return {expert: count for expert, count in enumerate(counts) if count}
 
-    def _route(self, hidden_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+    def _route(self, hidden_TD: Tensor, weights: Weights) -> Routed:
         config = self._config
         x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
-            return x_TD, experts_Tk, x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
-        return x_TD, *kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one)
+            return Routed(x_TD, experts_Tk, x_TD.new_ones((len(x_TD), 1), dtype=torch.float32))
+        return Routed(x_TD, *kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one))
 
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""
@@ -126,6 +145,23 @@ class MoELayer:
         self._use_cores_for_expert(state.grouping.counts[task.expert])
         self._apply(state, task.expert, weights)
 
+    def touch_expert(self, task: Task) -> None:
+        """One expert on a row of zeros, for nothing but that its weights are read."""
+        gate, up, down = expert_weights(self._weights(task.operands), task.expert)
+        self._use_cores_for_expert(1)
+        x_1D = torch.zeros_like(self._states[task.micro_batch].x_nD[:1])
+        self._products.expert(x_1D, gate, up, down)
+
+    def partial_sum(self, state: MicroBatchState, others: Iterable[int]) -> Tensor:
+        """The weighted sum (T, D), float32, of the experts' outputs but for those that others have run."""
+        use_cores(1)
+        for expert in others:
+            rows = state.rows_of(expert)
+            state.y_nD[rows.start : rows.stop] = 0
+        total_TD = kernels.sum_experts(state.y_nD, state.grouping.rows_Tk, state.weights_Tk)
+        _leave_layer(state)
+        return total_TD
+
     def combine(self, task: Task) -> None:
         """The weighted sum of the experts' outputs, and the residual."""
         use_cores(1)
@@ -133,8 +169,7 @@ class MoELayer:
         state.hidden_TD = kernels.combine(
             state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
         )
-        del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
-        state.on_host = None
+        _leave_layer(state)
 
     def _is_shared_out(self, rows: int) -> bool:
         """Whether a core of its own takes an expert of so many rows; the expert kernel has all cores at each."""
@@ -148,11 +183,22 @@ class MoELayer:
         apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights, self._products)
 
 
+def expert_weights(weights: Weights, expert: int) -> Sequence[kernels.Blocks]:
+    """The three matrices of one expert: gate, up, down."""
+    return [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
+
+
+def _leave_layer(state: MicroBatchState) -> None:
+    """Let go of all that the experts needed and left."""
+    del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
+    state.on_host = None
+
+
 def apply_expert(
     x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights, products: Products
 ) -> None:
     """Put into these rows of y what an expert makes of those of x."""
-    gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
+    gate, up, down = expert_weights(weights, expert)
     for start in rows[::EXPERT_TILE]:
         tile = slice(start, min(start + EXPERT_TILE, rows.stop))
         y_nD[tile] = products.expert(x_nD[tile], gate, up, down)

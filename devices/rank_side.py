@@ -18,6 +18,11 @@ REDUCED = {HIDDEN: "hidden_TD", LOGITS: "logits_SV"}
 """Where a micro-batch has what is reduced."""
 
 
+def exchange_of(task: Collective) -> Exchange:
+    """A collective as transports name it."""
+    return Exchange(task.ticket, task.signature, task.step, task.layer)
+
+
 class RankSide:
     """Runs the verbs that exist only where a model is cut over several ranks.
 
@@ -52,8 +57,7 @@ class RankSide:
         """Sum what all ranks have in part, in float32, by way of the host's memory."""
         state, name = self._states[task.micro_batch], REDUCED[task.operands]
         part: Tensor = getattr(state, name)
-        exchange = Exchange(task.ticket, task.signature, task.step, task.layer)
-        total = self._transport.all_reduce(self._rank, exchange, part.float().cpu().numpy())
+        total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
         setattr(state, name, torch.from_numpy(total).to(part.device, part.dtype))
 
     def _logits(self, task: Task) -> None:

@@ -33,6 +33,7 @@ from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
 from .next_tokens import Head, NextTokens
+from .node_side import NodeSide
 from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from .page_reader import DTYPES, PageReader
 from .products import Products, make_kernel, rows_for_kernel
@@ -110,10 +111,11 @@ class TorchDevice:
         self._arenas: dict[Pool, Arena] = {}
         self._globals: dict[str, Tensor] = {}
         self._head: list[Tensor] = []
+        self._started = False
         self._kept = KeptPages(self._reader, self._arranged)
         self._home: dict[int, Tensor] = {}
         self._states: list[MicroBatchState] = []
-        self._rank = 0
+        self._number = 0
         self._transport: Transport | None = None
         self._watchers = Watchers()
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
@@ -172,8 +174,12 @@ class TorchDevice:
         return self._reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several ranks from now on: on its share of the model, with all-reduces over a transport."""
-        self._rank = rank
+        """Work as one of several from now on, with exchanges over a transport.
+
+        Several are ranks, each with its share of every matrix, where the model was cut; otherwise nodes, each with the
+        experts that a batch's plan gives it.
+        """
+        self._number = rank
         self._transport = transport
 
     def observe_routing(self, observer: RoutingObserver) -> None:
@@ -194,7 +200,7 @@ class TorchDevice:
         """
         self._check(prompts)
         self._let_go()
-        if not self._head:
+        if not self._started:
             self._start(plan)
         fast = plan.memory("accelerator")
         missing = self._kept.retain(
@@ -211,19 +217,21 @@ class TorchDevice:
             MicroBatchState(requests, prompts, self._searches(plan, requests, sampling), plan.batch.beams)
             for requests in plan.batch.micro_batches
         ]
-        for role in KV_ROLES:
+        for role in KV_ROLES if plan.attends else ():
             self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
         if plan.chunked:
             self._states += chunk_states(plan.chunks, self._states, prompts)
         self._moe = self._moe_layer()
-        tokens = self._next_tokens(sampling)
-        self._verbs = {**self._verbs, **self._moe.verbs, **tokens.verbs}
+        tokens = self._next_tokens(sampling) if plan.attends else None
+        self._verbs = {**self._verbs, **self._moe.verbs, **(tokens.verbs if tokens else {})}
         self._host = ""
         if not plan.machine.unified:
             self._host = plan.memory("host").name
             self._verbs = {**self._verbs, **self._host_side(plan).verbs, **self._host_experts().verbs}
-        if self._transport is not None:
+        if self._transport is not None and tokens is not None and self.config.ranks > 1:
             self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport, tokens)}
+        if plan.nodes > 1:
+            self._verbs = {**self._verbs, **self._node_side(plan, tokens).verbs}
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
@@ -249,8 +257,10 @@ class TorchDevice:
             self._products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
         self._team = Team(self._cores if self._sharing else 1)
         self._readers = Team(READS_IN_FLIGHT)
-        self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
-        self._head = self._split_head()
+        if plan.attends:
+            self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
+            self._head = self._split_head()
+        self._started = True
 
     def _rows_an_expert(self, plan: Plan) -> float:
         """Rows that an expert has in a decode step of the largest micro-batch, on average: alike for every policy."""
@@ -440,6 +450,19 @@ class TorchDevice:
             "route": self._moe.choose_experts,
         }
 
+    def _node_side(self, plan: Plan, tokens: NextTokens | None) -> NodeSide:
+        assert self._transport is not None, "a device that is to be one of several nodes has to join them"
+        return NodeSide(
+            plan,
+            self._transport,
+            self._states,
+            self._moe,
+            self._accelerator,
+            self._dtype,
+            self._project_output,
+            tokens.verbs["sample"] if tokens else None,
+        )
+
     def _kv_slot(self, plan: Plan) -> Tensor:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
@@ -451,7 +474,7 @@ class TorchDevice:
             pages = plan.home.pages()
         elif plan.machine.roles.weights == host.name:
             kept = {page.id for pool in plan.kept if pool.memory is fast for page in pool.pages()}
-            pages = [page for page in self.layout.pages if page.id not in kept]
+            pages = [page for page in plan.pages if page.id not in kept]
         else:
             pages = [page for pool in plan.kept if pool.memory is host for page in pool.pages()]
         self._home = bring_home(self._home, self._reader, pages)
@@ -555,6 +578,11 @@ class TorchDevice:
         )
         if self._on_cpu or not task.step:
             del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
+
+    @property
+    def _rank(self) -> int:
+        """Which rank of those that the model is cut over; nodes have all of every matrix."""
+        return self._number if self.config.ranks > 1 else 0
 
     def _residual(self, state: MicroBatchState) -> Tensor:
         """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""

@@ -29,6 +29,11 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
     return tokens * (operations.qkv_bytes + operations.attention_bytes + rows)
 
 
+def exchanged_bytes(operations: Operations) -> int:
+    """What a token takes on its way between nodes: its part of a sum and the sum, or a row with its choices."""
+    return 2 * operations.row_and_choices_bytes
+
+
 def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     """The most that one kernel takes beside its input and output: b or, where it computes in float32, 4 bytes each."""
     config, element = operations.config, operations.element

@@ -12,6 +12,7 @@ from statistics import fmean, median
 
 from moesched.errors import BadInput
 from moesched.machines import INTERCONNECT, CostPoint, Machine, Processor
+from moesched.networks import NETWORK
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
@@ -62,6 +63,9 @@ class Roofline:
             rounds = 2 * (group.count - 1)  # of a ring: the sum comes round once, and goes round once more
             busy = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
             return _demand(seconds + rounds * group.interconnect.latency, busy)
+        network = self.machine.network
+        if work.resource == NETWORK and network is not None:
+            return _demand(network.seconds(work.nbytes), ((NETWORK, work.nbytes / network.bandwidth),))
         raise BadInput(
             f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
             "describe that resource in its profile"

@@ -191,7 +191,11 @@ class Engine:
         """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
         task.lane.simple = False
         task.ticket = self.tickets
-        self.submit(task, reads, writes)
+        self.submit_frames += 1  # this call lies between the policy and `submit` too
+        try:
+            self.submit(task, reads, writes)
+        finally:
+            self.submit_frames -= 1
         self.tickets += 1
         return task
 

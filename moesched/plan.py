@@ -7,12 +7,13 @@ Every reservation is checked against the memory's budget at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from moesched.activations import (
+    exchanged_bytes,
     expert_workspace_bytes,
     host_rows_bytes,
     layer_bytes,
@@ -21,12 +22,13 @@ from moesched.activations import (
     workspace_bytes,
 )
 from moesched.chunks import Chunk, chunks_of
-from moesched.errors import BadInput, PolicyError
+from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
 from moesched.memory import Fixed, Home, Memory, Pool, Replacement
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import DTYPE_BYTES, Operations
+from moesched.parallel.node_experts import require_placement
 from moesched.tasks import Discipline
 
 Role = Literal["accelerator", "host", "pinned"]
@@ -123,6 +125,7 @@ class Plan:
         batch: the requests.
         budgets: bytes by memory name.
         slot_bytes: the bytes that a page takes in a slot of the device at hand.
+        nodes, node: how many machines share the model's experts, and which of them this one is, from 0.
     """
 
     def __init__(
@@ -132,10 +135,16 @@ class Plan:
         batch: Batch,
         budgets: Mapping[str, int] | None = None,
         slot_bytes: Callable[[Page], int] | None = None,
+        nodes: int = 1,
+        node: int = 0,
     ) -> None:
         self.machine = machine
         self.layout = layout
         self.batch = batch
+        self.nodes = nodes
+        self.node = node
+        self.placement: tuple[frozenset[int], ...] = ()
+        self.centralised = False
         self.chunks = batch.chunks()
         self.operations = Operations(layout.config, layout.dtype)
         self.stages: tuple[range, ...] = (self.layers,)
@@ -177,6 +186,21 @@ class Plan:
     def ranks(self) -> int:
         """Over how many equal accelerators the model is cut; the plan is that of one of them, like all others'."""
         return self.layout.config.ranks
+
+    @property
+    def attends(self) -> bool:
+        """Whether this node has attention, router and sampling; in a centralised plan only the first one has."""
+        return self.node == 0 or not self.centralised
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """The pages that this node has a use for: without expert parallelism, all of them."""
+        if not self.placement:
+            return self.layout.pages
+        held = self.placement[self.node]
+        return tuple(
+            page for page in self.layout.pages if (page.expert in held if page.expert >= 0 else self.attends)
+        )
 
     @property
     def has_pinned(self) -> bool:
@@ -237,8 +261,7 @@ class Plan:
         Raises:
             PolicyError: something was placed already.
         """
-        if self._used() != self._needed:
-            raise PolicyError("pipeline: memory was reserved already: call it before all else")
+        self._require_untouched("pipeline")
         layers = len(self.layers)
         count = min(self.machine.accelerator_group.count, layers)
         starts = [-(-stage * layers // count) for stage in range(count + 1)]
@@ -250,6 +273,48 @@ class Plan:
             budgets[name] = fast.capacity
         self.memories = _memories(self.machine, budgets)
         self._needed = self._reserve_what_all_need()
+
+    def centralise(self) -> None:
+        """Have attention, router and sampling on the first node only; by default every node does all of them alike.
+
+        The other nodes get each layer's routed rows from the first one, which adds up what they make of them
+        (section 3.2 of the paper on a cluster of Apple silicon, RACS'24). Say it before `place_experts`.
+
+        Raises:
+            PolicyError: something was placed already.
+        """
+        self._require_untouched("centralise")
+        if self.batch.beams > 1:
+            raise BadInput(
+                "beam search needs every node to attend: use --set decentralised=true, or --beams 1"
+            )
+        self.centralised = True
+        self._start_anew()
+
+    def place_experts(self, placement: Sequence[Collection[int]]) -> None:
+        """Say which experts each node holds, in all layers. Say it before all else but `centralise`.
+
+        This node's stay in its accelerator's memory, with the pages that every token needs where it attends.
+
+        Raises:
+            PolicyError: the placement is that of other nodes or experts, or nobody holds an expert; something was
+                placed already.
+            OverBudget: they do not fit.
+        """
+        self._require_untouched("place_experts")
+        require_placement(placement, self.nodes, self.layout.config.experts)
+        self.placement = tuple(map(frozenset, placement))
+        self._start_anew()
+        fast = self.memory("accelerator")
+        nbytes = sum(map(self.slot_bytes, self.pages))
+        if nbytes > fast.free_bytes:
+            beside = " beside what every token needs" if self.attends else ""
+            raise OverBudget(
+                f"{len(self.placement[self.node])} experts of each layer{beside} need {nbytes:,} bytes of {fast.name}, "
+                f"which has {max(fast.free_bytes, 0):,} free of its budget of {fast.capacity:,}: "
+                f"{nbytes - fast.free_bytes:,} bytes too few"
+            )
+        self.keep(self.pages)
 
     def limit_in_flight(self, micro_batches: int) -> None:
         """Promise that in prefill no more micro-batches are within a layer at once; otherwise all of them may be.
@@ -282,6 +347,7 @@ class Plan:
             return
         self._reserve_layers()
         tokens = sum(self.batch.tokens_at_end(self.batch.micro_batches[number]) for number in chosen)
+        tokens *= self.attends
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = tokens * len(layers) * self.operations.kv_bytes
             self.memory(role, stage).reserve(f"KV cache of {tokens} tokens", nbytes)
@@ -400,7 +466,7 @@ class Plan:
             )
         if self.experts_on_host and self.weights_on_host and not self.machine.unified and self.home is None:
             kept = {page.id for pool in self.kept for page in pool.pages() if not self._at_host_too(page)}
-            self.home = Home(self.memory("host"), (page for page in self.layout.pages if page.id not in kept))
+            self.home = Home(self.memory("host"), (page for page in self.pages if page.id not in kept))
         self._check_loading()
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -409,9 +475,9 @@ class Plan:
         """Reserve what no policy can do without; returns the bytes by memory."""
         layout = self.layout
         if self.weights_on_host:
-            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, layout.pages)))
+            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, self.pages)))
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
-            fast.reserve("embedding, final norm and LM head", nbytes)
+            fast.reserve("embedding, final norm and LM head", nbytes * self.attends)
             rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
             stay = sum(staying_bytes(self.operations, tokens) for tokens in rows)
             fast.reserve("hidden states of all micro-batches", stay)
@@ -458,6 +524,10 @@ class Plan:
             fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
             if self.in_flight < count or self.chunked:
                 fast.reserve("activations of all micro-batches in decode", decode)
+        if self.nodes > 1:
+            rows = max(sum(largest_first[: self.in_flight]), sum(self._decode_rows))
+            for memory in {id(each): each for each in (*self.accelerators, self.memory("host"))}.values():
+                memory.reserve("sums on their way between nodes", rows * exchanged_bytes(self.operations))
 
     def _check_loading(self) -> None:
         """Count pages on their way to where they stay: they need memory of their own where no pool has slots yet.
@@ -475,6 +545,16 @@ class Plan:
 
     def _at_host_too(self, page: Page) -> bool:
         return self.kept_experts_on_host and page.expert >= 0
+
+    def _require_untouched(self, verb: str) -> None:
+        if self._used() != self._needed:
+            raise PolicyError(f"{verb}: memory was reserved already: call it before all else")
+
+    def _start_anew(self) -> None:
+        """Forget all reservations but for what every policy needs, which is another by now."""
+        budgets = {memory.name: memory.capacity for memory in self.memories.values()}
+        self.memories = _memories(self.machine, budgets)
+        self._needed = self._reserve_what_all_need()
 
     def _used(self) -> dict[str, int]:
         return {name: memory.used for name, memory in self.memories.items()}

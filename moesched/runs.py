@@ -25,6 +25,7 @@ from moesched.generation import Generation, OnTokens
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
 from moesched.models.layout import Page, WeightLayout
+from moesched.networks import NETWORK
 from moesched.outcome import Outcome, Report, make_report
 from moesched.parallel.ranks import OfLanes, OnDevices, Rank
 from moesched.plan import Batch, Plan
@@ -44,39 +45,63 @@ def plan_run(
     policy: Policy,
     budgets: Mapping[str, int] | None = None,
     slot_bytes: Callable[[Page], int] | None = None,
+    nodes: int = 1,
+    node: int = 0,
 ) -> Plan:
-    """Have a policy plan a batch.
+    """Have a policy plan a batch, for one node of several where they share the experts.
 
     Raises:
-        BadInput: the plan does not fit a budget; the message says by how many bytes, of what.
+        BadInput: the plan does not fit a budget; the message says by how many bytes, of what. The policy or the machine
+            is not for several nodes.
     """
     name = type(policy).__name__
+    if nodes > 1:
+        _require_node(machine, layout, policy, nodes)
     try:
-        plan = Plan(machine, layout, batch, budgets, slot_bytes)
+        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node)
         policy.plan(plan)
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
         each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
+        if nodes > 1:
+            each = f", on node {node} of {nodes}"
         raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
     return plan
+
+
+def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes: int) -> None:
+    if not getattr(type(policy), "expert_parallel", False):
+        raise BadInput(
+            f"policy {type(policy).__name__} does not share experts among {nodes} nodes: choose one that does, "
+            "such as ep_balanced, or 1 node"
+        )
+    if layout.config.ranks > 1:
+        raise BadInput(
+            f"a node of {nodes} uses one accelerator, and machine {machine.name} is to use {layout.config.ranks}: "
+            "use --tensor-parallel 1"
+        )
 
 
 def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
     """The lanes of the plan's machine, by name: one for each processor's role, one for each path between memories.
 
     Each stage of a pipeline has an accelerator of its own: "accelerator", "accelerator 1", ... Ranks have one lane
-    more, for their all-reduces. Those that are streams, of one device, share a domain.
+    more, for their all-reduces. Nodes have one for their exchanges, which go in the same order on all of them.
+    Those that are streams, of one device, share a domain.
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
     if plan.ranks > 1:
         names.append(INTERCONNECT)
     kinds = kinds or {}
-    return {
+    lanes = {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
         for name in names
     }
+    if plan.nodes > 1:
+        lanes[NETWORK] = Lane(NETWORK, "in_order")
+    return lanes
 
 
 def simulate(
@@ -208,8 +233,8 @@ def run(
     `failure` of the report then says where the bad numbers began, or which node is gone.
 
     Args:
-        peers: the other ranks, where the model is cut over several; plan, policy and device are those of the first.
-            What is told and reported is what the first one did, but for the trace.
+        peers: the other ranks or nodes, where several in this process work on one model; plan, policy and device are
+            those of the first. What is told and reported is what the first one did, but for the trace.
         keep_open: leave the device open for another batch; whoever asks for that closes it.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,8 @@ from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.memory import Fixed
 from moesched.models.operations import Amount, Kept, Operations
+from moesched.networks import NETWORK
+from moesched.parallel.node_tasks import NodeTasks
 from moesched.parallel.rank_tasks import RankTasks
 from moesched.parallel.stages import Stage
 from moesched.plan import KV_BLOCK_TOKENS, Plan
@@ -39,7 +41,7 @@ class MicroBatch:
     """One micro-batch's data: its blocks, the tag that says how far it is, and the stage that it is at.
 
     `works` are what its verbs ask of the stage, those of all stages are in `works_at`. `on_host` is None where its
-    routed rows are not on the host, else what experts have left there.
+    routed rows are not on the host, else what experts have left there. `owners` are the nodes that run its experts.
 
     In prefill it may be a chunk, which goes on from the one `before`, and shares with it the tokens, the KV cache and,
     where that is on the host, a layer's keys and values `at_hand`: `attended_at_hand` is the last layer that it put
@@ -63,6 +65,7 @@ class MicroBatch:
         "normed",
         "normed_host",
         "on_host",
+        "owners",
         "pending",
         "place",
         "positions",
@@ -112,6 +115,7 @@ class MicroBatch:
         self.last: Task | None = None
         self.routed: Task | None = None
         self.pending: set[int] | None = None
+        self.owners: Mapping[int, int] | None = None
         self.expert_outputs: list[Block] = []
         self.on_host: list[HostOutput] | None = None
         self.stage: Stage
@@ -178,7 +182,7 @@ class Schedule:
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
-        self.submit = engine.submit if plan.ranks == 1 else self._rank_tasks().submit
+        self.submit = self._submitter()
 
     def _chunks(self) -> list[MicroBatch]:
         plan = self.plan
@@ -254,10 +258,15 @@ class Schedule:
         batch.enter(self.stages[stage.number + 1])
         return hops
 
-    def _rank_tasks(self) -> RankTasks:
-        lane = self.lanes[INTERCONNECT]
+    def _submitter(self) -> Callable[..., Task]:
+        """What submits a verb: the engine itself, unless verbs are several tasks."""
+        plan, engine, operations = self.plan, self.engine, self.operations
         count = len(self.micro_batches) + len(self.prefill_batches)
-        return RankTasks(self.engine, lane, self.operations, self.work, count)
+        if plan.ranks > 1:
+            return RankTasks(engine, self.lanes[INTERCONNECT], operations, self.work, count).submit
+        if plan.nodes > 1:
+            return NodeTasks(engine, self.lanes[NETWORK], plan, operations, self.work, count).submit
+        return engine.submit
 
     def skip(self, steps: int) -> None:
         """Go on as if that many more steps had been scheduled, each like the one before."""

@@ -32,12 +32,13 @@ takes its hidden state there. Token ids come from the host in any case.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.memory import Pool, Slot, View, Views, describe, held_slots
 from moesched.models.layout import Page
+from moesched.parallel.node_experts import ownership_problem
 from moesched.schedule import STRIDE, HostOutput, Kind, MicroBatch, Schedule
 from moesched.tasks import (
     DEMAND,
@@ -69,6 +70,9 @@ class Step:
         micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
         last: whether no step follows, so that nothing need be fetched for one.
         chunked: whether it is a prefill in which prompts are cut.
+        nodes, node: how many nodes share the experts, and which one this is, from 0.
+        attends: whether this node has attention, router and sampling. Where it has not, `route` and `sample` tell what
+            the first node found, and there are no verbs before `route`.
     """
 
     def __init__(self, schedule: Schedule, index: int, *, last: bool = False) -> None:
@@ -80,6 +84,9 @@ class Step:
         self._limited = schedule.limited and not index
         self._host = schedule.lanes["host"]
         self._weights = schedule.plan.machine.roles.weights
+        self._placement = schedule.plan.placement
+        self.nodes, self.node = schedule.plan.nodes, schedule.plan.node
+        self.attends = schedule.plan.attends
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
         self.last = last
@@ -171,7 +178,7 @@ class Step:
     def embed(self, micro_batch: int) -> Task:
         """Look up the embeddings of the micro-batch's tokens: its prompts, or the tokens sampled last."""
         batch = self._batches[micro_batch]
-        if batch.tag != self._base - 1:
+        if batch.tag != self._base - 1 or not self.attends:
             raise self._out_of_order("embed", 0, batch, self._base - 1)
         if batch.before is not None and batch.before.tag < self._base:
             raise OutOfOrder(f"embed: mb{micro_batch} goes on from mb{micro_batch - 1}: embed that first")
@@ -189,7 +196,7 @@ class Step:
         """Norm, QKV projection and rotary embedding, on the accelerator."""
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE
-        if batch.tag != tag or batch.unsaved >= 0:
+        if batch.tag != tag or batch.unsaved >= 0 or not self.attends:
             raise self._out_of_order("pre_attention", layer, batch, tag)
         stage = batch.stage
         if layer == stage.end:
@@ -352,6 +359,10 @@ class Step:
         tag = self._base + layer * STRIDE + ATTENDED
         if batch.tag != tag:
             raise self._out_of_order("post_attention", layer, batch, tag)
+        if self.nodes > 1:
+            raise PolicyError(
+                "post_attention: other nodes run experts of this layer: use route and run_expert"
+            )
         stage = batch.stage
         view = stage.whole.open.get(layer) or self._view(stage.whole, layer)
         batch.tag = tag - ATTENDED + STRIDE
@@ -373,17 +384,21 @@ class Step:
     def route(self, layer: int, micro_batch: int) -> Task:
         """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
         batch = self._batches[micro_batch]
-        tag = self._base + layer * STRIDE + ATTENDED
-        if batch.tag != tag:
-            raise self._out_of_order("route", layer, batch, tag)
+        tag = self._base + layer * STRIDE
+        needed = tag + ATTENDED if self.attends else tag if layer else tag - 1
+        if batch.tag != needed:
+            raise self._out_of_order("route", layer, batch, needed)
         stage = batch.stage
-        view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
-        batch.tag = tag - ATTENDED + ROUTED
+        view = None
+        reads: tuple[Block, ...] = ()
+        if self.attends:
+            view = stage.dense.open.get(layer) or self._view(stage.dense, layer)
+            reads = (batch.attention, batch.hidden, *view.reads)
+        batch.tag = tag + ROUTED
         batch.pending = None
         batch.last = batch.routed = task = Decision(
             stage.lane, batch.works["route"], "route", layer, batch.index, -1, view, self.index
         )
-        reads = (batch.attention, batch.hidden, *view.reads)
         return self._submit(task, reads, (batch.hidden, batch.normed))
 
     def preview_route(self, layer: int, micro_batch: int) -> Task:
@@ -394,6 +409,8 @@ class Step:
         """
         batch = self._batches[micro_batch]
         tag = self._base + (layer - 1) * STRIDE + ROUTED
+        if not self.attends:
+            raise self._out_of_order("preview_route", layer, batch, tag)
         if batch.tag != tag or layer not in self.layers:
             raise OutOfOrder(
                 f"preview_route(L{layer}, mb{micro_batch}) needs mb{micro_batch} at step {self.index} L{layer - 1} "
@@ -467,8 +484,17 @@ class Step:
         if batch.pending is None:
             if routed.state != DONE:
                 raise OutOfOrder(f"run_expert: await route({layer}, {micro_batch}) before its experts")
+            if self._placement:
+                raise OutOfOrder(
+                    f"run_expert: say which node runs which experts of L{layer} mb{micro_batch} before: assign them"
+                )
             batch.pending = set(routed.value)
         if expert not in batch.pending:
+            if batch.owners is not None and batch.owners.get(expert, self.node) != self.node:
+                raise PolicyError(
+                    f"run_expert: E{expert} of L{layer} mb{micro_batch} was assigned to node {batch.owners[expert]}, "
+                    f"and this is node {self.node}"
+                )
             raise OutOfOrder(
                 f"run_expert: L{layer} mb{micro_batch} has no tokens for E{expert}, or it has run already"
             )
@@ -497,10 +523,70 @@ class Step:
         rows = batch.normed if at == "accelerator" else batch.normed_host
         return self._submit(task, (rows, *view.reads), (output,))
 
-    def combine(self, layer: int, micro_batch: int) -> Task:
-        """The weighted sum of the experts' outputs, in ascending order of expert, and the residual."""
+    def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
+        """Say which node runs each expert that the micro-batch was routed to, on every node the same.
+
+        Needed in a plan that places experts, once `route` was awaited. This node then runs just its own.
+
+        owners: nodes by expert.
+        """
         batch = self._batches[micro_batch]
         tag = self._base + layer * STRIDE + ROUTED
+        routed = batch.routed
+        if batch.tag != tag or routed is None:
+            raise self._out_of_order("assign", layer, batch, tag)
+        if not self._placement:
+            raise PolicyError(
+                "assign: the plan places no experts on nodes: leave it out, or call place_experts"
+            )
+        if routed.state != DONE:
+            raise OutOfOrder(f"assign: await route({layer}, {micro_batch}) before")
+        if batch.owners is not None:
+            raise OutOfOrder(f"assign: the experts of L{layer} mb{micro_batch} were assigned already")
+        if problem := ownership_problem(owners, routed.value, self._placement):
+            raise PolicyError(f"assign(L{layer}, mb{micro_batch}): {problem}")
+        batch.owners = dict(owners)
+        batch.pending = {expert for expert, node in owners.items() if node == self.node}
+
+    def touch_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
+        """One expert that this node holds on a row of zeros: its weights are read, and its result counts for nothing.
+
+        It belongs to the layer of a routed micro-batch, whose `combine` waits for it (busy full loading, and the spare
+        quota of router-aided dynamic loading: section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
+        """
+        schedule = self._schedule
+        batch = self._batches[micro_batch]
+        tag = self._base + layer * STRIDE + ROUTED
+        if batch.tag != tag:
+            raise self._out_of_order("touch_expert", layer, batch, tag)
+        stage = batch.stage
+        views = stage.expert["accelerator"]
+        view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
+        view.touch()
+        touched = Block(f"touched E{expert} mb{micro_batch}")
+        batch.expert_outputs.append(touched)
+        operations = schedule.operations
+        kept = view.slots[0].fixed
+        kind, amount = (
+            ("kept expert at accelerator", operations.kept_expert)
+            if kept
+            else ("expert at accelerator", operations.fetched_expert)
+        )
+        work = schedule.work(kind, stage.processors["accelerator"], 1, amount)
+        task = Kernel(stage.lane, work, "touch_expert", layer, batch.index, expert, view, self.index)
+        return self._submit(task, (batch.normed, *view.reads), (touched,))
+
+    def combine(self, layer: int, micro_batch: int) -> Task:
+        """The weighted sum of the experts' outputs, in ascending order of expert, and the residual.
+
+        With several nodes each sums up what its own experts made, and the nodes' sums are added in their order.
+        """
+        batch = self._batches[micro_batch]
+        tag = self._base + layer * STRIDE + ROUTED
+        if batch.tag == tag and self._placement and batch.owners is None:
+            raise OutOfOrder(
+                f"combine: the experts of L{layer} mb{micro_batch} were not assigned: assign them"
+            )
         if batch.tag != tag or batch.pending is None:
             raise self._out_of_order("combine", layer, batch, tag)
         if batch.pending:
@@ -513,10 +599,11 @@ class Step:
             )
         batch.tag = tag - ROUTED + STRIDE
         batch.pending = batch.routed = None
+        owners, batch.owners = batch.owners, None
         outputs, batch.expert_outputs = batch.expert_outputs, []
         lane = batch.stage.lane
         batch.last = task = Kernel(
-            lane, batch.works["combine"], "combine", layer, batch.index, -1, None, self.index
+            lane, batch.works["combine"], "combine", layer, batch.index, -1, owners, self.index
         )
         reads = (batch.normed, batch.hidden, *outputs)
         if batch.on_host is not None:  # the rows went to the host, and no expert ran there
@@ -657,9 +744,21 @@ class Step:
         return f"step {step} L{layer} {STAGES[stage]}{unsaved}"
 
     def _out_of_order(self, verb: str, layer: int, batch: MicroBatch, needed: int) -> OutOfOrder:
+        if not self.attends and verb not in (
+            "route",
+            "assign",
+            "run_expert",
+            "touch_expert",
+            "combine",
+            "sample",
+        ):
+            return OutOfOrder(
+                f"{verb}: node {self.node} does not attend, as the plan is centralised: leave it out where not "
+                "step.attends"
+            )
         needs = (
             "the end of the step before"
-            if verb == "embed"
+            if needed == self._base - 1
             else f"step {self.index} L{layer} {STAGES[needed % STRIDE]}"
         )
         where = self._where(batch)

@@ -188,6 +188,9 @@ class SymbolicDevice:
         output = expert(task.layer, task.expert, hidden, weights)
         data.write((f"output{where}", task.expert, task.micro_batch), output)
 
+    def _touch_expert(self, task: Task, data: _Access) -> None:
+        data.weights(task.operands)
+
     def _combine(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
         hidden = data.read(self._hidden(task))

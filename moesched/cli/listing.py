@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 HELP = options.paragraphs(
-    "List what can be named: policies, devices, transports, models, machines or workloads.",
+    "List what can be named: policies, devices, transports, models, machines, networks or workloads.",
     "Plug-ins of other packages are among them. What cannot load is listed with the reason.",
 )
 
@@ -21,7 +21,7 @@ EPILOGUE = """Examples:
   moesched list policies
   moesched list devices --json"""
 
-Kind = Literal["policies", "devices", "transports", "models", "machines", "workloads"]
+Kind = Literal["policies", "devices", "transports", "models", "machines", "networks", "workloads"]
 
 
 def add_to(app: App) -> None:
@@ -42,6 +42,9 @@ def list_kind(
     if kind == "machines":
         rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
         print_table([kind, "memories", "links", ""], rows)
+    elif kind == "networks":
+        rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
+        print_table([kind, "latency", "bandwidth", ""], rows)
     else:
         print_table([kind, ""], [[entry["name"], _state(entry)] for entry in entries])
 
@@ -51,6 +54,7 @@ def entries_of(kind: Kind) -> list[dict[str, Any]]:
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,
+        "networks": _networks,
         "workloads": _workloads,
     }
     return listed[kind]() if kind in listed else _plugins(kind)
@@ -122,6 +126,31 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
         memories.append(f"{name} {times}{format_bytes(nbytes)}")
     links = [f"{name} {format_bytes(rate)}/s" for name, rate in entry.get("links", {}).items()]
     return [", ".join(memories), ", ".join(links)]
+
+
+def _networks() -> list[dict[str, Any]]:
+    """With the seconds that an exchange takes at least, the bytes per second and the price of a card."""
+    from moesched.errors import BadInput
+    from moesched.networks import load_network, network_names
+
+    entries = []
+    for name in network_names():
+        entry = _loaded(name, load_network)
+        with suppress(BadInput):
+            network = load_network(name)
+            entry["latency_seconds"] = network.latency_seconds
+            entry["bandwidth"] = network.bandwidth
+            entry["price_usd"] = network.price_usd
+        entries.append(entry)
+    return entries
+
+
+def _network_figures(entry: dict[str, Any]) -> list[str]:
+    from moesched.units import format_bytes, format_seconds
+
+    if entry["problem"]:
+        return ["", ""]
+    return [format_seconds(entry["latency_seconds"]), f"{format_bytes(entry['bandwidth'])}/s"]
 
 
 def _workloads() -> list[dict[str, Any]]:

@@ -7,23 +7,26 @@ weights come from). Every figure of a shipped profile states its source in the f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
+from moesched.networks import Network
+from moesched.profiles import (
+    ABSURD,
+    NotNegative,
+    Positive,
+    convert_profile,
+    decode_profile,
+    profile_names,
+    profile_text,
+)
 from moesched.units import parse_bytes
 
-T = TypeVar("T")
 INTERCONNECT = "interconnect"
 """What carries all-reduces: the name of a lane and of a resource."""
-
-ABSURD = 1e30  # stands for infinity, which TOML can write and msgspec cannot name as a limit
-Positive = Annotated[float, Meta(gt=0, lt=ABSURD)]
-NotNegative = Annotated[float, Meta(ge=0, lt=ABSURD)]
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +154,10 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost.
 
-    `measured_on` says on what processor that was measured; empty where it was not.
+    Attributes:
+        measured_on: on what processor that was measured; empty where it was not.
+        network: what joins it to other nodes like it.
+        price_usd: of the whole machine.
     """
 
     name: str
@@ -164,6 +170,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     accelerator_group: AcceleratorGroup = AcceleratorGroup()
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
+    network: Network | None = None
+    price_usd: Positive | None = None
 
     @property
     def accelerator(self) -> Processor:
@@ -209,10 +217,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def machine_names() -> list[str]:
     """The names of the profiles that ship."""
-    folder = resources.files("moesched.machines")
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
+    return profile_names("moesched.machines")
 
 
 def load_machine(name_or_file: str) -> Machine:
@@ -221,19 +226,7 @@ def load_machine(name_or_file: str) -> Machine:
     Raises:
         BadInput: neither exists, or the file is no machine.
     """
-    path = Path(name_or_file)
-    if name_or_file in machine_names():
-        text = (resources.files("moesched.machines") / f"{name_or_file}.toml").read_bytes()
-    elif path.is_file():
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise BadInput(f"cannot read machine {path}: {error.strerror}: check its permissions") from error
-    else:
-        raise BadInput(
-            f"no machine {name_or_file!r}: name a TOML file or one of {', '.join(machine_names())}"
-        )
-    return parse_machine(text, name_or_file)
+    return parse_machine(profile_text("moesched.machines", "machine", name_or_file), name_or_file)
 
 
 def parse_machine(text: bytes, where: str) -> Machine:
@@ -243,28 +236,15 @@ def parse_machine(text: bytes, where: str) -> Machine:
         BadInput: the text is no TOML, lacks a figure or has one that cannot be, or names a processor or a memory
             that is not there. The message names `where` and the key.
     """
-    try:
-        raw = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: not a machine: {error}") from None
+    raw = decode_profile(text, "machine", where)
     for section, kind in (("processors", Processor), ("memories", Tier)):
         entries = raw.get(section)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
-            _convert(entry, kind, f"{section}.{name}", where)
-    machine = _convert(raw, Machine, "", where)
+            convert_profile(entry, kind, f"{section}.{name}", where)
+    machine = convert_profile(raw, Machine, "", where)
     for problem in _problems(machine):
         raise BadInput(f"{where}: {problem}")
     return machine
-
-
-def _convert(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """The value at `key`; what is wrong with it is said with the whole key, which msgspec leaves out of tables."""
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        at = (key + path.rstrip("`")).lstrip(".")
-        raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
 
 
 def _problems(machine: Machine) -> Iterator[str]:

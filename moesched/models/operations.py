@@ -69,6 +69,16 @@ class Operations:
         """One token's logits over the whole vocabulary, in float32."""
         return 4 * self.config.vocabulary
 
+    @property
+    def sum_bytes(self) -> int:
+        """One token's sum of experts, in float32."""
+        return 4 * self.config.hidden
+
+    @property
+    def row_and_choices_bytes(self) -> int:
+        """What a node must know of one token to run its experts: its normed row, choices and weights, in float32."""
+        return 4 * (self.config.hidden + 2 * self.config.top_k)
+
     def embed(self, tokens: int) -> Amount:
         """Rows of the embedding."""
         moved = 2 * tokens * self.hidden_bytes
@@ -184,6 +194,16 @@ class Operations:
         """The weighted sum of the experts' outputs, and the residual."""
         moved = (self.config.top_k + 2) * tokens * self.hidden_bytes
         return Amount(2.0 * tokens * self.config.top_k * self.config.hidden, moved, (Part("combine", moved),))
+
+    def add_residual(self, tokens: int) -> Amount:
+        """The residual, where the sum of the experts' outputs is there."""
+        moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
+        return Amount(float(tokens * self.config.hidden), moved, (Part("combine", moved),))
+
+    def take_rows(self, tokens: int) -> Amount:
+        """The rows of each expert, put together."""
+        moved = 2 * self.config.top_k * tokens * self.hidden_bytes
+        return Amount(0, moved, (Part("combine", moved),))
 
     def post_attention(self, tokens: int) -> Amount:
         """Output projection, router, all experts, combine."""

@@ -14,23 +14,19 @@ LM head, so that their sum is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
-from moesched.models.operations import Amount, Operations
-from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
-
-Part = tuple[Task, Sequence[Block], Sequence[Block]]
-"""A task, and what it reads and writes."""
-WorkOf = Callable[[str, str, int, Callable[[int], Amount]], Work]
-"""The work of a kind on a resource for so many rows, the same object for the same rows."""
+from moesched.models.operations import Operations
+from moesched.parallel.split_verbs import Part, SplitVerbs, WorkOf
+from moesched.tasks import Block, Collective, Kernel, Lane, Task
 
 HIDDEN, LOGITS = "hidden", "logits"
 """What is reduced, as the tasks' operands say."""
 
 
-class RankTasks:
+class RankTasks(SplitVerbs):
     """Submits the tasks of one rank to its engine.
 
     Args:
@@ -46,42 +42,16 @@ class RankTasks:
         work_of: WorkOf,
         micro_batches: int,
     ) -> None:
-        self._engine = engine
-        self._engine.submit_frames += 1  # `submit` below lies between the verb and the engine
-        self._lane = interconnect
-        self._operations = operations
-        self._work_of = work_of
-        self._logits = [Block(f"logits mb{index}") for index in range(micro_batches)]
-        self._split = {
+        split = {
             "post_attention": self._post_attention,
             "route": self._route,
             "combine": self._combine,
             "sample": self._sample,
         }
-
-    def submit(
-        self,
-        task: Task,
-        reads: Sequence[Block] = (),
-        writes: Sequence[Block] = (),
-        after: Sequence[Task] = (),
-        transfer_class: int = 0,
-    ) -> Task:
-        """Submit a verb's task, or the tasks that the verb is here; returns the last one as the verb's handle."""
-        split = self._split.get(task.verb)
-        if split is None:
-            return self._engine.submit(task, reads, writes, after, transfer_class)
-        first = None
-        for part, needed, left in split(task, reads, writes):
-            if isinstance(part, Collective):
-                assert first is not None, "a verb begins with a kernel"
-                self._engine.collective(part, needed, left)
-                part.code, part.instruction = first.code, first.instruction
-            else:
-                self._engine.submit(part, needed, left)
-                first = first or part
-            last = part
-        return last
+        super().__init__(engine, work_of, split)
+        self._lane = interconnect
+        self._operations = operations
+        self._logits = [Block(f"logits mb{index}") for index in range(micro_batches)]
 
     def _post_attention(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[Part]:
         yield self._output_projection(task), reads, writes
@@ -112,9 +82,6 @@ class RankTasks:
         verb = "output_projection"
         return self._kernel(verb, task, self._work(verb, task, self._operations.output_projection))
 
-    def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
-        return Kernel(task.lane, work, verb, task.layer, task.micro_batch, -1, task.operands, task.step)
-
     def _all_reduce(self, task: Task, what: str) -> Collective:
         rows = task.work.tokens
         nbytes = rows * (self._operations.hidden_bytes if what == HIDDEN else self._operations.logits_bytes)
@@ -132,6 +99,3 @@ class RankTasks:
             task.step,
             signature=f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
         )
-
-    def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
-        return self._work_of(kind, task.work.resource, task.work.tokens, amount)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from importlib import resources
-from pathlib import Path
 
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.profiles import profile_names, profile_text
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,10 +98,7 @@ def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
 
 def workload_names() -> list[str]:
     """The names of the profiles that ship."""
-    folder = resources.files("moesched.workloads")
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
+    return profile_names("moesched.workloads")
 
 
 def load_workload(name_or_file: str) -> Workload:
@@ -111,18 +107,7 @@ def load_workload(name_or_file: str) -> Workload:
     Raises:
         BadInput: neither exists, or the file is no workload.
     """
-    path = Path(name_or_file)
-    if name_or_file in workload_names():
-        return _parse(
-            (resources.files("moesched.workloads") / f"{name_or_file}.toml").read_bytes(), name_or_file
-        )
-    try:
-        return _parse(path.read_bytes(), name_or_file)
-    except FileNotFoundError:
-        known = ", ".join(workload_names())
-        raise BadInput(f"no workload {name_or_file!r}: name a TOML file or one of {known}") from None
-    except OSError as error:
-        raise BadInput(f"cannot read workload {path}: {error.strerror}: name a TOML file") from error
+    return _parse(profile_text("moesched.workloads", "workload", name_or_file), name_or_file)
 
 
 def _parse(text: bytes, where: str) -> Workload:

@@ -1,0 +1,46 @@
+"""Busy full loading: every expert works in every layer (P-L_B of the Apple silicon cluster paper, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .node_experts import attend, embed_all, mirrored_halves, plan_nodes, run_own, spread
+
+
+class EpBusyFull:
+    """A node runs all experts that it holds, so that no weights lie idle. What was not chosen counts for nothing.
+
+    Settings:
+        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
+            does all that, and exchanges twice.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, decentralised: bool = True) -> None:
+        self.decentralised = decentralised
+
+    def plan(self, plan: Plan) -> None:
+        self.placement = mirrored_halves(plan.layout.config.experts, plan.nodes)
+        plan_nodes(plan, self.placement, decentralised=self.decentralised)
+
+    async def prefill(self, step: Step) -> None:
+        embed_all(step)
+        for i in step.layers:
+            for j in step.micro_batches:
+                attend(step, i, j)
+                self._run_experts(step, i, j, await step.route(i, j))
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    decode = prefill
+
+    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+        own = run_own(step, i, j, spread(routed, self.placement))
+        for expert in self.placement[step.node]:
+            if expert not in own:
+                step.touch_expert(i, expert, j)
