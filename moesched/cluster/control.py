@@ -96,6 +96,7 @@ class Control:
         """Hang up. What was said last is delivered to whoever takes it at once."""
         self._door.close()
         self._socket.disable_monitor()
+        self._ends.close()
         self._socket.close()
         self._context.term()
 
@@ -118,9 +119,7 @@ class Control:
                 return int(self._socket.bind_to_random_port(f"tcp://{address}"))
             self._socket.bind(f"tcp://{address}:{port}")
         except zmq.ZMQError as error:
-            self._door.close()
-            self._socket.close()
-            self._context.term()
+            self.close()
             raise BadInput(cannot_listen(address, port, error)) from None
         return port
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter_ns
 
 import msgspec
@@ -18,7 +19,7 @@ from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.control import Control, Heard, Peer
 from moesched.cluster.handshake import Expected, refusal
-from moesched.cluster.members import GRACE_SECONDS, Process
+from moesched.cluster.members import GRACE_SECONDS, ByOthers, Process
 from moesched.cluster.messages import (
     Begin,
     Done,
@@ -49,6 +50,8 @@ GLANCE_SECONDS = 0.02
 """How often the launcher looks after the processes."""
 PING_SECONDS = 0.1
 JOIN_SECONDS = 120.0
+LAST_WORDS_SECONDS = 0.1
+"""How long a process may take to end, once its connection has, so that its code and words are known."""
 PARTING_SECONDS = 1.0
 """What nodes have to send what they have when an epoch ends before its time."""
 
@@ -181,7 +184,8 @@ class Launch:
             try:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                _log.warning("killed, as it did not end by itself", node=str(node.host))
+                if node.process.poll() is None and not isinstance(node.process, ByOthers):
+                    _log.warning("killed, as it did not end by itself", node=str(node.host))
                 node.process.kill()
 
     # -- orders ------------------------------------------------------------------------------------
@@ -313,9 +317,8 @@ class Launch:
                 if node.peer == peer:
                     self._lose(node, "its connection ended")
         for node in self._nodes:
-            code = node.process.poll() if node.lost is None else None
-            if code is not None:
-                self._ended(node, code)
+            if node.lost is None and node.process.poll() is not None:
+                self._lose(node, "its process ended")
             elif node.peer is not None and now - node.heard > self._cluster.lost_after:
                 self._lose(node, f"silent for {self._cluster.lost_after:g} s")
 
@@ -408,18 +411,19 @@ class Launch:
             _log.warning("a node is back", node=str(node.host))
             raise _Back
 
-    def _ended(self, node: Node, code: int) -> None:
-        words = " ".join(node.process.last_words().split())
-        if not self._members:
-            raise BadInput(f"{node.host}: {words.removeprefix('moesched: ') or f'ended with code {code}'}")
-        self._lose(node, f"its process ended with code {code}")
-
     def _lose(self, node: Node, why: str) -> None:
+        """A node is gone: note why, as far as can be known."""
         node.lost, node.peer = why, None
         if self._over:
             return
+        with suppress(subprocess.TimeoutExpired):
+            code = node.process.wait(LAST_WORDS_SECONDS)
+            *_, words = ("", *node.process.last_words().split("\n"))
+            node.lost = f"its process ended with code {code}" + (f", saying {words!r}" if words else "")
+            if code == 2 and words and not self._members:
+                raise BadInput(f"{node.host}: {words.removeprefix('moesched: ')}")
         if not self._members:
-            raise BadInput(f"{node.host}: {why} before the run began: start it again")
+            raise TransportError(f"{node.host} was lost before the run began: {node.lost}")
         if node in self._members:
             raise _Lost(node)
 

@@ -123,7 +123,7 @@ class Link:
                 self._bell.send(b"")
             self._thread.join()
         self._socket.disable_monitor()
-        for each in (self._bell, self._heard_bell, self._socket):
+        for each in (self._bell, self._heard_bell, self._failures, self._socket):
             each.close()
         self._context.term()
 

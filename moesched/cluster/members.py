@@ -30,7 +30,7 @@ class Process(Protocol):
         """Wait for its end; raises subprocess.TimeoutExpired where it does not come."""
 
     def last_words(self) -> str:
-        """What it said to standard error, where that was kept."""
+        """What it said to standard error, where that was kept, without blanks around it."""
 
 
 Start = Callable[[Host, Sequence[str]], Process]
@@ -70,7 +70,7 @@ class LocalProcess:
 
     def last_words(self) -> str:
         """Its standard error."""
-        return "" if self._errors is None else self._errors.read_text(errors="replace")
+        return "" if self._errors is None else self._errors.read_text(errors="replace").strip()
 
 
 def start_here(folder: Path) -> Start:
@@ -117,8 +117,8 @@ class ByOthers:
         """It ends when the launcher is silent."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """There is nothing to wait for."""
-        return 0
+        """It ends by itself, and nobody sees it."""
+        raise subprocess.TimeoutExpired("a node that others started", timeout or 0)
 
     def last_words(self) -> str:
         """Nobody heard them."""

@@ -42,7 +42,7 @@ from moesched.cluster.messages import (
     Welcome,
 )
 from moesched.cluster.metered import Metered
-from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed, TransportError
+from moesched.errors import BadInput, MoeschedError, TransportError
 from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -148,11 +148,14 @@ class _Node:
         except BadInput as error:
             self._fail("input", error)
             raise
-        except (PolicyError, TaskFailed) as error:
-            self._fail("other", error)
-            raise
         except TransportError as error:
             self._fail("stopped" if self._is_stopped else "lost", error)
+        except MoeschedError as error:
+            self._fail("other", error)
+            raise
+        except Exception as error:
+            self._fail("other", MoeschedError(f"{type(error).__name__}: {error}"))
+            raise
 
     def _prepare(self, job: NodeJob, order: Order) -> None:
         sizes, placement = job.prepare(self._ask(order, order.sizes))
@@ -263,7 +266,7 @@ class _Node:
         if order is None or transport is None or self._is_stopped:
             raise TransportError("the launcher let go of this epoch")
         now, waited = perf_counter(), transport.waited
-        self._digest.update(msgspec.json.encode(fresh, order="sorted"))
+        self._digest.update(msgspec.msgpack.encode(list(fresh.items())))
         self._link.say(
             Tokens(
                 epoch=order.epoch,

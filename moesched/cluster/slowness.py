@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 SLOW_FACTOR = 2.0
-STEPS_IN_A_ROW = 3
-SHORTEST_SECONDS = 0.002
+STEPS_IN_A_ROW = 5
+SHORTEST_SECONDS = 0.02
 """Steps that compute for less are not compared: the system's own hiccups would count."""
 
 
