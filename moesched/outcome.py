@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
@@ -102,6 +103,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         emulation: how the machine was emulated; None where it was there, or was only predicted.
         tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
             and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
+        nodes: how many machines shared the model's experts. Lanes and tasks are those of the first; of each memory the
+            fullest node's peak counts.
         scores: of each request's best beam; None without beam search.
         first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
             where there was none. `prefill_seconds` is when all of them had theirs.
@@ -133,6 +136,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
     emulation: Emulation | None = None
     tensor_parallel: int = 1
+    nodes: int = 1
     process_bytes: int | None = None
 
 
@@ -146,8 +150,9 @@ def make_report(
     interrupted: bool = False,
     failure: str | None = None,
     emulation: Emulation | None = None,
+    peers: Sequence[Plan] = (),
 ) -> Report:
-    """The report of a run of `plan` that came out as `outcome`."""
+    """The report of a run of `plan` that came out as `outcome`, beside that of the other ranks' or nodes' plans."""
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
@@ -168,8 +173,12 @@ def make_report(
         decode_tokens_per_second=_rate(decoded, last - first),
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
-        peak_bytes={memory.name: plan.in_all(memory, memory.peak) for memory in plan.memories.values()},
+        peak_bytes={
+            memory.name: plan.in_all(memory, max(each.memories[memory.name].peak for each in (plan, *peers)))
+            for memory in plan.memories.values()
+        },
         tensor_parallel=plan.ranks,
+        nodes=plan.nodes,
         process_bytes=plan.process_bytes if plan.machine.unified or emulation else None,
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
@@ -193,7 +202,7 @@ def _plan_report(plan: Plan) -> PlanReport:
         micro_batch_size=max(len(requests) for requests in plan.batch.micro_batches),
         new_tokens=plan.batch.new_tokens,
         kept_pages=kept,
-        streamed_pages=len(plan.layout.pages) - kept,
+        streamed_pages=len(plan.pages) - kept,
         kv_on_gpu=plan.kv_on_gpu,
         discipline=plan.discipline,
         beams=plan.batch.beams,

@@ -292,19 +292,21 @@ class Plan:
         self._start_anew()
 
     def place_experts(self, placement: Sequence[Collection[int]]) -> None:
-        """Say which experts each node holds, in all layers. Say it before all else but `centralise`.
+        """Say which experts each node holds, in all layers; after `centralise`, if that is said.
 
         This node's stay in its accelerator's memory, with the pages that every token needs where it attends.
 
         Raises:
-            PolicyError: the placement is that of other nodes or experts, or nobody holds an expert; something was
-                placed already.
+            PolicyError: the placement is that of other nodes or experts, or nobody holds an expert; experts were placed
+                already.
             OverBudget: they do not fit.
         """
-        self._require_untouched("place_experts")
+        if self.placement:
+            raise PolicyError("place_experts: experts were placed already: place them once")
         require_placement(placement, self.nodes, self.layout.config.experts)
         self.placement = tuple(map(frozenset, placement))
-        self._start_anew()
+        if self.nodes > 1:
+            self._reserve_home()
         fast = self.memory("accelerator")
         nbytes = sum(map(self.slot_bytes, self.pages))
         if nbytes > fast.free_bytes:
@@ -474,8 +476,8 @@ class Plan:
     def _reserve_what_all_need(self) -> dict[str, int]:
         """Reserve what no policy can do without; returns the bytes by memory."""
         layout = self.layout
-        if self.weights_on_host:
-            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, self.pages)))
+        if self.nodes == 1:
+            self._reserve_home()
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes * self.attends)
             rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
@@ -486,6 +488,11 @@ class Plan:
                 self._workspace += mask_bytes(max(self._rows), max(self.batch.prompts))
             fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
         return self._used()
+
+    def _reserve_home(self) -> None:
+        """Room for all weights that this node uses, where they come from the memory that the host computes from."""
+        if self.weights_on_host:
+            self.memory("host").reserve("all weights", sum(map(self.slot_bytes, self.pages)))
 
     @property
     def _decode_rows(self) -> list[int]:

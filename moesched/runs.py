@@ -115,6 +115,7 @@ def simulate(
     replay: bool = False,
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
+    peers: Sequence[Rank] = (),
 ) -> Report:
     """Run a plan on the virtual clock.
 
@@ -125,6 +126,8 @@ def simulate(
         sharing: whether tasks that run at once slow each other down; by default where lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.
+        peers: the other nodes, where several work on one model; plan and policy are those of the first. What is told
+            and reported is what the first one did, but for the trace and the memories, of which the fullest counts.
 
     Raises:
         NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
@@ -141,29 +144,38 @@ def simulate(
         routing = routing or SeededRouting(config.experts, config.top_k)
         previews = Previews(routing, config.experts, preview_accuracy)
         decisions = decide(plan, routing, previews)
-        outcome = _simulate(plan, policy, cost, decisions, sharing, observers, recorder)
-    return make_report(plan, policy, outcome, time.perf_counter() - started, measured=False)
+        ranks = [Rank(plan, policy), *peers]
+        outcome = _simulate(ranks, cost, decisions, sharing, observers, recorder)
+    return make_report(
+        plan, policy, outcome, time.perf_counter() - started, measured=False, peers=_plans(peers)
+    )
+
+
+def _plans(ranks: Sequence[Rank]) -> list[Plan]:
+    return [rank.plan for rank in ranks]
 
 
 def _simulate(
-    plan: Plan,
-    policy: Policy,
+    ranks: Sequence[Rank],
     cost: CostModel,
     decisions: Callable[[Task], Any],
     sharing: bool,
     observers: Sequence[Observer],
     recorder: Recorder | LastSteps | None,
 ) -> Outcome:
-    lanes = make_lanes(plan)
-    engine = new_engine(lanes.values())
-    observers = _with_recorder(observers, recorder, engine, plan)
+    lanes = [make_lanes(rank.plan) for rank in ranks]
+    engines = [new_engine(own.values()) for own in lanes]
+    observers = _with_recorder(observers, recorder, engines, ranks)
     perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decisions}
-    driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
-    with closing(Schedule(plan, engine, lanes)) as schedule:
-        generation = Generation(schedule, policy)
-        with watching(schedule):
-            driver.run(generation.run())
-    return _outcome(generation, engine)
+    driver = VirtualDriver(engines, cost, sharing=sharing, perform=perform, observers=observers)
+    with ExitStack() as opened:
+        generations = []
+        for rank, engine, own in zip(ranks, engines, lanes, strict=True):
+            schedule = opened.enter_context(closing(Schedule(rank.plan, engine, own)))
+            opened.enter_context(watching(schedule))
+            generations.append(Generation(schedule, rank.policy))
+        driver.run(*(generation.run() for generation in generations))
+    return _outcome(generations[0], engines[0])
 
 
 def _replay(
@@ -175,7 +187,7 @@ def _replay(
 ) -> Outcome:
     lanes = make_lanes(plan)
     engine = CapturingEngine(lanes.values())
-    observers = _with_recorder(observers, recorder, engine, plan)
+    observers = _with_recorder(observers, recorder, [engine], [Rank(plan, policy)])
     with closing(Schedule(plan, engine, lanes)) as schedule:
         timeline = replay_run(schedule, policy, cost)
     if engine.awaits is not None:
@@ -249,12 +261,7 @@ def run(
     ranks = [Rank(plan, policy, device), *peers]
     lanes = [make_lanes(each.plan, each.device.kinds) for each in ranks]
     engines = [new_shared_engine(own.values()) for own in lanes]
-    if peers:
-        observers = [OfLanes(observer, lanes[0].values()) for observer in observers]
-    if recorder is not None:
-        for engine, each in zip(engines, ranks, strict=True):
-            recorder.watch(engine, each.plan.memories)
-        observers = [*observers, recorder]
+    observers = _with_recorder(observers, recorder, engines, ranks)
     schedules = [
         Schedule(each.plan, engine, own) for each, engine, own in zip(ranks, engines, lanes, strict=True)
     ]
@@ -310,15 +317,23 @@ def run(
         interrupted=interrupted,
         failure=failure,
         emulation=None if emulation is None else emulation(),
+        peers=_plans(peers),
     )
 
 
 def _with_recorder(
-    observers: Sequence[Observer], recorder: Recorder | LastSteps | None, engine: Engine, plan: Plan
+    observers: Sequence[Observer],
+    recorder: Recorder | LastSteps | None,
+    engines: Sequence[Engine],
+    ranks: Sequence[Rank],
 ) -> Sequence[Observer]:
+    """Observers of the first rank, and the recorder of all."""
+    if len(ranks) > 1:
+        observers = [OfLanes(observer, engines[0].lanes) for observer in observers]
     if recorder is None:
         return observers
-    recorder.watch(engine, plan.memories)
+    for engine, rank in zip(engines, ranks, strict=True):
+        recorder.watch(engine, rank.plan.memories)
     return [*observers, recorder]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moesched.parallel.placement import assign, mirrored
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import attend, embed_all, mirrored_halves, plan_nodes, run_own, spread
+from .node_experts import attend, embed_all, plan_dense, run_own
 
 
 class EpNaive:
@@ -23,8 +24,9 @@ class EpNaive:
         self.decentralised = decentralised
 
     def plan(self, plan: Plan) -> None:
-        self.placement = mirrored_halves(plan.layout.config.experts, plan.nodes)
-        plan_nodes(plan, self.placement, decentralised=self.decentralised)
+        self.placement = mirrored(plan.layout.config.experts, plan.nodes)
+        plan_dense(plan, decentralised=self.decentralised)
+        plan.place_experts(self.placement)
 
     async def prefill(self, step: Step) -> None:
         embed_all(step)
@@ -39,4 +41,4 @@ class EpNaive:
     decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        run_own(step, i, j, spread(routed, self.placement))
+        run_own(step, i, j, assign(routed, self.placement))

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from moesched.parallel.placement import assign, mirrored
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import LeastRecent, attend, embed_all, mirrored_halves, plan_nodes, run_own, spread
+from .node_experts import LeastRecent, attend, embed_all, plan_dense, run_own
 
 
 class EpRouterAided:
@@ -29,8 +30,9 @@ class EpRouterAided:
         self.decentralised = decentralised
 
     def plan(self, plan: Plan) -> None:
-        self.placement = mirrored_halves(plan.layout.config.experts, plan.nodes)
-        plan_nodes(plan, self.placement, decentralised=self.decentralised)
+        self.placement = mirrored(plan.layout.config.experts, plan.nodes)
+        plan_dense(plan, decentralised=self.decentralised)
+        plan.place_experts(self.placement)
         self.recent = LeastRecent(self.placement[plan.node])
 
     async def prefill(self, step: Step) -> None:
@@ -46,7 +48,7 @@ class EpRouterAided:
     decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        owners = spread(routed, self.placement)
+        owners = assign(routed, self.placement)
         own = run_own(step, i, j, owners)
         quota = max(Counter(owners.values()).values())
         spare = self.recent.first(quota - len(own), without=own)

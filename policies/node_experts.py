@@ -1,4 +1,4 @@
-"""What the policies for several nodes share: the paper's placement, and which experts were used longest ago."""
+"""What the policies for several nodes share: a plan, a node's share of a layer, which experts were used longest ago."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from moesched.plan import Plan
 from moesched.step import Step
 
-HALVES = 2
 
-
-def mirrored_halves(experts: int, nodes: int) -> tuple[range, ...]:
-    """The authors' placement: the nodes hold the first and the second half of the experts in turn.
-
-    Where one node is too few to hold a half, which is where there is one only, it holds all.
-    """
-    if nodes < HALVES:
-        return (range(experts),)
-    middle = -(-experts // HALVES)
-    halves = range(middle), range(middle, experts)
-    return tuple(halves[node % HALVES] for node in range(nodes))
-
-
-def plan_nodes(plan: Plan, placement: Sequence[Collection[int]], *, decentralised: bool) -> None:
-    """Place the experts, and everything else beside them."""
+def plan_dense(plan: Plan, *, decentralised: bool) -> None:
+    """Say where all is that experts are beside."""
     if not decentralised:
         plan.centralise()
-    plan.place_experts(placement)
     plan.limit_in_flight(2)
     plan.place_kv("accelerator")
+
+
+def experts_that_fit(plan: Plan) -> int:
+    """How many experts of every layer a node has room for, beside all else."""
+    dense, expert = plan.layout.dense, plan.layout.expert
+    beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
+    each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
+    return max(0, plan.free("accelerator") - beside) // each
 
 
 def embed_all(step: Step) -> None:
@@ -43,17 +36,6 @@ def attend(step: Step, i: int, j: int) -> None:
     if step.attends:
         step.pre_attention(i, j)
         step.attention(i, j)
-
-
-def spread(routed: Iterable[int], placement: Sequence[Collection[int]]) -> dict[int, int]:
-    """Each routed expert to one of the nodes that hold it: to that with the fewest so far, the first one of several."""
-    counts = [0] * len(placement)
-    owners = {}
-    for expert in routed:
-        holders = [node for node, held in enumerate(placement) if expert in held]
-        owners[expert] = node = min(holders, key=counts.__getitem__)
-        counts[node] += 1
-    return owners
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:

@@ -133,6 +133,17 @@ Transport = Annotated[
         help="What carries the nodes' exchanges: a name of `moesched list transports`. By default zeromq.",
     ),
 ]
+Nodes = Annotated[
+    int | None,
+    Parameter(metavar="N", help="How many of these machines share the model's experts."),
+]
+Network = Annotated[
+    str | None,
+    Parameter(
+        metavar="NAME|FILE",
+        help="What joins the nodes: a name of `moesched list networks`, or a TOML file. By default the machine's own.",
+    ),
+]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Parameter(help="What to compute in. By default what the model is stored in."),

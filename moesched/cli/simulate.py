@@ -30,7 +30,9 @@ EPILOGUE = """Examples:
       --policy layer_streaming --workload uniform --batch-size 16 \\
       --budget host=640MB --trace out/predicted.json
   moesched simulate --model mixtral-8x7b --machine t4 --policy expert_streaming \\
-      --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5"""
+      --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5
+  moesched simulate --model dbrx --machine m2-ultra --nodes 4 --network 10gbe \\
+      --policy ep_router_aided --workload uniform --batch-size 1"""
 
 
 def add_to(app: App) -> None:
@@ -82,6 +84,8 @@ def simulate(
     prefill_chunk: options.PrefillChunk = None,
     budget: options.Budgets = (),
     tensor_parallel: options.TensorParallel = None,
+    nodes: options.Nodes = None,
+    network: options.Network = None,
     trace: options.Trace = None,
     report: options.ReportFile = None,
     json: options.Json = False,
@@ -120,6 +124,8 @@ def simulate(
                 prefill_chunk=prefill_chunk,
                 budgets=options.parse_budgets(budget),
                 tensor_parallel=tensor_parallel,
+                nodes=nodes,
+                network=network,
                 trace=trace,
                 listener=SimulationBar(bar),
             )

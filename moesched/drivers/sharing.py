@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import ceil, inf, prod
 
 from moesched.seams import Demand, at_once
@@ -104,6 +105,12 @@ class Shared:
         self._ends[lane] = self.now + work.nanoseconds / self._rated.rates[lane]
         self._change(lane, kind)
 
+    def next_end(self) -> float:
+        """When the next task will end if nothing starts meanwhile; infinity when nothing runs."""
+        if self._mix is not self._rated:
+            self._rate()
+        return min(self._ends)
+
     def end_next(self) -> int:
         """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
         if self._mix is not self._rated:
@@ -163,3 +170,38 @@ class Shared:
                 return kind
         self._demands.append(demand)
         return len(self._demands) - 1
+
+
+class SharedApart:
+    """Several machines on one clock, each with resources of its own: what runs on one slows nothing on another.
+
+    Used like a `Shared`. Lanes are numbered through, machine after machine.
+
+    Args:
+        lanes: how many each machine has.
+    """
+
+    def __init__(self, lanes: Sequence[int]) -> None:
+        self.now = 0
+        self._machines = [Shared(count) for count in lanes]
+        self._places = [
+            (machine, lane)
+            for machine, count in zip(self._machines, lanes, strict=True)
+            for lane in range(count)
+        ]
+        self._firsts = dict(zip(self._machines, accumulate(lanes, initial=0), strict=False))
+
+    def start(self, lane: int, work: Work) -> None:
+        """A lane takes up a work, whose time alone is known."""
+        machine, own = self._places[lane]
+        machine.now = self.now
+        machine.start(own, work)
+
+    def end_next(self) -> int:
+        """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        soonest = min(self._machines, key=Shared.next_end)
+        lane = soonest.end_next()
+        if lane == IDLE:
+            return IDLE
+        self.now = max(self.now, soonest.now)
+        return self._firsts[soonest] + lane

@@ -16,7 +16,7 @@ from moesched.drivers.observers import told_of_ends
 from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
-from moesched.drivers.sharing import IDLE, Shared
+from moesched.drivers.sharing import IDLE, Shared, SharedApart
 from moesched.engine import Engine
 from moesched.errors import PolicyError
 from moesched.seams import CostModel, Observer
@@ -31,7 +31,7 @@ class VirtualDriver:
     Args:
         engines: one for each rank.
         cost: turns a task's work into time and shares of resources.
-        sharing: whether tasks that run at once slow each other down.
+        sharing: whether tasks that run at once slow each other down; those of one engine, as each has a machine.
         perform: what gives tasks of a type their value when they end; it may raise, which fails the task.
         observers: told of each task that ran, when it ends.
 
@@ -57,7 +57,8 @@ class VirtualDriver:
         self._advance = self._advance_shared if sharing else self._advance_alone
         self._events: list[tuple[int, int, Task]] = []
         self._lanes = [lane for engine in self._engines for lane in engine.lanes]
-        self._shared = Shared(len(self._lanes))
+        counts = [len(engine.lanes) for engine in self._engines]
+        self._shared = Shared(counts[0]) if len(counts) == 1 else SharedApart(counts)
         self._started: list[Task] = []
         self._awaited: list[Task] = []
         self._owners: list[Engine] = []

@@ -26,6 +26,7 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
+from moesched.networks import Network, load_network, network_names
 from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Devices, Rank, open_devices
 from moesched.plan import Batch, Plan
@@ -151,6 +152,8 @@ def simulate_model(
     prefill_chunk: int | None = None,
     budgets: Mapping[str, int | str] | None = None,
     tensor_parallel: int | None = None,
+    nodes: int | None = None,
+    network: Network | str | None = None,
     trace: Path | str | None = None,
     listener: Listener | None = None,
 ) -> JobReport:
@@ -170,6 +173,8 @@ def simulate_model(
             `moesched.routing.sources`); by default any expert is as likely as any other.
         routing_settings: the generator's own, such as its locality.
         preview_accuracy: how likely a preview of the router (`Step.preview_route`) foretells an expert.
+        nodes: how many of the machine share the model's experts; by default it is alone.
+        network: what joins them: a name, a TOML file, or a Network; by default the machine's own.
 
     The other arguments and the errors are those of `run_model`.
     """
@@ -192,9 +197,10 @@ def simulate_model(
         settings,
         config,
         dtype,
-        find_machine(machine),
+        _joined(find_machine(machine), nodes, network),
         budgets,
         tensor_parallel=tensor_parallel,
+        nodes=nodes or 1,
         beams=beams,
         prefill_chunk=prefill_chunk,
         preview_accuracy=preview_accuracy,
@@ -222,6 +228,7 @@ class _Job:
         beams: int = 1,
         prefill_chunk: int | None = None,
         preview_accuracy: float = PREVIEW_ACCURACY,
+        nodes: int = 1,
     ) -> None:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise BadInput(f"--prefill-chunk is {prefill_chunk}: give 1 token or more")
@@ -229,6 +236,7 @@ class _Job:
         self.prefill_chunk = prefill_chunk
         self.beams = beams
         self.preview_accuracy = preview_accuracy
+        self.nodes = nodes
         cls = find_policy(policy)
         self.make = partial(cls, **check_settings(cls, f"policy {policy}", settings or {}))
         cut, self.machine, self.budgets = cut_over_ranks(config, machine, budgets, tensor_parallel, cls)
@@ -259,6 +267,7 @@ class _Job:
             kv_on_gpu=self.make.keywords.get(KV_SHARE),
             beams=self.beams,
             prefill_chunk=self.prefill_chunk,
+            nodes=self.nodes,
         )
         try:
             sizes = choose_sizes(
@@ -272,15 +281,18 @@ class _Job:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
 
-    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int]) -> tuple[Plan, Policy]:
-        """A policy made anew, and its plan.
+    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> tuple[Plan, Policy]:
+        """A policy made anew, and its plan, of one node where there are several.
 
         Raises:
             BadInput: it does not fit; of several beams the message says how many would.
         """
         policy: Policy = self.make()
         try:
-            return runs.plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes), policy
+            plan = runs.plan_run(
+                self.machine, self.layout, batch, policy, self.budgets, slot_bytes, self.nodes, node
+            )
+            return plan, policy
         except BadInput as error:
             raise (error if batch.beams == 1 else self._too_wide(error, batch, slot_bytes)) from error
 
@@ -290,7 +302,9 @@ class _Job:
         def fits(beams: int) -> bool:
             narrower = replace(batch, beams=beams, prefill_chunk=self.prefill_chunk or SMALLEST_CHUNK)
             try:
-                runs.plan_run(self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes)
+                runs.plan_run(
+                    self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes, self.nodes
+                )
             except BadInput:
                 return False
             return True
@@ -365,8 +379,9 @@ class _Job:
         self, batch: Batch, routing: Routing, listener: Listener, trace: Path | None, *, replay: bool
     ) -> JobReport:
         plan, policy = self.plan(batch, room_for)
-        if replay and plan.contended:
-            raise NotFixed  # how long a task takes depends on what runs beside it
+        if replay and (plan.contended or plan.nodes > 1):
+            raise NotFixed  # how long a task takes depends on what runs beside it, or on who runs the experts
+        peers = [Rank(*self.plan(batch, room_for, node)) for node in range(1, self.nodes)]
         listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
@@ -378,12 +393,33 @@ class _Job:
             replay=replay,
             observers=[listener, kinds],
             recorder=recorder,
+            peers=peers,
         )
         listener.ran()
         finished = job_report(report, plan, kinds, policy=self.policy, dtype=self.layout.dtype)
         if recorder is not None and trace is not None:
             write_job_trace(trace, recorder, finished, listener)
         return finished
+
+
+def _joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
+    """The machine, with what joins it to others like it.
+
+    Raises:
+        BadInput: there is no such network, nothing joins several nodes, or there is nothing to join.
+    """
+    if nodes is not None and nodes < 1:
+        raise BadInput(f"--nodes is {nodes}: give 1 or more")
+    if network is None:
+        if (nodes or 1) > 1 and machine.network is None:
+            raise BadInput(
+                f"--nodes is {nodes}, and nothing joins machine {machine.name} to others: give --network, one of "
+                + ", ".join(network_names())
+            )
+        return machine
+    if nodes is None:
+        raise BadInput("--network joins several nodes: say how many with --nodes")
+    return replace(machine, network=load_network(network) if isinstance(network, str) else network)
 
 
 def _require_some(new_tokens: int, option: str) -> None:

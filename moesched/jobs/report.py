@@ -36,9 +36,11 @@ class JobReport(Report, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The machine, how many of its accelerators where it was several, and how it was emulated where it was."""
+        """The machine, how many of it or of its accelerators where it was several, and how it was emulated."""
         count = self.tensor_parallel
         machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
+        if self.nodes > 1:
+            machine = f"{self.nodes} nodes of {self.machine}"
         if self.emulation is None:
             return machine
         prefill, decode = self.emulation.dilation.prefill, self.emulation.dilation.decode

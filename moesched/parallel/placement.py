@@ -32,6 +32,10 @@ EFFORT = 6_000_000
 """What it spends on them: loads, each counted as the subsets of so many experts."""
 
 
+ROWS_TO_READ = 64
+"""About so many rows an expert takes no longer than for one, since its weights have to be read in any case."""
+
+
 class Load(NamedTuple):
     """How many experts the busiest node runs for one token in one layer, on average under uniform routing.
 
@@ -104,6 +108,51 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
         while not found_place(expert, set()):
             capacity += 1
     return owners
+
+
+def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
+    """Which holder runs each expert, so that the busiest node has as few rows as possible; rows by expert.
+
+    An expert counts as no fewer than `ROWS_TO_READ`. Where all count alike this is `assign`; otherwise experts go to
+    the holder with the fewest rows, the largest first, and then from the busiest node on to others as long as that
+    helps. The same on every node, whatever it is: machines' own figures may differ.
+    """
+    loads = {expert: max(count, ROWS_TO_READ) for expert, count in rows.items()}
+    best = assign(loads, placement)
+    if len(set(loads.values())) == 1:
+        return best
+    owners: dict[int, int] = {}
+    busy = [0] * len(placement)
+    for expert in sorted(loads, key=lambda each: (-loads[each], each)):
+        holders = [node for node, held in enumerate(placement) if expert in held]
+        owners[expert] = node = min(holders, key=busy.__getitem__)
+        busy[node] += loads[expert]
+    while move := _better_move(owners, busy, loads, placement):
+        expert, node = move
+        busy[owners[expert]] -= loads[expert]
+        busy[node] += loads[expert]
+        owners[expert] = node
+    return min((best, owners), key=lambda each: _most_rows(each, loads))
+
+
+def _better_move(
+    owners: Mapping[int, int], busy: Sequence[int], loads: Mapping[int, int], placement: Placement
+) -> tuple[int, int] | None:
+    """An expert of the busiest node, and another holder that is less busy with it than that node was."""
+    busiest_node = max(range(len(busy)), key=busy.__getitem__)
+    for expert, owner in sorted(owners.items()):
+        if owner == busiest_node:
+            for node, held in enumerate(placement):
+                if expert in held and busy[node] + loads[expert] < busy[busiest_node]:
+                    return expert, node
+    return None
+
+
+def _most_rows(owners: Mapping[int, int], loads: Mapping[int, int]) -> int:
+    rows: Counter[int] = Counter()
+    for expert, node in owners.items():
+        rows[node] += loads[expert]
+    return max(rows.values())
 
 
 def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:

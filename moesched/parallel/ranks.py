@@ -24,11 +24,11 @@ TRANSPORT = "inproc"
 
 
 class Rank(NamedTuple):
-    """One of the ranks that run a batch together."""
+    """One of the ranks or nodes that run a batch together; on the virtual clock they have no device."""
 
     plan: Plan
     policy: Policy
-    device: Any
+    device: Any = None
 
 
 class Devices(NamedTuple):

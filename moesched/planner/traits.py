@@ -43,6 +43,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         kv_on_gpu: that share, where it is not to be searched.
         beams: sequences that each request has in decode.
         prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
+        nodes: how many of the machine share the experts.
     """
 
     make: Callable[..., Policy]
@@ -57,6 +58,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     kv_on_gpu: float | None = None
     beams: int = 1
     prefill_chunk: int | None = None
+    nodes: int = 1
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
@@ -67,16 +69,22 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
     ) -> tuple[Plan, Policy]:
-        """The policy's plan of a batch.
+        """The policy's plan of a batch; of several nodes the first one's, if those of the others fit too.
 
         kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
 
         Raises:
             BadInput: it does not fit; the message says by how many bytes, of what.
         """
-        policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
         budgets = self.budgets if budgets is None else budgets
-        return plan_run(self.machine, self.layout, batch, policy, budgets, self.slot_bytes), policy
+        found = []
+        for node in range(self.nodes):
+            policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
+            plan = plan_run(
+                self.machine, self.layout, batch, policy, budgets, self.slot_bytes, self.nodes, node
+            )
+            found.append((plan, policy))
+        return found[0]
 
     @property
     def weight_bytes(self) -> int:

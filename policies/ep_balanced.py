@@ -1,0 +1,57 @@
+"""Experts on several nodes that overlap: held by more nodes than one, and run by those that have least to do.
+
+The cluster paper's placement mirrors two halves, so that a node can only help its twin. Here nodes overlap in pairs, as
+few experts as possible being the busiest node's, and none is run for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesched.errors import BadInput
+from moesched.parallel.placement import assign_by_rows, best_placement
+from moesched.plan import Plan
+from moesched.step import Step
+
+from .node_experts import attend, embed_all, experts_that_fit, plan_dense, run_own
+
+
+class EpBalanced:
+    """The best overlapping placement for the nodes' memory, and in each layer the best assignment of what was chosen.
+
+    Settings:
+        experts: how many of each layer a node holds at most; by default as many as fit.
+        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
+            does all that, and exchanges twice.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, experts: int = -1, decentralised: bool = True) -> None:
+        if experts == 0 or experts < -1:
+            raise BadInput(f"experts is {experts}: give 1 or more, or -1 for as many as fit")
+        self.most = experts
+        self.decentralised = decentralised
+
+    def plan(self, plan: Plan) -> None:
+        plan_dense(plan, decentralised=self.decentralised)
+        config = plan.layout.config
+        room = self.most if self.most > 0 else experts_that_fit(plan)
+        held = min(config.experts, max(room, -(-config.experts // plan.nodes)))
+        self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
+        plan.place_experts(self.placement)
+
+    async def prefill(self, step: Step) -> None:
+        embed_all(step)
+        for i in step.layers:
+            for j in step.micro_batches:
+                attend(step, i, j)
+                self._run_experts(step, i, j, await step.route(i, j))
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    decode = prefill
+
+    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+        run_own(step, i, j, assign_by_rows(routed, self.placement))
