@@ -318,11 +318,11 @@ def _report(
         "scores": merged.scores,
     }
     clocks = launch.clocks
-    nodes = []
+    members = []
     for host in cluster.hosts:
         own = [report for found in reports.values() for rank, report in found if rank == host.rank]
         clock = clocks.get(host.rank)
-        nodes.append(
+        members.append(
             NodeReport(
                 rank=host.rank,
                 name=host.name,
@@ -337,7 +337,7 @@ def _report(
                 lost=launch.lost.get(host.rank),
             )
         )
-    return ClusterReport(**fields, nodes=nodes, epochs=launch.epoch + 1)
+    return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:

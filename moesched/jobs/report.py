@@ -81,11 +81,12 @@ class ClusterReport(JobReport, frozen=True, kw_only=True):
     """A report of a run on several nodes: times, lanes and memories are those of the first one that was left.
 
     Attributes:
+        members: all nodes of the cluster, in the order of their ranks; `nodes` is how many began the run.
         epochs: how many times the nodes began together, the first one counted: once more for each that was lost or
             came back.
     """
 
-    nodes: list[NodeReport]
+    members: list[NodeReport]
     epochs: int
 
 
@@ -158,7 +159,8 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
         process_bytes=max((each.process_bytes for each in reports if each.process_bytes), default=None),
         lanes={
-            name: _merge_lane([report.lanes[name] for report in reports], running) for name in first.lanes
+            name: _merge_lane([report.lanes[name] for report in reports if name in report.lanes], running)
+            for name in first.lanes
         },
         tasks=sum(report.tasks for report in reports),
         wall_seconds=sum(report.wall_seconds for report in reports),
