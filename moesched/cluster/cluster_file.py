@@ -183,10 +183,13 @@ def _problems(cluster: Cluster) -> Iterator[str]:
         yield "hosts: there are none: describe each node in a [[hosts]]"
     yield from _key_problem("launcher.key", cluster.launcher.key)
     yield from _rank_problems(cluster.hosts)
+    keys: dict[str, str] = {}
     ports: dict[tuple[str, int], str] = {(cluster.launcher.address, cluster.launcher.port): "the launcher"}
     for number, host in enumerate(cluster.hosts):
         key = f"hosts[{number}]"
         yield from _key_problem(f"{key}.key", host.key)
+        if keys.setdefault(host.key, str(host)) != str(host):
+            yield f"{key}.key: it is that of {keys[host.key]} too: make one for each with `moesched keygen`"
         other = ports.setdefault((host.address, host.port), str(host)) if host.port else str(host)
         if other != str(host):
             yield f"{key}.port: {host.port} is that of {other}, at the same address: give it another one"

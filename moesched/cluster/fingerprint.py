@@ -21,5 +21,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     )
     files = sorted({stored.file for stored in checkpoint.tensors.values()})
     sizes = [(file.name, file.stat().st_size) for file in files]
-    content = (msgspec.to_builtins(checkpoint.config), tensors, sizes)
+    config = msgspec.structs.replace(checkpoint.config, name="")  # which is the folder's
+    content = (msgspec.to_builtins(config), tensors, sizes)
     return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()

@@ -42,7 +42,7 @@ from moesched.cluster.messages import (
 )
 from moesched.cluster.slowness import SlowNodes
 from moesched.cluster.token_log import Remainder, TokenLog
-from moesched.errors import BadInput, NodeLost, TransportError
+from moesched.errors import BadInput, MoeschedError, NodeLost, TransportError
 
 _log = structlog.get_logger(__name__)
 
@@ -50,6 +50,7 @@ GLANCE_SECONDS = 0.02
 """How often the launcher looks after the processes."""
 PING_SECONDS = 0.1
 JOIN_SECONDS = 120.0
+LOADING_SECONDS = 60.0
 LAST_WORDS_SECONDS = 0.1
 """How long a process may take to end, once its connection has, so that its code and words are known."""
 PARTING_SECONDS = 1.0
@@ -140,7 +141,9 @@ class Launch:
         self._events = events
         self._members: list[Node] = []
         self._order = -1
-        self._placement: list[list[int]] = []
+        self._begun = False
+        self._held: dict[int, frozenset[int]] = {}
+        """The experts of each node by rank, as they were placed last."""
         self._slow = SlowNodes([])
         self._pings = 0
         self._next_ping = 0.0
@@ -209,6 +212,7 @@ class Launch:
 
     def _prepare(self, remainder: Remainder) -> None:
         members = self._members
+        self._begun = False
         order = Order(
             epoch=self.epoch,
             order=self._order,
@@ -224,8 +228,7 @@ class Launch:
             self._say(node, order)
         self._wait_for(lambda: all(node.prepared for node in members))
         plans = [node.prepared for node in members if node.prepared is not None]
-        self._placement = plans[0].placement
-        self._require_one_placement(plans)
+        self._note_placement(plans)
         begin = Begin(
             epoch=self.epoch,
             order=self._order,
@@ -236,20 +239,21 @@ class Launch:
             sizes=smallest([plan.sizes for plan in plans]),
         )
         self._slow = SlowNodes([node.host.rank for node in members])
+        self._begun = True
         for node in members:
             self._say(node, begin)
 
     def _go_on_without(self, gone: Node) -> None:
         """Have the others go on, or say that they cannot."""
         _log.warning("a node is lost", node=str(gone.host), why=gone.lost)
-        left = [node for node in self._members if node is not gone]
-        places = [place for place, node in enumerate(self._members) if node is not gone]
-        self._members = left
+        left = self._members = [node for node in self._members if node is not gone]
         self._stop(f"{gone.host} is lost")
-        if not left or not _covered(self._placement, places):
-            some = "no other node is there" if not left else "no other node holds its experts"
+        everywhere = frozenset().union(*self._held.values())
+        here = frozenset().union(*(self._held.get(node.host.rank, ()) for node in left))
+        if not here or here < everywhere:
             raise NodeLost(
-                f"{gone.host} is lost: {gone.lost}; {some}, {self._tokens.count} tokens were made",
+                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts, {self._tokens.count} tokens "
+                "were made",
                 gone.host.rank,
             )
         self._renew(left)
@@ -262,14 +266,17 @@ class Launch:
     def _stop(self, reason: str) -> None:
         """End the epoch, and give the members a moment to send what they have."""
         asked = [node for node in self._members if node.peer is not None and node.done is None]
+        begun, self._begun = self._begun, False
         for node in asked:
             self._say(node, Stop(epoch=self.epoch, reason=reason))
         deadline = time.monotonic() + PARTING_SECONDS
-        while time.monotonic() < deadline and any(node.done is None and node.lost is None for node in asked):
-            try:
+        while (
+            begun and time.monotonic() < deadline and any(not node.done and not node.lost for node in asked)
+        ):
+            with suppress(
+                _Lost, _Back, MoeschedError
+            ):  # one trouble at a time: what still matters shows again
                 self._look(GLANCE_SECONDS)
-            except (_Lost, _Back, TransportError, BadInput):
-                continue  # one trouble at a time: what matters of it will show again
 
     def _compare(self, ends: Sequence[Done]) -> None:
         if len({end.digest for end in ends}) > 1:
@@ -280,9 +287,12 @@ class Launch:
                 f"the nodes came to different tokens: {said}: give all of them the same build"
             )
 
-    def _require_one_placement(self, plans: Sequence[Prepared]) -> None:
+    def _note_placement(self, plans: Sequence[Prepared]) -> None:
+        placement = plans[0].placement
+        ranks = [node.host.rank for node in self._members]
+        self._held = {rank: frozenset(held) for rank, held in zip(ranks, placement, strict=True)}
         for node, plan in zip(self._members, plans, strict=True):
-            if plan.placement != self._placement:
+            if plan.placement != placement:
                 raise BadInput(
                     f"{node.host} would place the experts otherwise than {self._members[0].host}: give all nodes the "
                     "same memory in the cluster file"
@@ -319,8 +329,22 @@ class Launch:
         for node in self._nodes:
             if node.lost is None and node.process.poll() is not None:
                 self._lose(node, "its process ended")
-            elif node.peer is not None and now - node.heard > self._cluster.lost_after:
-                self._lose(node, f"silent for {self._cluster.lost_after:g} s")
+            elif node.peer is not None and now - node.heard > self._patience(node):
+                self._lose(node, f"silent for {self._patience(node):g} s")
+        self._tell_changes()
+
+    def _patience(self, node: Node) -> float:
+        """Seconds of silence after which a node counts as lost; loading libraries may silence it for a while."""
+        lost_after = self._cluster.lost_after
+        return lost_after if node.prepared else max(lost_after, LOADING_SECONDS)
+
+    def _tell_changes(self) -> None:
+        """Raises _Lost or _Back where the members are not those who are here."""
+        for node in self._members:
+            if node.lost is not None:
+                raise _Lost(node)
+        if self._members and any(node.peer is not None and node not in self._members for node in self._nodes):
+            raise _Back
 
     def _take(self, heard: Heard) -> None:
         if isinstance(heard.message, Join):
@@ -402,14 +426,13 @@ class Launch:
             if known and not self._members:
                 raise BadInput(f"{known[0].host}: {reason}")
             return
-        back = node.lost is not None
-        node.peer, node.heard, node.lost = heard.peer, time.monotonic(), None
+        if node.lost is not None:
+            _log.warning("a node is back", node=str(node.host))
+            node.process, node.prepared, node.lost = ByOthers(), None, None
+        node.peer, node.heard = heard.peer, time.monotonic()
         node.clock = ClockMeter()
         self._control.say(heard.peer, self._welcome)
         _log.info("joined", node=str(node.host), peer=heard.address)
-        if back and self._members:
-            _log.warning("a node is back", node=str(node.host))
-            raise _Back
 
     def _lose(self, node: Node, why: str) -> None:
         """A node is gone: note why, as far as can be known."""
@@ -423,9 +446,7 @@ class Launch:
             if code == 2 and words and not self._members:
                 raise BadInput(f"{node.host}: {words.removeprefix('moesched: ')}")
         if not self._members:
-            raise TransportError(f"{node.host} was lost before the run began: {node.lost}")
-        if node in self._members:
-            raise _Lost(node)
+            raise NodeLost(f"{node.host} was lost before the run began: {node.lost}", node.host.rank)
 
     def _ping(self, now: float) -> None:
         self._pings += 1
@@ -451,9 +472,3 @@ def smallest(sizes: Sequence[Sizes]) -> Sizes:
         micro_batch_size=least([each.micro_batch_size for each in sizes]),
         prefill_chunk=least([each.prefill_chunk for each in sizes]),
     )
-
-
-def _covered(placement: Sequence[Sequence[int]], places: Sequence[int]) -> bool:
-    """Whether some nodes hold every expert between them."""
-    held = {expert for place in places for expert in placement[place]} if placement else set()
-    return bool(held) and held >= {expert for experts in placement for expert in experts}

@@ -42,7 +42,7 @@ from moesched.cluster.messages import (
     Welcome,
 )
 from moesched.cluster.metered import Metered
-from moesched.errors import BadInput, MoeschedError, TransportError
+from moesched.errors import BadInput, MoeschedError, PolicyError, TransportError
 from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -145,7 +145,7 @@ class _Node:
         """Carry out a part of an order; what goes wrong is told to the launcher."""
         try:
             act()
-        except BadInput as error:
+        except (BadInput, PolicyError) as error:
             self._fail("input", error)
             raise
         except TransportError as error:
