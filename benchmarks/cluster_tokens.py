@@ -10,6 +10,7 @@ compute any are compared to the bit. The result is written to benchmarks/results
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from _results import named_for_machine, write_result
 from rich.progress import track
 
 import moesched
+from moesched.cli.logs import send_logs_to_stderr
 from moesched.jobs.cluster_jobs import run_local
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
@@ -56,6 +58,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--new-tokens", type=int, default=16)
     options = parser.parse_args()
+    os.environ.setdefault("MOESCHED_LOG", "error")
+    send_logs_to_stderr()
     server = ForkServer()
     started = time.perf_counter()
     rows = []

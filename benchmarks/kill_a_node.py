@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from cluster_tokens import DBRX, MIXTRAL, PROMPTS
 from rich.progress import track
 
 import moesched
+from moesched.cli.logs import send_logs_to_stderr
 from moesched.errors import NodeLost
 from moesched.jobs.cluster_jobs import run_local
 from moesched.listeners import Listener
@@ -63,6 +65,8 @@ def main() -> int:
     name = named_for_machine("kill_a_node")
     file = RESULTS / f"{name}.json"
     runs: list[dict[str, Any]] = json.loads(file.read_text())["cases"] if options.more else []
+    os.environ.setdefault("MOESCHED_LOG", "error")
+    send_logs_to_stderr()
     server = ForkServer()
     with TemporaryDirectory() as folder:
         expected = {}
@@ -119,7 +123,9 @@ def run_one(
         ended = "node lost"
         kept = error.report.tokens if error.report is not None else []
         right = error.rank == rank and bool(kept)
-        right = right and all(whole[: len(part)] == part for whole, part in zip(expected[model], kept, strict=True))
+        right = right and all(
+            whole[: len(part)] == part for whole, part in zip(expected[model], kept, strict=True)
+        )
     except moesched.MoeschedError as error:
         ended = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - killer.since

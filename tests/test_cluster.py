@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from _forked_nodes import ForkServer
 
 import moesched
 from clusters import LAUNCHER, cluster, host
 from commands import refused
-from _forked_nodes import ForkServer
 from moesched.cluster.cluster_file import Cluster, cluster_toml
 from moesched.cluster.control import Control
 from moesched.cluster.keys import SECRET_NAME, make_keys, write_keys

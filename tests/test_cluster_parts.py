@@ -19,7 +19,17 @@ from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.keys import make_keys
 from moesched.cluster.link import Link
-from moesched.cluster.messages import PROTOCOL, Join, Ping, Pong, Refused, Unreadable, pack, read_launcher, read_node
+from moesched.cluster.messages import (
+    PROTOCOL,
+    Join,
+    Ping,
+    Pong,
+    Refused,
+    Unreadable,
+    pack,
+    read_launcher,
+    read_node,
+)
 from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
@@ -203,9 +213,7 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
 
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    link = Link(
-        cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
-    )
+    link = Link(cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
     try:
         draw = random.Random(0)
         for size in (0, 1, 10, 64, 5000):

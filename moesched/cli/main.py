@@ -33,6 +33,8 @@ EPILOGUE = paragraphs(
     """  moesched random-model mixtral-0.8b models/mixtral-0.8b
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
       --prompt-ids "1,2,3"
+  moesched run models/mixtral-0.8b --local 2 --policy ep_router_aided \\
+      --prompt-ids "1,2,3"
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench""",
     "Each command explains itself: moesched run --help. KB, MB and GB are powers of 1000, KiB, MiB and GiB of 1024.",

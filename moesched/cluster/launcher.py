@@ -432,7 +432,6 @@ class Launch:
         node.peer, node.heard = heard.peer, time.monotonic()
         node.clock = ClockMeter()
         self._control.say(heard.peer, self._welcome)
-        _log.info("joined", node=str(node.host), peer=heard.address)
 
     def _lose(self, node: Node, why: str) -> None:
         """A node is gone: note why, as far as can be known."""
