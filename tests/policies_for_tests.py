@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from moesched.plan import Plan
+from moesched.policies.ep_router_aided import EpRouterAided
 from moesched.step import Step
 
 
@@ -18,3 +21,12 @@ class ForThree:
         """It does not get that far."""
 
     decode = prefill
+
+
+class SlowOnTheSecond(EpRouterAided):
+    """Thinks long on the second node, as a machine would that is busy with something else."""
+
+    async def decode(self, step: Step) -> None:
+        if step.node == 1:
+            time.sleep(0.05)
+        await super().decode(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from _forked_nodes import ForkServer
+from structlog.testing import capture_logs
 
 import moesched
 from clusters import LAUNCHER, cluster, host
@@ -317,6 +319,46 @@ def test_a_node_with_too_little_memory_says_how_much_is_missing(
         run_seated(file, server, models / "mixtral")
     assert server.nodes[1].wait(5) == 2
     assert server.nodes[1].last_words().count("\n") == 0
+
+
+def test_a_port_of_a_node_in_use_is_told_on_both_sides(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    file, described = seated
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        other = msgspec.structs.replace(described.hosts[1], port=port)
+        file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
+        with pytest.raises(BadInput, match=rf"node 1 \(mac-1\): .*{port}.*in use"):
+            run_seated(file, server, models / "mixtral")
+    assert server.nodes[1].wait(5) == 2
+    assert "in use" in server.nodes[1].last_words()
+
+
+def test_nodes_are_found_by_their_names_too(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    file, _ = seated
+    file.write_text(file.read_text().replace("127.0.0.1", "localhost"))
+    assert run_seated(file, server, models / "mixtral").tokens == expected["mixtral"]
+
+
+def test_a_slow_node_is_told_of_by_its_rank(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    with capture_logs() as logs:
+        run_seated(
+            seated[0],
+            server,
+            models / "mixtral",
+            policy="policies_for_tests:SlowOnTheSecond",
+            max_new_tokens=12,
+        )
+    slow = [log for log in logs if "slow" in log["event"]]
+    assert [log["node"] for log in slow] == ["node 1 (mac-1)"]
+    assert slow[0]["factor"] >= 2
 
 
 def test_a_policy_for_one_machine_is_refused(

@@ -87,6 +87,7 @@ class ZeroMqTransport:
         *,
         secret: str,
         public: Sequence[str],
+        listen: str,
         epoch: int,
         lost_after_seconds: float,
     ) -> ZeroMqTransport:
@@ -96,7 +97,9 @@ class ZeroMqTransport:
             secret: this node's key; `public` are those of all.
         """
         keys = Keys(secret, public)
-        return cls(addresses, rank, keys=keys, epoch=epoch, lost_after_seconds=lost_after_seconds)
+        return cls(
+            addresses, rank, keys=keys, listen=listen, epoch=epoch, lost_after_seconds=lost_after_seconds
+        )
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, added in the order of the ranks.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,6 +162,18 @@ def require_known_hosts(cluster: Cluster, where: str) -> None:
             raise BadInput(
                 f"{where}: {key}.address: {address!r} is an unknown host: correct it, or write its IP address"
             ) from None
+
+
+def listening_at(address: str) -> str:
+    """Where to listen to be found at an address: there, or, where it is a name, on every interface.
+
+    What a machine's own name stands for on itself is often not what it stands for elsewhere.
+    """
+    try:
+        ip_address(address)
+    except ValueError:
+        return "*"
+    return address
 
 
 def cluster_toml(cluster: Cluster) -> str:

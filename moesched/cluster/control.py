@@ -11,6 +11,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from moesched.cluster.cluster_file import listening_at
 from moesched.cluster.door import Door
 from moesched.cluster.keys import KeyPair
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Unreadable, pack, read_node
@@ -61,7 +62,7 @@ class Control:
 
     @property
     def refused(self) -> list[str]:
-        """Addresses of peers whose key nobody knows."""
+        """Addresses of the first peers whose key nobody knew."""
         return self._door.refused
 
     def hear(self, seconds: float) -> Iterator[Heard]:
@@ -114,10 +115,11 @@ class Control:
             return None
 
     def _bind(self, address: str, port: int) -> int:
+        place = listening_at(address)
         try:
             if port == 0:
-                return int(self._socket.bind_to_random_port(f"tcp://{address}"))
-            self._socket.bind(f"tcp://{address}:{port}")
+                return int(self._socket.bind_to_random_port(f"tcp://{place}"))
+            self._socket.bind(f"tcp://{place}:{port}")
         except zmq.ZMQError as error:
             self.close()
             raise BadInput(cannot_listen(address, port, error)) from None

@@ -10,6 +10,9 @@ from zmq.utils import z85
 
 _log = structlog.get_logger(__name__)
 
+LOGGED = 100
+"""Refusals beyond these are not logged, so that a flood of them fills no disk."""
+
 _ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -26,7 +29,7 @@ class Door:
         self.socket.linger = 0
         self.socket.bind(_ENDPOINT)
         self.refused: list[str] = []
-        """Addresses of those that were refused, in order."""
+        """Addresses of the first that were refused, in order."""
 
     def answer(self) -> None:
         """Let one peer in or not; whoever is in is known by its key, as each message's `User-Id`."""
@@ -35,9 +38,10 @@ class Door:
         if key in self._known:
             self.socket.send_multipart([version, request, b"200", b"", key.encode(), b""])
             return
-        where = address.decode(errors="replace")
-        self.refused.append(where)
-        _log.warning("refused: its key is none of the cluster's", peer=where, key=key)
+        if len(self.refused) < LOGGED:
+            where = address.decode(errors="replace")
+            self.refused.append(where)
+            _log.warning("refused: its key is none of the cluster's", peer=where, key=key)
         self.socket.send_multipart([version, request, b"400", b"unknown key", b"", b""])
 
     def close(self) -> None:

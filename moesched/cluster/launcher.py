@@ -248,6 +248,8 @@ class Launch:
         _log.warning("a node is lost", node=str(gone.host), why=gone.lost)
         left = self._members = [node for node in self._members if node is not gone]
         self._stop(f"{gone.host} is lost")
+        if self._tokens.remainder() is None:
+            return  # it went when all was done
         everywhere = frozenset().union(*self._held.values())
         here = frozenset().union(*(self._held.get(node.host.rank, ()) for node in left))
         if not here or here < everywhere:

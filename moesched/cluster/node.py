@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from moesched import plugins
-from moesched.cluster.cluster_file import Cluster, Host, load_cluster
+from moesched.cluster.cluster_file import Cluster, Host, listening_at, load_cluster
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.cluster.link import Link
@@ -221,6 +221,7 @@ class _Node:
                 node,
                 secret=self._keys.secret,
                 public=[member.key for member in begin.members],
+                listen=f"tcp://{listening_at(self._host.address)}:{self._port}",
                 epoch=begin.epoch,
                 lost_after_seconds=welcome.lost_after,
             )
@@ -309,6 +310,7 @@ class _Node:
 def _free_port(address: str) -> int:
     """A port that nobody listens on, for nodes whose ports are not fixed."""
     with socket.socket() as probe:
-        probe.bind((address, 0))
+        place = listening_at(address)
+        probe.bind(("" if place == "*" else place, 0))
         port: int = probe.getsockname()[1]
         return port
