@@ -133,6 +133,7 @@ def launch(
     if rank is None:
         return given.generate(model_dir, run_cluster, **arguments)
     if rank:
-        node(model_dir, cluster=hosts, rank=rank, key=key)
+        own = None if cluster.host(rank).secret else key
+        node(model_dir, cluster=hosts, rank=rank, key=own)
         return 0
     return given.generate(model_dir, run_with_given_ranks, **arguments)

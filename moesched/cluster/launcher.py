@@ -49,7 +49,7 @@ _log = structlog.get_logger(__name__)
 GLANCE_SECONDS = 0.02
 """How often the launcher looks after the processes."""
 PING_SECONDS = 0.1
-JOIN_SECONDS = 120.0
+JOIN_SECONDS = 60.0
 LOADING_SECONDS = 60.0
 LAST_WORDS_SECONDS = 0.1
 """How long a process may take to end, once its connection has, so that its code and words are known."""
@@ -182,7 +182,7 @@ class Launch:
         self._over = True
         for node in self._nodes:
             self._say(node, Quit())
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + 2 * GRACE_SECONDS
         for node in self._nodes:
             try:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
