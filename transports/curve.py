@@ -26,12 +26,6 @@ class Keys(NamedTuple):
         return f"Keys(secret=…, public={self.public!r})"
 
 
-def make_key() -> tuple[str, str]:
-    """A new pair of keys: public, secret."""
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
 def public_key(secret: str) -> str:
     """The public key that belongs to a secret one.
 

@@ -1,23 +1,24 @@
-"""What goes over the wire: a fixed header, an array's bytes, a line of text. Nothing is ever unpickled.
+"""What goes over the wire: a fixed header, a line of text, the elements of an array. Nothing is ever unpickled.
 
-Little-endian, 96 bytes, then the array's elements in C order, then the text (UTF-8), which fills the rest:
+The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to 16 bytes) and the elements (C order)
+follow:
 
     magic       4 bytes   "MoEx"
     version     1         1
     kind        1         Kind: what the frame is for
-    dtype       1         the place in DTYPES
-    dimensions  1         0 to 8
-    epoch       8         which start of the cluster this is
+    rank        2         the sender
+    epoch       8         which start of the ranks this is
     sequence    8         the number of the exchange between these ranks, from 0
     ticket      8         Exchange.ticket
     step        8         Exchange.step
     layer       8         Exchange.layer
     elements    8         how many follow: all of the array's, or a piece of them
-    rank        2         the sender
-    root        2         of a broadcast or a gather
-    text bytes  2
     operation   1         the Kind that names the exchange: ALL_REDUCE, BROADCAST or GATHER
-    padding     1
+    dtype       1         the place in DTYPES
+    dimensions  1         0 to 8
+    zero        1
+    root        2         of a broadcast or a gather
+    text bytes  2         without the padding
     shape       8 x 4     of the whole array; zero beyond the dimensions
 """
 
@@ -25,10 +26,12 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from moesched.errors import TransportError
@@ -38,7 +41,11 @@ if TYPE_CHECKING:
 
 MAGIC = b"MoEx"
 VERSION = 1
-HEADER = struct.Struct("<4sBBBBQQqqqQHHHBx8I")
+_SENDER = struct.Struct("<4sBBH")
+_PLACE = struct.Struct("<QQqqq")
+_SUBJECT = struct.Struct("<QBBBxHH8I")
+HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
+_RANK_AT = _SENDER.size - 2
 DIMENSIONS = 8
 TEXT_BYTES = 4096
 """A longer text is cut, and ends in a digest of the whole."""
@@ -81,8 +88,10 @@ class Kind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in Kind}
+PIECES = frozenset((Kind.SCATTER, Kind.SUM))
+"""Frames that carry a piece of an array."""
+
 _WHOLE = frozenset((Kind.ALL_REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.ABANDON))
-_ZEROS = (0,) * 8
 NAMES = {
     Kind.ALL_REDUCE: "all-reduce",
     Kind.BROADCAST: "broadcast",
@@ -92,10 +101,11 @@ NAMES = {
 """What exchanges are called."""
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """One message between two ranks; the module's docstring says what the fields are.
 
     Attributes:
+        text: the exchange's signature, or why a rank gave up.
         values: the elements that the frame carries, flat.
     """
 
@@ -109,13 +119,16 @@ class Frame(NamedTuple):
     layer: int = -1
     root: int = 0
     shape: tuple[int, ...] = ()
-    values: Array = NOTHING
     text: str = ""
+    values: Array = NOTHING
 
-    @property
-    def array(self) -> Array:
-        """The values in their shape, for a frame that carries all of them."""
-        return self.values.reshape(self.shape)
+    def names_the_same_as(self, other: Frame) -> bool:
+        """Whether both are of one exchange, and of arrays that can be added where these are."""
+        mine = (self.ticket, self.step, self.layer, self.root, self.operation, cut(self.text))
+        if mine != (other.ticket, other.step, other.layer, other.root, other.operation, cut(other.text)):
+            return False
+        alike = self.shape == other.shape and self.values.dtype == other.values.dtype
+        return alike or self.operation is not Kind.ALL_REDUCE
 
     def describe(self) -> str:
         """The exchange that it belongs to, in words."""
@@ -127,29 +140,55 @@ class Frame(NamedTuple):
         return f"{what} (step {self.step}, layer {self.layer}) {self.text}".rstrip()
 
 
-def pack(frame: Frame) -> bytes | Array:
-    """The bytes of a frame: a copy, so that the values may be changed afterwards.
+def prefix(frame: Frame) -> bytes:
+    """The header and the text of a frame: all that comes before its values.
 
     Raises:
         TransportError: an array of another type than numbers, or of more than 8 dimensions.
     """
-    kind, operation, rank, epoch, sequence, ticket, step, layer, root, shape, values, text = frame
-    code = _CODES.get(values.dtype)
+    values, said = frame.values, frame.text.encode()
+    if len(said) > TEXT_BYTES:
+        said = cut(frame.text).encode()
+    return b"".join(
+        (
+            _SENDER.pack(MAGIC, VERSION, frame.kind, frame.rank),
+            _PLACE.pack(frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer),
+            _subject(frame.operation, frame.root, values.dtype, values.size, frame.shape, len(said)),
+            said.ljust(_padded(len(said)), b"\0"),
+        )
+    )
+
+
+@lru_cache(256)
+def _subject(
+    operation: Kind, root: int, dtype: np.dtype[Any], elements: int, shape: tuple[int, ...], said: int
+) -> bytes:
+    """The part of a header that exchanges of one sort have in common."""
+    code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:
-        raise TransportError(f"an array of {values.dtype} {shape} cannot be sent")
-    said = cut(text).encode()
-    count, nbytes = values.size, values.nbytes
-    head = HEADER.pack(
-        MAGIC, VERSION, kind, code, len(shape), epoch, sequence, ticket, step, layer, count, rank, root, len(said),
-        operation, *shape, *_ZEROS[len(shape) :],
-    )  # fmt: skip
-    if nbytes <= JOINED_UP_TO:
-        return b"".join((head, values.view(np.uint8).data, said))
-    packed = np.empty(len(head) + nbytes + len(said), np.uint8)
-    packed[: len(head)] = np.frombuffer(head, np.uint8)
-    packed[len(head) : len(head) + nbytes] = values.view(np.uint8)
-    packed[len(head) + nbytes :] = np.frombuffer(said, np.uint8)
-    return packed
+        raise TransportError(f"an array of {dtype} {shape} cannot be sent")
+    lengths = (*shape, *(0,) * (DIMENSIONS - len(shape)))
+    return _SUBJECT.pack(elements, operation, code, len(shape), root, said, *lengths)
+
+
+def prefix_of(rank: int, mine: bytes) -> bytes:
+    """The prefix of another rank's frame that is alike in all but its sender."""
+    return mine[:_RANK_AT] + rank.to_bytes(2, "little") + mine[_SENDER.size :]
+
+
+def pack(frame: Frame) -> bytes | memoryview:
+    """The bytes of a frame: a copy, so that the values may be changed afterwards. Raises as `prefix`."""
+    return joined(prefix(frame), frame.values)
+
+
+def joined(before: bytes, values: Array) -> bytes | memoryview:
+    """The bytes of a frame, given its prefix, and its values, contiguous."""
+    if values.nbytes <= JOINED_UP_TO:
+        return b"".join((before, values.data))
+    packed = np.empty(len(before) + values.nbytes, np.uint8)
+    packed[: len(before)] = np.frombuffer(before, np.uint8)
+    packed[len(before) :] = values.reshape(-1).view(np.uint8)
+    return packed.data
 
 
 def unpack(data: Any) -> Frame:
@@ -161,8 +200,10 @@ def unpack(data: Any) -> Frame:
     total = len(data)
     if total < HEADER.size:
         raise BadFrame(f"{total} bytes, less than a header")
-    magic, version, kind_code, code, dimensions, *numbers = HEADER.unpack_from(data)
-    epoch, sequence, ticket, step, layer, count, rank, root, said, operation_code, *lengths = numbers
+    magic, version, kind_code, rank, *numbers = HEADER.unpack_from(data)
+    epoch, sequence, ticket, step, layer, count, operation_code, code, dimensions, root, said, *lengths = (
+        numbers
+    )
     if magic != MAGIC:
         raise BadFrame(f"it begins with {magic!r}")
     if version != VERSION:
@@ -170,17 +211,15 @@ def unpack(data: Any) -> Frame:
     kind, operation = _KINDS.get(kind_code), _KINDS.get(operation_code)
     if kind is None or operation not in NAMES or code >= len(DTYPES) or dimensions > DIMENSIONS:
         raise BadFrame(f"kind {kind_code} of {operation_code}, dtype {code}, {dimensions} dimensions")
-    dtype = DTYPES[code]
-    shape = tuple(lengths[:dimensions])
-    if count > prod(shape):
+    dtype, shape = DTYPES[code], tuple(lengths[:dimensions])
+    if count > prod(shape) or (kind in _WHOLE and count != prod(shape)):
         raise BadFrame(f"{count} elements of an array {shape}")
-    if kind in _WHOLE and count != prod(shape):
-        raise BadFrame(f"{count} of the elements of an array {shape}")
-    if said > TEXT_BYTES or total != HEADER.size + count * dtype.itemsize + said:
-        raise BadFrame(f"{total} bytes for {count} of {dtype} and {said} of text")
-    values = np.frombuffer(data, dtype, count, HEADER.size)
-    text = str(memoryview(data)[total - said :], "utf-8", "replace") if said else ""
-    return Frame(kind, operation, rank, epoch, sequence, ticket, step, layer, root, shape, values, text)
+    start = HEADER.size + _padded(said)
+    if said > TEXT_BYTES or total != start + count * dtype.itemsize:
+        raise BadFrame(f"{total} bytes for {said} of text and {count} of {dtype}")
+    text = str(memoryview(data)[HEADER.size : HEADER.size + said], "utf-8", "replace")
+    values = np.frombuffer(data, dtype, count, start)
+    return Frame(kind, operation, rank, epoch, sequence, ticket, step, layer, root, shape, text, values)
 
 
 def cut(text: str) -> str:
@@ -189,3 +228,7 @@ def cut(text: str) -> str:
         return text
     digest = f" … {blake2b(text.encode(), digest_size=16).hexdigest()}"
     return text.encode()[: TEXT_BYTES - len(digest.encode())].decode(errors="ignore") + digest
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import Any
 
 from moesched.errors import TransportError
 
@@ -14,10 +14,10 @@ AHEAD_FRAMES = 1024
 
 
 class Inbox:
-    """What was received and not yet asked for.
+    """What was received before its turn.
 
     Attributes:
-        reached: the last exchange that each rank was heard in.
+        reached: the last frame of each rank.
         left: why ranks left on their own account.
     """
 
@@ -26,45 +26,31 @@ class Inbox:
         self.left: dict[int, str] = {}
         self._mesh = mesh
         self._sequence = 0
-        self._frames: dict[int, dict[tuple[int, Kind], Frame]] = defaultdict(dict)
+        self._waiting: dict[int, list[Frame]] = {}
 
     def begin(self, sequence: int) -> list[Frame]:
-        """Turn to an exchange, and forget those before; returns what is there of it."""
-        for earlier in range(self._sequence, sequence):
-            self._frames.pop(earlier, None)
+        """Turn to an exchange; returns the frames of it that came before."""
         self._sequence = sequence
-        return list(self._frames[sequence].values())
+        return self._waiting.pop(sequence, [])
 
-    def take(self, rank: int, kind: Kind) -> Frame | None:
-        """A rank's frame of the exchange that this is about, once."""
-        return self._frames[self._sequence].pop((rank, kind), None)
-
-    def receive(self) -> Frame | None:
-        """Take in the next frame, if there is one; returns it where it belongs to the exchange that this is about.
+    def accept(self, message: Any) -> Frame | None:
+        """Take in a message; returns the frame where it belongs to the exchange that this is about.
 
         Raises:
             TransportError: a rank is too far ahead.
         """
-        frame = self._mesh.receive()
+        frame = self._mesh.read(message)
         if frame is None:
             return None
         if frame.kind is Kind.LEAVE:
             self.left[frame.rank] = frame.text
+        if frame.kind is Kind.LEAVE or frame.sequence < self._sequence:
             return None
-        if frame.sequence < self._sequence:
-            return None
-        return self._keep(frame)
-
-    def _keep(self, frame: Frame) -> Frame | None:
-        rank, key = frame.rank, (frame.rank, frame.kind)
-        self.reached[rank] = frame
-        if key in self._frames[frame.sequence]:
-            self._mesh.refuse("it came before")
-            return None
-        self._frames[frame.sequence][key] = frame
+        self.reached[frame.rank] = frame
         if frame.sequence == self._sequence:
             return frame
-        waiting = sum(1 for frames in self._frames.values() for each, _ in frames if each == rank)
-        if waiting > AHEAD_FRAMES:
-            raise TransportError(f"rank {rank} is {waiting} exchanges ahead")
+        self._waiting.setdefault(frame.sequence, []).append(frame)
+        ahead = sum(each.rank == frame.rank for frames in self._waiting.values() for each in frames)
+        if ahead > AHEAD_FRAMES:
+            raise TransportError(f"rank {frame.rank} is {ahead} frames ahead")
         return None

@@ -63,7 +63,6 @@ class Mesh:
         self.max_bytes = max_bytes
         self._keys = keys
         self._epoch = epoch
-        self._message: zmq.Frame
         self._rank = rank
         self._heartbeat = max(1, round(1000 * lost_after_seconds))
         self._context: zmq.Context[Any] = zmq.Context()
@@ -86,19 +85,33 @@ class Mesh:
             return False
         return True
 
-    def receive(self) -> Frame | None:
-        """The next frame; None where there is none for a while, or only one that is refused."""
+    def receive(self) -> zmq.Frame | None:
+        """The next message; None where there is none for a while."""
         try:
-            message = self._message = self._ear.recv(copy=False)
+            return self._ear.recv(copy=False)
         except zmq.Again:
             return None
+
+    def read(self, message: zmq.Frame) -> Frame | None:
+        """The frame in a message; None where it is refused."""
         try:
             frame = unpack(message.buffer)
-            self._check_origin(frame, message)
+            if frame.rank not in self._mouths:
+                raise BadFrame(f"from rank {frame.rank}, which is none of the others")
+            if frame.epoch != self._epoch:
+                raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
+            if not self.is_from(message, frame.rank):
+                raise BadFrame(
+                    f"from rank {frame.rank}, with the key of rank {_metadata(message, 'User-Id')}"
+                )
         except BadFrame as error:
-            self.refuse(str(error))
+            self.refuse(message, str(error))
             return None
         return frame
+
+    def is_from(self, message: zmq.Frame, rank: int) -> bool:
+        """Whether a message came with the key of a rank."""
+        return self._keys is None or message.get("User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
         """Whether there is something to receive within a time."""
@@ -113,17 +126,9 @@ class Mesh:
             socket.close()
         self._context.term()
 
-    def refuse(self, why: str) -> None:
-        """Note that the last frame is not taken in."""
-        self.watch.refuse("a frame", why, _metadata(self._message, "Peer-Address") or "this machine")
-
-    def _check_origin(self, frame: Frame, message: zmq.Frame) -> None:
-        if frame.rank not in self._mouths:
-            raise BadFrame(f"from rank {frame.rank}, which is none of the others")
-        if frame.epoch != self._epoch:
-            raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
-        if self._keys is not None and _metadata(message, "User-Id") != str(frame.rank):
-            raise BadFrame(f"from rank {frame.rank}, with the key of rank {_metadata(message, 'User-Id')}")
+    def refuse(self, message: zmq.Frame, why: str) -> None:
+        """Note that a message is not taken in."""
+        self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
     def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

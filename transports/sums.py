@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 
-def sum_in_order(parts: Mapping[int, Array]) -> Array:
-    """The sum of arrays of one shape and type, from rank 0 on; a new array."""
-    ranks = sorted(parts)
-    first = parts[ranks[0]]
-    if len(ranks) == 1:
-        return first.copy()
-    total = np.empty_like(first)
-    np.add(first, parts[ranks[1]], out=total)
-    for rank in ranks[2:]:
-        np.add(total, parts[rank], out=total)
+def sum_in_order(parts: Sequence[Array]) -> Array:
+    """The sum of arrays of one shape and type, from the first on; a new array."""
+    if len(parts) == 1:
+        return parts[0].copy()
+    total: Array = np.asarray(parts[0] + parts[1])
+    for part in parts[2:]:
+        np.add(total, part, out=total)
     return total
 
 

@@ -14,7 +14,7 @@ import zmq
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
-from .frames import NAMES, NOTHING, Frame, Kind, cut, pack
+from .frames import NAMES, NOTHING, PIECES, Frame, Kind, joined, pack, prefix, prefix_of
 from .inbox import Inbox
 from .mesh import Mesh
 
@@ -59,27 +59,25 @@ class Turn:
         part: what the rank brings; parts of an all-reduce must be alike.
     """
 
+    __slots__ = (
+        "_announced", "_came", "_exchange", "_expected", "_operation", "_part", "_root", "_sequence", "_side",
+        "_told", "_until",
+    )  # fmt: skip
+
     def __init__(
         self, side: Side, operation: Kind, exchange: Exchange, part: Array | None = None, root: int = 0
     ) -> None:
-        ticket, signature, step, layer = exchange
         self._side = side
+        self._operation = operation
+        self._exchange = exchange
+        self._part = part
+        self._root = root
+        self._sequence = 0
+        self._came: dict[Kind, dict[int, Array]] = {}
+        self._expected: dict[bytes, int] = {}
+        self._until = 0.0
         self._announced = False
         self._told = False
-        self._until = 0.0
-        self._frame = Frame(
-            Kind.WAITING,
-            operation,
-            side.rank,
-            side.epoch,
-            ticket=ticket,
-            step=step,
-            layer=layer,
-            root=root,
-            shape=() if part is None else part.shape,
-            values=NOTHING if part is None else np.empty(0, part.dtype),
-            text=cut(signature),
-        )
 
     def __enter__(self) -> Turn:
         side = self._side
@@ -87,10 +85,10 @@ class Turn:
         try:
             self._check_open()
             self._until = time.monotonic() + side.timeout_seconds
-            self._frame = self._frame._replace(sequence=side.sequence)
+            self._sequence = side.sequence
             side.sequence += 1
-            for frame in side.inbox.begin(self._frame.sequence):
-                self._check(frame)
+            for frame in side.inbox.begin(self._sequence):
+                self._keep(frame)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -106,75 +104,112 @@ class Turn:
                 self.abandon(str(error) or type(error).__name__, getattr(error, "ranks", ()))
         finally:
             self._side.calling.release()
-        prefix = f"{NAMES[self._frame.operation]} #{self._frame.ticket}: "
+        where = f"{NAMES[self._operation]} #{self._exchange.ticket}: "
         if isinstance(error, RankLost):
-            raise RankLost(prefix + str(error), error.ranks) from None
+            raise RankLost(where + str(error), error.ranks) from None
         if isinstance(error, (TransportError, zmq.ZMQError)):
-            raise TransportError(prefix + str(error)) from None
+            raise TransportError(where + str(error)) from None
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
         """Send elements to ranks, once they can take them."""
-        data = pack(self._frame._replace(kind=kind, values=values))
-        if len(data) > self._side.mesh.max_bytes:
-            raise TransportError(
-                f"{len(data)} bytes at once; at most {self._side.mesh.max_bytes} are taken in"
-            )
+        mesh = self._side.mesh
+        before = prefix(self._frame(kind, values))
+        if kind is Kind.ALL_REDUCE:
+            self._expected = {prefix_of(rank, before): rank for rank in ranks}
+        data = joined(before, values)
+        if len(data) > mesh.max_bytes:
+            raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
         for rank in ranks:
-            while not self._side.mesh.send(rank, data):
+            while not mesh.send(rank, data):
                 self._check_waiting({rank})
-                if self._side.mesh.poll(ROOM_MILLISECONDS):
+                if mesh.poll(ROOM_MILLISECONDS):
                     self._receive()
 
-    def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Frame]:
-        """The frames of that kind that these ranks send in this exchange."""
-        found: dict[int, Frame] = {}
-        missing = set(ranks)
-        inbox = self._side.inbox
-        while True:
-            for rank in tuple(missing):
-                frame = inbox.take(rank, kind)
-                if frame is not None:
-                    found[rank] = frame
-                    missing.discard(rank)
-            if not missing:
-                return found
+    def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
+        """What these ranks send in frames of that kind: arrays, or pieces of them, flat."""
+        came = self._came.setdefault(kind, {})
+        wanted = set(ranks)
+        while missing := wanted - came.keys():
             if not self._receive():
                 self._check_waiting(missing)
                 self._announce(missing)
+        return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
         """Tell the others that this rank takes no part, and which ranks it misses."""
         self._told = True
         values = np.array(list(lost), np.int64)
-        frame = self._frame._replace(kind=Kind.ABANDON, shape=values.shape, values=values, text=reason)
+        frame = self._frame(Kind.ABANDON, values, reason)
         here = [rank for rank in self._side.others if not self._gone(rank)]
         self._tell(here, frame, time.monotonic() + TELL_SECONDS)
 
-    def _receive(self) -> bool:
-        frame = self._side.inbox.receive()
-        if frame is not None:
-            self._check(frame)
-        return frame is not None
+    def _frame(self, kind: Kind, values: Array, text: str | None = None) -> Frame:
+        side = self._side
+        ticket, signature, step, layer = self._exchange
+        shape = values.shape if self._part is None or kind is Kind.ABANDON else self._part.shape
+        if text is None:
+            text = signature
+        return Frame(
+            kind, self._operation, side.rank, side.epoch, self._sequence, ticket, step, layer, self._root,
+            shape, text, values,
+        )  # fmt: skip
 
-    def _check(self, frame: Frame) -> None:
-        """Whether another rank is in the same exchange.
+    def _waiting(self) -> Frame:
+        """What this rank says of the exchange that it is in, without what it brings."""
+        return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
+
+    def _receive(self) -> bool:
+        """Take in the next message, if one comes.
+
+        One that begins as all others of an all-reduce must begin needs no further look.
+        """
+        side = self._side
+        message = side.mesh.receive()
+        if message is None:
+            return False
+        data, part = message.buffer, self._part
+        if self._expected and part is not None:
+            length = len(data) - part.nbytes
+            rank = self._expected.pop(bytes(data[:length]), None) if length > 0 else None
+            if rank is not None and side.mesh.is_from(message, rank):
+                values = np.frombuffer(data, part.dtype, part.size, length)
+                self._came.setdefault(Kind.ALL_REDUCE, {})[rank] = values.reshape(part.shape)
+                return True
+        frame = side.inbox.accept(message)
+        if frame is not None and not self._keep(frame):
+            side.mesh.refuse(message, "it came before")
+        return True
+
+    def _keep(self, frame: Frame) -> bool:
+        """Keep what another rank sent in this exchange; False where it did so before.
 
         Raises:
-            RankLost, TransportError: it gave up, or names another one.
+            RankLost, TransportError: it gave up, or is in another exchange.
         """
         if frame.kind is Kind.ABANDON:
             self._told = True
             problem = f"rank {frame.rank} gave up: {frame.text}"
             lost = tuple(int(each) for each in frame.values)
             raise RankLost(problem, lost) if lost else TransportError(problem)
-        mine = self._frame
-        if mine.operation is Kind.ABANDON:
+        self._check(frame)
+        if frame.kind is Kind.WAITING:
+            return True
+        came = self._came.setdefault(frame.kind, {})
+        if frame.rank in came:
+            return False
+        came[frame.rank] = frame.values if frame.kind in PIECES else frame.values.reshape(frame.shape)
+        return True
+
+    def _check(self, frame: Frame) -> None:
+        """Whether another rank is in the same exchange.
+
+        Raises:
+            TransportError: it is in another one, of which both are named.
+        """
+        if self._operation is Kind.ABANDON:
             return
-        named = (frame.ticket, frame.step, frame.layer, frame.root, frame.text, frame.operation)
-        if named == (mine.ticket, mine.step, mine.layer, mine.root, mine.text, mine.operation) and (
-            frame.operation is not Kind.ALL_REDUCE
-            or (frame.shape == mine.shape and frame.values.dtype == mine.values.dtype)
-        ):
+        mine = self._waiting()
+        if mine.names_the_same_as(frame):
             return
         said = sorted([(mine.rank, mine.describe()), (frame.rank, frame.describe())])
         raise TransportError(
@@ -191,7 +226,7 @@ class Turn:
         side = self._side
         for rank in sorted(missing):
             ahead = side.inbox.reached.get(rank)
-            if ahead is not None and ahead.sequence > self._frame.sequence:
+            if ahead is not None and ahead.sequence > self._sequence:
                 raise TransportError(f"rank {rank} went on without it, to {ahead.describe()}")
         lost = {rank: side.inbox.left[rank] for rank in sorted(missing) if rank in side.inbox.left}
         for rank in missing - set(lost):
@@ -213,7 +248,7 @@ class Turn:
         """Tell those who are late which exchange this rank is in: they may wait for it in another one."""
         if not self._announced:
             self._announced = True
-            self._tell(missing, self._frame)
+            self._tell(missing, self._waiting())
 
     def _tell(self, ranks: Iterable[int], frame: Frame, until: float = 0.0) -> None:
         """Send a frame to whoever can take it in time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +35,8 @@ class ZeroMqTransport:
     Args:
         addresses: one for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
         rank: which one this is, from 0.
-        keys: its secret key and all ranks' public ones. Without keys nothing is encrypted, which is refused unless all
-            addresses are on this machine.
+        keys: its secret key and all ranks' public ones, in Z85. Without keys nothing is encrypted, which is refused
+            unless all addresses are on this machine.
         epoch: which start of the ranks this is; frames of another one are refused.
         timeout_seconds: how long an exchange may take.
         listen: where to bind, if that is not the rank's own address.
@@ -53,7 +53,7 @@ class ZeroMqTransport:
         addresses: Sequence[str],
         rank: int,
         *,
-        keys: Keys | None = None,
+        keys: tuple[str, Sequence[str]] | None = None,
         epoch: int = 0,
         timeout_seconds: float = 60.0,
         listen: str | None = None,
@@ -69,7 +69,7 @@ class ZeroMqTransport:
         self.mesh = Mesh(
             addresses,
             rank,
-            keys=keys,
+            keys=None if keys is None else Keys(*keys),
             epoch=epoch,
             listen=listen,
             lost_after_seconds=lost_after_seconds,
@@ -79,28 +79,6 @@ class ZeroMqTransport:
         self.calling = threading.Lock()
         self.sequence = 0
 
-    @classmethod
-    def between(
-        cls,
-        addresses: Sequence[str],
-        rank: int,
-        *,
-        secret: str,
-        public: Sequence[str],
-        listen: str,
-        epoch: int,
-        lost_after_seconds: float,
-    ) -> ZeroMqTransport:
-        """One node's transport to the others of a cluster, encrypted.
-
-        Args:
-            secret: this node's key; `public` are those of all.
-        """
-        keys = Keys(secret, public)
-        return cls(
-            addresses, rank, keys=keys, listen=listen, epoch=epoch, lost_after_seconds=lost_after_seconds
-        )
-
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, added in the order of the ranks.
 
@@ -108,33 +86,32 @@ class ZeroMqTransport:
             RankLost: a rank's process ended, its machine is silent, or it closed its transport.
             TransportError: a rank did not come in time, gave up, or names another exchange; the transport was closed.
         """
-        part = np.ascontiguousarray(part).reshape(part.shape)
+        part = contiguous(part)
         with self._turn(Kind.ALL_REDUCE, rank, exchange, part) as turn:
             if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                 return self._sum_in_pieces(turn, part)
-            turn.send(Kind.ALL_REDUCE, self.others, part.reshape(-1))
-            parts = turn.receive(Kind.ALL_REDUCE, self.others)
-            return sum_in_order({rank: part} | {each: frame.array for each, frame in parts.items()})
+            turn.send(Kind.ALL_REDUCE, self.others, part)
+            return self._sum(part, turn.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
         with self._turn(Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
-                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].array.copy()
+                found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
                 return found
             if array is None:
                 raise TransportError("the root has nothing to send")
-            turn.send(Kind.BROADCAST, self.others, np.ascontiguousarray(array).reshape(-1))
+            turn.send(Kind.BROADCAST, self.others, contiguous(array))
             return array.copy()
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """All ranks' parts in their order, on the root; the others do not wait. Raises as `all_reduce`."""
         with self._turn(Kind.GATHER, rank, exchange, part, root) as turn:
             if rank != root:
-                turn.send(Kind.GATHER, (root,), np.ascontiguousarray(part).reshape(-1))
+                turn.send(Kind.GATHER, (root,), contiguous(part))
                 return None
             parts = turn.receive(Kind.GATHER, self.others)
-            return [part.copy() if each == root else parts[each].array.copy() for each in range(self.ranks)]
+            return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
@@ -155,6 +132,9 @@ class ZeroMqTransport:
             )
         return Turn(self, operation, exchange, part, root)
 
+    def _sum(self, mine: Array, theirs: Mapping[int, Array]) -> Array:
+        return sum_in_order([mine if each == self.rank else theirs[each] for each in range(self.ranks)])
+
     def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
         """Each rank sums one piece of all parts, and sends what it came to."""
         flat = part.reshape(-1)
@@ -163,12 +143,14 @@ class ZeroMqTransport:
             turn.send(Kind.SCATTER, (each,), flat[cuts[each]])
         theirs = turn.receive(Kind.SCATTER, self.others)
         own = flat[cuts[self.rank]]
-        mine = sum_in_order({self.rank: own} | {each: frame.values for each, frame in theirs.items()})
+        if any(piece.size != own.size for piece in theirs.values()):
+            raise TransportError("a rank sent too little")
+        mine = self._sum(own, theirs)
         turn.send(Kind.SUM, self.others, mine)
         total = np.empty_like(flat)
         total[cuts[self.rank]] = mine
-        for each, frame in turn.receive(Kind.SUM, self.others).items():
-            total[cuts[each]] = frame.values
+        for each, piece in turn.receive(Kind.SUM, self.others).items():
+            total[cuts[each]] = piece
         return total.reshape(part.shape)
 
     def _close(self) -> None:
@@ -182,3 +164,8 @@ class ZeroMqTransport:
             for each in self.others:
                 self.mesh.send(each, farewell)
             self.mesh.close()
+
+
+def contiguous(array: Array) -> Array:
+    """The array with its elements in C order, one after the other."""
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -17,11 +17,11 @@ from typing import Any
 import anyio
 import msgspec
 
-from moesched import plugins
 from moesched.cluster.cluster_file import Cluster, Host, listening_at, load_cluster
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.cluster.link import Link
+from moesched.cluster.meeting import meet
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
     PIECE_BYTES,
@@ -212,21 +212,22 @@ class _Node:
     # -- the transport -----------------------------------------------------------------------------
 
     def _open(self, welcome: Welcome, begin: Begin, node: int) -> Metered:
-        between = plugins.find("transports", welcome.transport).between
-        with self._lock:
-            if begin.epoch <= self._stopped:
-                raise TransportError("the launcher let go of this epoch")
-            opened = between(
-                [f"tcp://{member.address}:{member.port}" for member in begin.members],
+        opened = Metered(
+            meet(
+                welcome.transport,
+                begin.members,
                 node,
                 secret=self._keys.secret,
-                public=[member.key for member in begin.members],
                 listen=f"tcp://{listening_at(self._host.address)}:{self._port}",
                 epoch=begin.epoch,
-                lost_after_seconds=welcome.lost_after,
+                lost_after=welcome.lost_after,
             )
-            self._transport = Metered(opened)
-            return self._transport
+        )
+        with self._lock:
+            self._transport = opened
+            if begin.epoch <= self._stopped:
+                opened.stop("the launcher let go of this epoch")
+        return opened
 
     def _shut(self) -> None:
         with self._lock:

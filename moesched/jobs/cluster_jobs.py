@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from moesched import plugins
 from moesched.cluster.cluster_file import (
     Cluster,
     Host,
@@ -26,6 +25,7 @@ from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected
 from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.cluster.launcher import Events, Finished, Launch
+from moesched.cluster.meeting import way_of
 from moesched.cluster.members import (
     Process,
     Start,
@@ -188,7 +188,7 @@ def _launch(
     require_writable(trace, "trace")
     if max_new_tokens < 1:
         raise BadInput(f"--max-new-tokens is {max_new_tokens}: ask for at least 1 token")
-    _require_between_processes(transport)
+    way_of(transport)  # before anything is started
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
     tokenizer = find_tokenizer(checkpoint.directory)
@@ -249,11 +249,6 @@ def _launch(
     if trace is not None:
         _write_traces(Path(trace), launch, report, listener)
     return report
-
-
-def _require_between_processes(transport: str) -> None:
-    if not hasattr(plugins.find("transports", transport), "between"):
-        raise BadInput(f"transport {transport} does not join processes: use --transport {TRANSPORT}")
 
 
 @contextmanager

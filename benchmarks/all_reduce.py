@@ -1,0 +1,137 @@
+"""An all-reduce of 24 KB (one token's partial sum of DBRX) between 2 processes, each pinned to a core, over loopback.
+
+    python benchmarks/all_reduce.py [--exchanges 400] [--rounds 8]
+
+Both processes hold every transport open and take them in turns, --exchanges at a time, so that what else the machine
+does meets all alike; the first tenth of each turn is not counted. Every exchange is the whole: send, receive, add.
+
+zeromq, CURVE, in the engine    the transport on the network lane of the real-time driver: from one exchange's end to
+                                the next one's, submitted ahead (submitted) or each awaited by the policy (awaited)
+zeromq, CURVE, called           the same without engine
+bare zeromq                     two DEALERs, no header, no checks, no timeout: what the library itself takes
+grpc                            grpc.aio, one call for each part, as in RACS'24; its messages are not encrypted
+gloo, envoy, inproc             the other transports
+raw TCP                         a blocking socket
+
+Then a token: 40 layers, each 200 µs of products on a lane beside, then the exchange, as a policy submits them. What
+it takes beyond the products is the overhead. Written to benchmarks/results/all_reduce-<machine>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from statistics import median, quantiles
+from typing import Any
+
+import zmq
+from _all_reduce_cases import LAYERS, Setup, measure
+from _results import named_for_machine, write_result
+
+BAR_PLAIN, BAR_CURVE, BAR_TOKEN, BAR_GRPC = 100e-6, 120e-6, 4e-3, 4.0
+IN_ENGINE = "zeromq, {}, in the engine, submitted"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure in two processes and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--exchanges", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args(arguments)
+    seconds, tokens = in_two_processes(options.exchanges, options.rounds)
+    figures = {name: summary(times) for name, times in seconds.items()}
+    overheads = {name: summary(times) for name, times in tokens.items()}
+    bars = {
+        "plain_p50_seconds": [figures[IN_ENGINE.format("plain")]["p50"], BAR_PLAIN],
+        "curve_p50_seconds": [figures[IN_ENGINE.format("CURVE")]["p50"], BAR_CURVE],
+        "grpc_over_zeromq_curve": [
+            figures["grpc"]["p50"] / figures[IN_ENGINE.format("CURVE")]["p50"],
+            BAR_GRPC,
+        ],
+        "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
+    }
+    result = {
+        "command": " ".join(["python benchmarks/all_reduce.py", *arguments]),
+        "bytes": 6144 * 4,
+        "ranks": 2,
+        "seconds": figures,
+        f"overhead_seconds_of_{LAYERS}_layers": overheads,
+        "measured_and_bar": bars,
+    }
+    for name, figure in {**figures, **{f"{LAYERS} layers, {k}": v for k, v in overheads.items()}}.items():
+        print(f"{name:44} p50 {figure['p50'] * 1e6:8.1f} µs   p99 {figure['p99'] * 1e6:8.1f} µs")
+    print(write_result(named_for_machine("all_reduce"), result, "pyzmq", "grpcio", "torch", "uvloop"))
+
+
+def in_two_processes(exchanges: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The seconds of each exchange and of each token's overhead, of rank 0, by what was measured."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    setup = Setup(
+        ports=free_ports(32),
+        keys=[tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2)],
+        exchanges=exchanges,
+        rounds=rounds,
+    )
+    near, far = context.Pipe()
+    ranks = [
+        context.Process(
+            target=run_rank, args=(setup, rank, cores[rank % len(cores)], far if rank == 0 else None)
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    far.close()
+    try:
+        found: tuple[dict[str, list[float]], dict[str, list[float]]] = near.recv()
+        return found
+    except EOFError:
+        raise SystemExit("a rank failed; what it printed says why") from None
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+
+
+def run_rank(setup: Setup, rank: int, core: int, results: Connection | None) -> None:
+    """One rank, on its core."""
+    os.sched_setaffinity(0, {core})
+    found = measure(setup, rank)
+    if results is not None:
+        results.send(found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens at."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """The figures of one row."""
+    tenths, hundredths = quantiles(seconds, n=10), quantiles(seconds, n=100)
+    return {
+        "p10": tenths[0],
+        "p50": median(seconds),
+        "p90": tenths[-1],
+        "p99": hundredths[-1],
+        "n": len(seconds),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""The process of an envoy: it takes a rank's calls from a socket file, and exchanges with the other ranks.
+
+It ends when its standard input does, and so with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange
+
+from .curve import Keys
+from .frames import NOTHING, Frame, Kind, pack, unpack
+from .zeromq import ZeroMqTransport
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+SLICE_MILLISECONDS = 50
+
+
+class Orders(msgspec.Struct):
+    """What an envoy is told when it starts, over its standard input: a secret is no argument of a command."""
+
+    socket: str
+    addresses: list[str]
+    rank: int
+    secret: str | None
+    public: list[str]
+    options: dict[str, Any]
+
+
+def main() -> None:
+    """Exchange until the standard input ends."""
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+    context: zmq.Context[Any] = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.connect(orders.socket)
+    try:
+        keys = None if orders.secret is None else Keys(orders.secret, orders.public)
+        transport = ZeroMqTransport(orders.addresses, orders.rank, keys=keys, **orders.options)
+    except Exception as error:
+        _answer(socket, orders.rank, error)
+    else:
+        _answer(socket, orders.rank, [])
+        working = threading.Thread(target=_work, args=(socket, transport))
+        working.start()
+        sys.stdin.buffer.read()
+        asyncio.run(transport.aclose())
+        working.join()
+    context.destroy(linger=500)
+
+
+def _work(socket: zmq.Socket[bytes], transport: ZeroMqTransport) -> None:
+    """Answer one call after the other, until the transport is closed."""
+    socket.setsockopt(zmq.RCVTIMEO, SLICE_MILLISECONDS)
+    while not transport.closed:
+        try:
+            asked = unpack(socket.recv())
+        except zmq.Again:
+            continue
+        try:
+            answer: Any = _run(transport, asked)
+        except Exception as error:
+            answer = error
+        _answer(socket, asked.rank, answer)
+
+
+def _run(transport: ZeroMqTransport, asked: Frame) -> list[Array]:
+    exchange = Exchange(asked.ticket, asked.text, asked.step, asked.layer)
+    array = None if asked.kind is Kind.WAITING else asked.values.reshape(asked.shape)
+    if asked.operation is Kind.BROADCAST:
+        return [transport.broadcast(asked.rank, exchange, array, asked.root)]
+    if array is None:
+        raise TransportError("nothing was brought")
+    if asked.operation is Kind.ALL_REDUCE:
+        return [transport.all_reduce(asked.rank, exchange, array)]
+    if asked.operation is Kind.GATHER:
+        return transport.gather(asked.rank, exchange, array, asked.root) or []
+    transport.abandon(asked.rank, exchange, array.tobytes().decode())
+    return []
+
+
+def _answer(socket: zmq.Socket[bytes], rank: int, answer: list[Array] | Exception) -> None:
+    """Send the arrays that a call came to, or its error, with the ranks that are lost."""
+    if isinstance(answer, Exception):
+        lost = np.array(getattr(answer, "ranks", ()), np.int64)
+        failed = Frame(Kind.ABANDON, Kind.ABANDON, rank, shape=lost.shape, text=str(answer), values=lost)
+        frames = [failed]
+    else:
+        frames = [
+            Frame(Kind.GATHER, Kind.GATHER, rank, shape=array.shape, values=array.reshape(-1))
+            for array in answer
+        ]
+    done = Frame(Kind.WAITING, Kind.ABANDON, rank, values=NOTHING)
+    socket.send_multipart([pack(frame) for frame in (*frames, done)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Collectives made of one: an all-gather of bytes, which every library for clusters has.
+
+Such libraries add in an order of their own, which may differ between ranks. Here every rank gets all parts and adds
+them itself, in the order of the ranks. An exchange takes two all-gathers: what each rank is about, so that ranks that
+disagree are told of each other, and what they bring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange
+
+from .frames import HEADER, NAMES, NOTHING, TEXT_BYTES, BadFrame, Frame, Kind, pack, unpack
+from .sums import sum_in_order
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+HEAD_BYTES = 4 + HEADER.size + TEXT_BYTES
+SLICE_SECONDS = 0.05
+"""How long a rank waits before it looks whether its transport was closed."""
+
+
+class GatheringTransport(ABC):
+    """Collectives of one rank over a library's all-gather, which runs on a thread of its own: nothing can wake it.
+
+    Args:
+        rank: which one this is, from 0.
+        ranks: how many there are.
+        timeout_seconds: how long an exchange may take.
+    """
+
+    def __init__(self, rank: int, ranks: int, *, timeout_seconds: float = 60.0) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout_seconds = timeout_seconds
+        self._sequence = 0
+        self._closed = False
+        self._broken = ""
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transport", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def all_gather(self, data: Array) -> list[Array]:
+        """The bytes of all ranks, which are equally many, in their order. Foreign exceptions may leave it."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free what the library holds; called once, from any thread."""
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts, added in the order of the ranks.
+
+        Raises:
+            TransportError: a rank did not come in time, is lost, or names another exchange; the transport was closed.
+        """
+        return sum_in_order(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The root's array. Raises as `all_reduce`."""
+        brought = array if rank == root else None
+        return self._exchange(Kind.BROADCAST, rank, exchange, brought, root)[root]
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """All ranks' parts in their order, on the root. Raises as `all_reduce`."""
+        parts = self._exchange(Kind.GATHER, rank, exchange, part, root)
+        return parts if rank == root else None
+
+    async def aclose(self) -> None:
+        """Wake the call that waits, and free what the library holds."""
+        closed, self._closed = self._closed, True
+        if not closed:
+            self._work.put(None)
+            await asyncio.to_thread(self.free)
+
+    def _exchange(
+        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
+    ) -> list[Array]:
+        """What all ranks bring, in their order; arrays of the caller's own."""
+        where = f"{NAMES[operation]} #{exchange.ticket}"
+        if rank != self.rank or not 0 <= root < self.ranks:
+            raise TransportError(f"{where}: asked for rank {rank} and root {root} of rank {self.rank}")
+        until = time.monotonic() + self.timeout_seconds
+        array = NOTHING if part is None else np.ascontiguousarray(part).reshape(part.shape)
+        mine = Frame(
+            Kind.WAITING, operation, rank, 0, self._sequence, exchange.ticket, exchange.step, exchange.layer, root,
+            array.shape, exchange.signature, array.reshape(-1)[:0],
+        )  # fmt: skip
+        self._sequence += 1
+        try:
+            heads = [_read(data) for data in self._all_gather(_padded(pack(mine), HEAD_BYTES), until)]
+            _check_agreement(heads)
+            sizes = [prod(head.shape) * head.values.itemsize for head in heads]
+            room = 4 + max(sizes)
+            if room == 4:
+                brought = [NOTHING for _ in heads]
+            else:
+                brought = self._all_gather(_padded(array.reshape(-1).view(np.uint8), room), until)
+            return [
+                np.array(data[4 : 4 + size]).view(head.values.dtype).reshape(head.shape)
+                for data, size, head in zip(brought, sizes, heads, strict=True)
+            ]
+        except TransportError as error:
+            raise TransportError(f"{where}: {error}") from None
+
+    def _all_gather(self, data: Array, until: float) -> list[Array]:
+        """What the library gathers, on its thread.
+
+        Raises:
+            TransportError: it fails or takes too long, or the transport was closed; then nothing more is gathered.
+        """
+        if self._closed or self._broken:
+            raise TransportError(self._broken or "the transport was closed")
+        future: Future[list[Array]] = Future()
+        self._work.put((future, lambda: self.all_gather(data)))
+        while True:
+            try:
+                return future.result(SLICE_SECONDS)
+            except NotYet:
+                problem = "the transport was closed" if self._closed else ""
+                if time.monotonic() > until:
+                    problem = f"not all ranks came in {self.timeout_seconds:g} s"
+            except Exception as error:
+                problem = "the transport was closed" if self._closed else _one_line(error)
+            if problem:
+                self._broken = problem
+                raise TransportError(problem)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, gather = item
+            try:
+                future.set_result(gather())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _padded(data: Any, nbytes: int) -> Array:
+    """Bytes behind their number, with zeros up to a length."""
+    padded = np.zeros(nbytes, np.uint8)
+    padded[:4] = np.frombuffer(len(data).to_bytes(4, "little"), np.uint8)
+    padded[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
+    return padded
+
+
+def _read(data: Array) -> Frame:
+    try:
+        return unpack(data[4 : 4 + int.from_bytes(data[:4].tobytes(), "little")])
+    except BadFrame as error:
+        raise TransportError(f"what a rank sent is no frame: {error}") from None
+
+
+def _check_agreement(heads: Sequence[Frame]) -> None:
+    """Whether all ranks are in the same exchange.
+
+    Raises:
+        TransportError: they are not; the message says what each is in.
+    """
+    if not all(heads[0].names_the_same_as(head) for head in heads):
+        said = "; ".join(f"rank {head.rank}: {head.describe()}" for head in heads)
+        raise TransportError(f"the ranks disagree on it: {said}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

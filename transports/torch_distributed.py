@@ -1,0 +1,83 @@
+"""Collectives over a process group of torch.distributed: gloo between hosts, nccl between NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from moesched.errors import BadInput
+
+from .gathering import GatheringTransport
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from moesched.seams import Array
+
+Backend = Literal["gloo", "nccl"]
+
+
+class TorchDistributedTransport(GatheringTransport):
+    """Collectives over gloo or nccl, for clusters that have them.
+
+    The group is this transport's own: torch's global one is left alone. Neither encrypts or asks for keys.
+
+    Args:
+        rank: which one this is, from 0.
+        ranks: how many there are.
+        backend: what gathers; nccl takes the bytes by way of the GPU.
+        store: where ranks find each other; by default what MASTER_ADDR and MASTER_PORT name, as torchrun sets them.
+        group: a process group to gather with, instead of one that is made here.
+        device: the GPU for nccl; by default that of the rank's number.
+        timeout_seconds: how long an exchange may take.
+
+    Raises:
+        BadInput: torch was built without the backend, or the ranks cannot meet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        backend: Backend = "gloo",
+        store: Store | None = None,
+        group: Any = None,
+        device: str | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        self._device = torch.device("cpu" if backend == "gloo" else device or f"cuda:{rank}")
+        try:
+            self._group = group or _group(backend, store, rank, ranks, timedelta(seconds=timeout_seconds))
+        except (RuntimeError, ValueError) as error:
+            raise BadInput(f"rank {rank} cannot join {ranks} ranks over {backend}: {error}") from None
+        super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
+
+    def all_gather(self, data: Array) -> list[Array]:
+        """The bytes of all ranks, which are equally many, in their order."""
+        mine = torch.from_numpy(data).to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._group.allgather([found], [mine]).wait()
+        return [each.cpu().numpy() for each in found]
+
+    def free(self) -> None:
+        """Give up what is under way, which the other ranks notice."""
+        with suppress(RuntimeError):
+            self._group.abort()
+
+
+def _group(backend: Backend, store: Store | None, rank: int, ranks: int, timeout: timedelta) -> Any:
+    if not dist.is_available() or not dist.is_backend_available(backend):
+        raise BadInput(f"this build of torch has no {backend}")
+    if store is None:
+        store, _, _ = next(iter(rendezvous("env://", rank, ranks, timeout=timeout)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, ranks, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, ranks, options)

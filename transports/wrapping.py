@@ -1,0 +1,66 @@
+"""What transports that wrap a transport share: they see every call, and hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from moesched.seams import Exchange, Transport
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """One rank's part in one exchange.
+
+    Attributes:
+        operation: all_reduce, broadcast or gather.
+        nbytes: of the array that the rank brings; 0 for a rank that only gets one.
+    """
+
+    operation: str
+    rank: int
+    exchange: Exchange
+    nbytes: int
+
+
+class WrappingTransport:
+    """Hands every call on to another transport. `around` is what one of these adds to it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """That of the wrapped transport."""
+        call = Call("all_reduce", rank, exchange, part.nbytes)
+        return self.around(call, lambda: self.transport.all_reduce(rank, exchange, part))
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """That of the wrapped transport."""
+        call = Call("broadcast", rank, exchange, 0 if array is None else array.nbytes)
+        return self.around(call, lambda: self.transport.broadcast(rank, exchange, array, root))
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """That of the wrapped transport."""
+        call = Call("gather", rank, exchange, part.nbytes)
+        return self.around(call, lambda: self.transport.gather(rank, exchange, part, root))
+
+    async def aclose(self) -> None:
+        """Close the wrapped transport."""
+        await self.transport.aclose()
+
+    def around(self, call: Call, run: Callable[[], T]) -> T:
+        """Run a call of the wrapped transport; raises what that raises."""
+        return run()
+
+
+def abandon(transport: Transport, call: Call, reason: str) -> None:
+    """Tell the other ranks why one does not come, where the transport can."""
+    tell = getattr(transport, "abandon", None)
+    if tell is not None:
+        with suppress(Exception):  # whoever gives up has a better error to raise
+            tell(call.rank, call.exchange, reason)
