@@ -64,7 +64,9 @@ def main() -> int:
     options = parser.parse_args()
     name = named_for_machine("kill_a_node")
     file = RESULTS / f"{name}.json"
-    runs: list[dict[str, Any]] = json.loads(file.read_text())["cases"] if options.more else []
+    seeds = range(options.first, options.first + options.runs)
+    before: list[dict[str, Any]] = json.loads(file.read_text())["cases"] if options.more else []
+    runs = [run for run in before if run["seed"] not in seeds]
     os.environ.setdefault("MOESCHED_LOG", "error")
     send_logs_to_stderr()
     server = ForkServer()
@@ -76,7 +78,7 @@ def main() -> int:
                 model, PROMPTS, policy="resident", max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS)
             )
             expected[config.name] = alone.tokens or []
-        for seed in track(range(options.first, options.first + options.runs), "killing nodes"):
+        for seed in track(seeds, "killing nodes"):
             runs.append(run_one(server, Path(folder), expected, seed))
     good = [run for run in runs if run["as_promised"]]
     seconds = [run["seconds_to_end"] for run in runs]
