@@ -202,6 +202,9 @@ class TorchDevice:
         self._let_go()
         if not self._started:
             self._start(plan)
+        if plan.attends and not self._head:
+            self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
+            self._head = self._split_head()
         fast = plan.memory("accelerator")
         missing = self._kept.retain(
             page for pool in plan.kept if pool.memory is fast for page in pool.pages()
@@ -250,16 +253,13 @@ class TorchDevice:
                 cache.open(sequence, plan.batch.prompts[request] + new_tokens)
 
     def _start(self, plan: Plan) -> None:
-        """What is the same for all batches: threads, who multiplies, and the weights outside the layers."""
+        """What is the same for all batches: threads, and who multiplies."""
         if self._packing and self._rows_an_expert(plan) <= self._kernel_rows:
             self._packing = False  # what is packed is torch's alone
         if not self._packing:
             self._products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
         self._team = Team(self._cores if self._sharing else 1)
         self._readers = Team(READS_IN_FLIGHT)
-        if plan.attends:
-            self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
-            self._head = self._split_head()
         self._started = True
 
     def _rows_an_expert(self, plan: Plan) -> float:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from moesched.analysis.roofline_picture import draw_roofline
     from moesched.analysis.sparsity import sparsity_of
     from moesched.calibration.calibrate import calibrate as calibrate_machine
-    from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed
+    from moesched.errors import BadInput, MoeschedError, NodeLost, PolicyError, TaskFailed
+    from moesched.jobs.cluster_jobs import run_cluster, run_local
     from moesched.jobs.model_jobs import run_model, simulate_model
     from moesched.jobs.report import JobReport, write_report
     from moesched.listeners import Listener
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _HOMES = {
     # what the commands do
     "run_model": "moesched.jobs.model_jobs",
+    "run_local": "moesched.jobs.cluster_jobs",
+    "run_cluster": "moesched.jobs.cluster_jobs",
     "simulate_model": "moesched.jobs.model_jobs",
     "write_random_model": "moesched.models.random_model",
     "prestack_model": "moesched.models.prestack",
@@ -74,6 +77,7 @@ _HOMES = {
     # what goes wrong
     "BadInput": "moesched.errors",
     "MoeschedError": "moesched.errors",
+    "NodeLost": "moesched.errors",
     "PolicyError": "moesched.errors",
     "TaskFailed": "moesched.errors",
 }
@@ -84,6 +88,7 @@ __all__ = [
     "Listener",
     "Machine",
     "MoeschedError",
+    "NodeLost",
     "Page",
     "Plan",
     "PolicyError",
@@ -106,6 +111,8 @@ __all__ = [
     "profile_routing",
     "reproduce_paper",
     "roofline_of",
+    "run_cluster",
+    "run_local",
     "run_model",
     "simulate_model",
     "sparsity_of",

@@ -10,10 +10,13 @@ MoeschedError
 ├── TaskFailed          a task raised on its lane; carries the task's story
 ├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
 │   └── RankLost        a rank is there no more: its process ended, its machine is silent, or it left
+│       └── NodeLost    a node of a cluster, without which the others cannot go on
 └── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class MoeschedError(Exception):
@@ -62,6 +65,23 @@ class RankLost(TransportError):
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class NodeLost(RankLost):
+    """A node of a cluster is gone, and the others cannot go on without it.
+
+    Attributes:
+        report: what came out so far, where there is anything.
+    """
+
+    def __init__(self, message: str, rank: int, report: Any = None) -> None:
+        super().__init__(message, (rank,))
+        self.report = report
+
+    @property
+    def rank(self) -> int:
+        """The node's."""
+        return self.ranks[0]
 
 
 class TaskCancelled(MoeschedError):

@@ -22,6 +22,9 @@ class Listener:
     def planned(self, plan: Plan) -> None:
         """A batch is about to run by this plan."""
 
+    def loading(self, done: int, total: int) -> None:
+        """So many of the pages that stay are loaded. Told by runs on a cluster, whose tasks nobody hears of here."""
+
     def ended(self, task: Task) -> None:
         """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""
 

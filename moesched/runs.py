@@ -20,7 +20,7 @@ from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.errors import BadInput, NotFinite, OverBudget, TaskFailed
+from moesched.errors import BadInput, NotFinite, OverBudget, TaskFailed, TransportError
 from moesched.generation import Generation, OnTokens
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
@@ -249,7 +249,8 @@ def run(
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
 
-    So it does where logits are no numbers: `failure` of the report then says where the bad numbers began.
+    So it does where logits are no numbers, and where this is one node of a cluster that no longer reaches the others:
+    `failure` of the report then says where the bad numbers began, or which node is gone.
 
     Args:
         peers: the other ranks or nodes, where several in this process work on one model; plan, policy and device are
@@ -307,9 +308,12 @@ def run(
     except KeyboardInterrupt:
         interrupted = True
     except TaskFailed as error:
-        if not isinstance(error.__cause__, NotFinite):
+        lost = plan.nodes > 1 and not peers and isinstance(error.__cause__, TransportError)
+        if not lost and not isinstance(error.__cause__, NotFinite):
             raise
         failure = str(error.__cause__)
+    if recorder is not None:
+        recorder.origin = driver.origin
     seconds = time.perf_counter() - started
     emulation = getattr(device, "emulation", None)
     return make_report(

@@ -58,6 +58,10 @@ def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
         assert moesched.check_trace(tmp_path / f"{name}.json") == []
 
 
+def test_two_nodes_print_what_their_output_file_says(tmp_path: Path) -> None:
+    assert run("two_nodes.py", "--out", tmp_path) == (EXAMPLES / "two_nodes.out").read_text()
+
+
 def test_one_request_is_answered_alike_by_four_policies(tmp_path: Path) -> None:
     output = run("one_request.py", "--out", tmp_path)
     assert "All say the same: Return a new" in output

@@ -51,6 +51,12 @@ class LoadingBar(Listener):
         self._bar = Bar("loading weights").__enter__()
         self._bar.update(0, self._pages or None)
 
+    def loading(self, done: int, total: int) -> None:
+        """Move the bar of all nodes on."""
+        if self._bar is None:
+            self._bar = Bar("loading weights").__enter__()
+        self._bar.update(done, total)
+
     def ended(self, task: Task) -> None:
         """Move the bar on for each page."""
         if task.verb == "load" and self._bar is not None:

@@ -10,6 +10,7 @@ from cyclopts import App
 
 from moesched.cli import (
     calibrating,
+    cluster,
     comparing,
     drawing,
     latencies,
@@ -32,6 +33,8 @@ EPILOGUE = paragraphs(
     "Start here:",
     """  moesched random-model mixtral-0.8b models/mixtral-0.8b
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
+      --prompt-ids "1,2,3"
+  moesched run models/mixtral-0.8b --local 2 --policy ep_router_aided \\
       --prompt-ids "1,2,3"
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench""",
@@ -64,6 +67,7 @@ def make_app() -> App:
         latencies,
         reproducing,
         profiling,
+        cluster,
     ):
         command.add_to(app)
     return app

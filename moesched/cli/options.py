@@ -123,6 +123,16 @@ TensorParallel = Annotated[
         help="Cut the model over N of the machine's equal accelerators. By default over all of them.",
     ),
 ]
+ModelDir = Annotated[
+    Path, Parameter(help="A Hugging Face folder: config.json, safetensors, tokenizer.json if there is one.")
+]
+Transport = Annotated[
+    str | None,
+    Parameter(
+        metavar="T",
+        help="What carries the nodes' exchanges: a name of `moesched list transports`. By default zeromq.",
+    ),
+]
 Nodes = Annotated[
     int | None,
     Parameter(metavar="N", help="How many of these machines share the model's experts."),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moesched.cli.failures import tell
 from moesched.cli.output import print_json, print_report
+from moesched.errors import NodeLost
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.report import JobReport, write_report
 from moesched.trace.whole_file import require_writable
@@ -17,25 +18,28 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
 
     Raises:
         BadInput: the job cannot be done, or the report or the trace not be written.
+        NodeLost: it ended early, since a node of the cluster is gone.
     """
     require_writable(file, "report")
-    untraced: NotTraced | None = None
+    unfinished: NotTraced | NodeLost | None = None
     try:
         report = job()
-    except NotTraced as error:
-        untraced, report = error, error.report
+    except (NotTraced, NodeLost) as error:
+        if error.report is None:
+            raise
+        unfinished, report = error, error.report
     if json:
         print_json(report.as_dict())
     else:
         print_report(report)
-        if trace is not None and untraced is None:
+        if trace is not None and unfinished is None:
             print(f"\ntrace: {trace}, to be opened in https://ui.perfetto.dev")
-    if report.failure is not None:
+    if report.failure is not None and unfinished is None:
         tell(f"after {sum(map(len, report.tokens or []))} tokens: {report.failure}")
     if report.interrupted:
         tell(f"interrupted after {sum(map(len, report.tokens or []))} tokens")
     if file is not None:
         write_report(file, report)
-    if untraced is not None:
-        raise untraced
+    if unfinished is not None:
+        raise unfinished
     return report

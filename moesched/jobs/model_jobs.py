@@ -18,7 +18,7 @@ from moesched.errors import BadInput
 from moesched.jobs.batch_reports import Reports
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.jobs.report import JobReport
+from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.teller import Teller
 from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
 from moesched.listeners import KindMeter, Listener
@@ -27,7 +27,6 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
 from moesched.networks import Network, load_network, network_names
-from moesched.outcome import Report
 from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Devices, Rank, open_devices
 from moesched.plan import Batch, Plan
@@ -346,7 +345,15 @@ class _Job:
         teller.listener.ran()
         read = devices.bytes_read
         bytes_read = None if read is None or read_before is None else read - read_before
-        finished = self._report(report, plan, kinds, teller.texts, bytes_read)
+        finished = job_report(
+            report,
+            plan,
+            kinds,
+            policy=self.policy,
+            dtype=self.layout.dtype,
+            text=teller.texts,
+            bytes_read=bytes_read,
+        )
         if recorder is not None and trace is not None:
             write_job_trace(trace, recorder, finished, teller.listener)
         return finished
@@ -389,30 +396,10 @@ class _Job:
             peers=peers,
         )
         listener.ran()
-        finished = self._report(report, plan, kinds, None, None)
+        finished = job_report(report, plan, kinds, policy=self.policy, dtype=self.layout.dtype)
         if recorder is not None and trace is not None:
             write_job_trace(trace, recorder, finished, listener)
         return finished
-
-    def _report(
-        self,
-        report: Report,
-        plan: Plan,
-        kinds: KindMeter,
-        text: list[str] | None,
-        bytes_read: int | None,
-    ) -> JobReport:
-        fields = {name: getattr(report, name) for name in report.__struct_fields__}
-        fields |= {"policy": self.policy, "text": text}
-        return JobReport(
-            **fields,
-            dtype=self.layout.dtype,
-            budget_bytes={
-                name: plan.in_all(memory, memory.capacity) for name, memory in plan.memories.items()
-            },
-            kinds=kinds.kinds(),
-            bytes_read=bytes_read,
-        )
 
 
 def _joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:

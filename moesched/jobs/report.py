@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from moesched.listeners import kind_use
+from moesched.listeners import KindMeter, kind_use
 from moesched.outcome import Dilations, EmulatedLane, Emulation, LaneUse, Report
+from moesched.plan import Plan
 from moesched.trace.summary import KindUse
 from moesched.trace.whole_file import whole_file
 
@@ -57,6 +58,64 @@ class JobReport(Report, frozen=True, kw_only=True):
         return content
 
 
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One node of a cluster.
+
+    Attributes:
+        peak_bytes: what it took of each memory.
+        clock_ahead_seconds: by how much its clock was ahead of the launcher's; None where nobody could ask.
+        clock_error_seconds: by how much that may be wrong.
+        lost: why it was there no more at the end; None where it was.
+    """
+
+    rank: int
+    name: str
+    load_seconds: float
+    peak_bytes: dict[str, int]
+    clock_ahead_seconds: float | None
+    clock_error_seconds: float | None
+    lost: str | None
+
+
+class ClusterReport(JobReport, frozen=True, kw_only=True):
+    """A report of a run on several nodes: times, lanes and memories are those of the first one that was left.
+
+    Attributes:
+        members: all nodes of the cluster, in the order of their ranks; `nodes` is how many began the run.
+        epochs: how many times the nodes began together, the first one counted: once more for each that was lost or
+            came back.
+    """
+
+    members: list[NodeReport]
+    epochs: int
+
+
+def job_report(
+    report: Report,
+    plan: Plan,
+    kinds: KindMeter,
+    *,
+    policy: str,
+    dtype: str,
+    text: list[str] | None = None,
+    bytes_read: int | None = None,
+) -> JobReport:
+    """The report of one batch, with what its plan had and which kinds of task there were.
+
+    Args:
+        policy: its name, as it was given.
+    """
+    fields = {name: getattr(report, name) for name in report.__struct_fields__}
+    fields |= {"policy": policy, "text": text}
+    return JobReport(
+        **fields,
+        dtype=dtype,
+        budget_bytes={name: plan.in_all(memory, memory.capacity) for name, memory in plan.memories.items()},
+        kinds=kinds.kinds(),
+        bytes_read=bytes_read,
+    )
+
+
 def write_report(path: Path, report: JobReport) -> None:
     """Write a report as JSON.
 
@@ -100,7 +159,8 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
         process_bytes=max((each.process_bytes for each in reports if each.process_bytes), default=None),
         lanes={
-            name: _merge_lane([report.lanes[name] for report in reports], running) for name in first.lanes
+            name: _merge_lane([report.lanes[name] for report in reports if name in report.lanes], running)
+            for name in first.lanes
         },
         tasks=sum(report.tasks for report in reports),
         wall_seconds=sum(report.wall_seconds for report in reports),

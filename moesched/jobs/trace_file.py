@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.report import JobReport
 from moesched.listeners import Listener
 from moesched.plan import Plan
-from moesched.trace import About, LastSteps, Recorder, write_trace
+from moesched.trace import About, Clock, LastSteps, Recorder, Recording, write_trace
 
 MOST_TRACED_TASKS = 500_000
 
@@ -46,16 +47,35 @@ def write_job_trace(
     Raises:
         NotTraced: it cannot be written.
     """
+    write_recording(path, recorder.recording(), report, listener)
+
+
+def write_recording(
+    path: Path,
+    recording: Recording,
+    report: JobReport,
+    listener: Listener,
+    clocks: Mapping[str, Clock] | None = None,
+) -> None:
+    """Write what was recorded of the batch that `report` is of.
+
+    Args:
+        clocks: of several nodes, by rank.
+
+    Raises:
+        NotTraced: it cannot be written.
+    """
     about = About(
         driver="realtime" if report.measured else "virtual",
         policy=report.policy,
         model=report.model,
         machine=report.place,
         plan=msgspec.to_builtins(report.plan),
+        clocks=dict(clocks or {}),
     )
     listener.writing(path)
     try:
-        write_trace(path, recorder.recording(), about)
+        write_trace(path, recording, about)
     except BadInput as error:
         raise NotTraced(error, report) from error
     finally:

@@ -16,19 +16,20 @@ def machine_toml(machine: Machine) -> str:
     tables = {name: fields.pop(name) for name in ("processors", "memories")}
     lines = [f"{name} = {_value(value)}" for name, value in fields.items() if value is not None]
     for name, entries in tables.items():
-        lines += ["", f"[{name}]", *(f"{_key(key)} = {_inline(entry)}" for key, entry in entries.items())]
+        lines += ["", f"[{name}]", *(f"{_key(key)} = {inline(entry)}" for key, entry in entries.items())]
     return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
-        return "[\n" + "".join(f"  {_inline(each)},\n" for each in value) + "]"
-    return _inline(value)
+        return "[\n" + "".join(f"  {inline(each)},\n" for each in value) + "]"
+    return inline(value)
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """A value as it stands behind a key."""
     if isinstance(value, dict):
-        pairs = (f"{_key(key)} = {_inline(each)}" for key, each in value.items() if each is not None)
+        pairs = (f"{_key(key)} = {inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, str | bool):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

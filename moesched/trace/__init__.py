@@ -6,12 +6,14 @@ from moesched.trace.checker import check_trace
 from moesched.trace.chrome_reader import Trace, read_trace
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side, write_trace
 from moesched.trace.critical import Hop, critical_path
+from moesched.trace.merging import merge_recordings
 from moesched.trace.recorder import LastSteps, Recorder
-from moesched.trace.recording import About, LaneName, MemorySample, Recording, Slice
+from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice
 from moesched.trace.summary import KindUse, LaneUse, StepTime, Summary, summarize
 
 __all__ = [
     "About",
+    "Clock",
     "Hop",
     "KindUse",
     "LaneName",
@@ -27,6 +29,7 @@ __all__ = [
     "Trace",
     "check_trace",
     "critical_path",
+    "merge_recordings",
     "read_trace",
     "summarize",
     "write_side_by_side",

@@ -13,7 +13,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import About, LaneName, MemorySample, Recording, Slice
+from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _THREE_DECIMALS = re.compile(rb"\d+\.\d{3}")
@@ -71,6 +71,7 @@ class OtherData(msgspec.Struct):
     model: str = ""
     machine: str = ""
     plan: dict[str, Any] = {}
+    clocks: dict[str, Clock] = {}
 
 
 class TraceFile(msgspec.Struct):

@@ -44,9 +44,14 @@ class _Rank:
 
 
 class _Watcher:
-    """What all recorders share: the ranks that they watch."""
+    """What all recorders share: the ranks that they watch.
+
+    Attributes:
+        origin: what the driver's clock said at time 0; nanoseconds.
+    """
 
     def __init__(self) -> None:
+        self.origin = 0
         self._ranks: list[_Rank] = []
         self._rank_of: dict[Lane, int] = {}
 
@@ -80,7 +85,7 @@ class Recorder(_Watcher):
     def recording(self) -> Recording:
         """What ran so far."""
         tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
-        return _record(tasks, self._ranks, trimmed=False)
+        return _record(tasks, self._ranks, self.origin, trimmed=False)
 
 
 class LastSteps(_Watcher):
@@ -112,7 +117,7 @@ class LastSteps(_Watcher):
     def recording(self) -> Recording:
         """What ran in the last steps."""
         tasks = [task for kept in self._steps.values() for task in kept]
-        return _record(tasks, self._ranks, trimmed=self._first is not None)
+        return _record(tasks, self._ranks, self.origin, trimmed=self._first is not None)
 
     def _trim(self) -> None:
         self._forget(self._steps.pop(min(self._steps)))
@@ -132,7 +137,7 @@ class LastSteps(_Watcher):
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)
 
 
-def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> Recording:
+def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimmed: bool) -> Recording:
     joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
     replayed = [task for task in tasks if isinstance(task, Join)]
     if replayed:  # a replay, of which there is one rank, tells of joins as of all else
@@ -150,6 +155,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], *, trimmed: bool) -> 
         trimmed,
         sum(map(len, joins)),
         frozenset(name for lane, name in lanes.items() if lane.in_order),
+        origin,
     )
     recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
     return recording

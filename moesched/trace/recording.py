@@ -79,6 +79,7 @@ class Recording(msgspec.Struct):
         trimmed: whether earlier steps ran that are not in it.
         joins: how many joins the edges were expanded through.
         in_order: the lanes that issue their tasks as submitted; the others take whichever is ready.
+        origin: what the driver's clock said at time 0; nanoseconds.
     """
 
     lanes: list[LaneName]
@@ -88,6 +89,7 @@ class Recording(msgspec.Struct):
     trimmed: bool = False
     joins: int = 0
     in_order: frozenset[LaneName] = frozenset()
+    origin: int = 0
 
     @property
     def edges(self) -> int:
@@ -107,12 +109,21 @@ class Recording(msgspec.Struct):
         return max((each.end for each in self.slices), default=0)
 
 
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """How one node's clock was brought into line; nanoseconds."""
+
+    ahead: int
+    error: int
+
+
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording is of.
 
     Attributes:
         driver: "virtual" predicts, "realtime" measures.
         plan: the sizes that the policy chose, as JSON can hold them.
+        clocks: of several nodes, by rank: by how much its clock was ahead of the one that the times are by, and how
+            wrong that may be; it was taken off.
     """
 
     driver: Literal["virtual", "realtime"]
@@ -120,6 +131,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     machine: str = ""
     plan: dict[str, Any] = {}
+    clocks: dict[str, Clock] = {}
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:

@@ -1,0 +1,161 @@
+"""Processes on this machine, over ZeroMQ with CURVE: do they give one process's tokens, and each other's logits?
+
+    python benchmarks/cluster_tokens.py [--nodes 2 3 4] [--new-tokens 16]
+
+Every policy for several nodes, centralised and decentralised, on random models of Mixtral's and DBRX's form. Tokens are
+compared with one process's as far as the gap between its first and second logit exceeds 1e-4; logits of the nodes that
+compute any are compared to the bit. The result is written to benchmarks/results/cluster_tokens-MACHINE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from _forked_nodes import ForkServer
+from _results import named_for_machine, write_result
+from rich.progress import track
+
+import moesched
+from moesched.cli.logs import send_logs_to_stderr
+from moesched.jobs.cluster_jobs import run_local
+from moesched.models.config import ModelConfig
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+
+GAP = 1e-4
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90]]
+DEVICE = "_logged_device:LoggedDevice"
+POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
+
+MIXTRAL = msgspec.structs.replace(
+    SHAPES["mixtral-0.8b"], name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
+    experts=8, top_k=2, vocabulary=512, stop_tokens=(),
+)  # fmt: skip
+DBRX = msgspec.structs.replace(
+    MIXTRAL, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip_qkv=8.0, rope_theta=5e5, experts=16,
+    top_k=4,
+)  # fmt: skip
+
+
+class Reference(NamedTuple):
+    """One process's tokens, and how many of each request's may be compared: up to where two were about as likely."""
+
+    tokens: list[list[int]]
+    compared: list[int]
+
+
+def main() -> int:
+    """Run all cases, print what came out, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--new-tokens", type=int, default=16)
+    options = parser.parse_args()
+    os.environ.setdefault("MOESCHED_LOG", "error")
+    send_logs_to_stderr()
+    server = ForkServer()
+    started = time.perf_counter()
+    rows = []
+    with TemporaryDirectory() as name:
+        for config in (MIXTRAL, DBRX):
+            model = Path(name) / config.name
+            write_random_model(config, model, dtype="float32")
+            reference = one_process(model, options.new_tokens)
+            cases = [
+                (nodes, policy, decentralised)
+                for nodes in options.nodes
+                for policy in POLICIES
+                for decentralised in (True, False)
+            ]
+            for case in track(cases, config.name):
+                rows.append(run_case(server, model, config, reference, options.new_tokens, *case))
+    wrong = [row for row in rows if not (row["tokens_equal"] and row["logits_equal"])]
+    path = write_result(
+        named_for_machine("cluster_tokens"),
+        {
+            "runs": len(rows),
+            "runs_that_differ": len(wrong),
+            "tokens_compared": sum(row["tokens_compared"] for row in rows),
+            "seconds": round(time.perf_counter() - started, 1),
+            "cases": rows,
+        },
+        "torch",
+        "pyzmq",
+    )
+    print(f"{len(rows)} runs, {len(wrong)} differ; {path}")
+    return 1 if wrong else 0
+
+
+def one_process(model: Path, new_tokens: int) -> Reference:
+    """What one process generates, and where its logits leave no doubt."""
+    with TemporaryDirectory() as folder:
+        report = moesched.run_model(
+            model,
+            PROMPTS,
+            policy="resident",
+            max_new_tokens=new_tokens,
+            batch_size=len(PROMPTS),
+            micro_batch_size=len(PROMPTS),
+            device=DEVICE,
+            device_settings={"folder": folder},
+        )
+        logits = np.load(Path(folder) / "0.npy")
+    top = np.sort(logits, axis=-1)[:, -2:]
+    clear = (top[:, 1] - top[:, 0] > GAP).reshape(new_tokens, len(PROMPTS))
+    compared = [int(np.cumprod(clear[:, request]).sum()) for request in range(len(PROMPTS))]
+    return Reference(report.tokens or [], compared)
+
+
+def run_case(
+    server: ForkServer,
+    model: Path,
+    config: ModelConfig,
+    reference: Reference,
+    new_tokens: int,
+    nodes: int,
+    policy: str,
+    decentralised: bool,
+) -> dict[str, Any]:
+    """One run of several processes, held against one process's."""
+    settings: dict[str, Any] = {"decentralised": decentralised}
+    if policy == "ep_balanced":
+        settings["experts"] = config.experts // 2
+    with TemporaryDirectory() as folder:
+        report = run_local(
+            model,
+            PROMPTS,
+            nodes=nodes,
+            start=server,
+            policy=policy,
+            settings=settings,
+            max_new_tokens=new_tokens,
+            device=DEVICE,
+            device_settings={"folder": folder},
+        )
+        logits = [np.load(file) for file in sorted(Path(folder).glob("*.npy"))]
+    equal = [
+        mine[:count] == whole[:count]
+        for mine, whole, count in zip(report.tokens or [], reference.tokens, reference.compared, strict=True)
+    ]
+    return {
+        "model": config.name,
+        "nodes": nodes,
+        "policy": policy,
+        "decentralised": decentralised,
+        "tokens_equal": all(equal),
+        "tokens_compared": sum(reference.compared),
+        "nodes_with_logits": len(logits),
+        "logits_equal": len(logits) == (nodes if decentralised else 1)
+        and all(np.array_equal(logits[0], other) for other in logits),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A node is killed (kill -9) at a random step: does the run end in time, in the same tokens or an error that names it?
+
+    python benchmarks/kill_a_node.py [--runs 200] [--first 0] [--more]
+
+Two to four processes on this machine, over ZeroMQ with CURVE, with every policy for several nodes; in some runs others
+hold what the killed one held, in some nobody does. With --more the runs are added to those that the result file has.
+The result is written to benchmarks/results/kill_a_node-MACHINE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from _forked_nodes import ForkServer
+from _results import RESULTS, named_for_machine, write_result
+from cluster_tokens import DBRX, MIXTRAL, PROMPTS
+from rich.progress import track
+
+import moesched
+from moesched.cli.logs import send_logs_to_stderr
+from moesched.errors import NodeLost
+from moesched.jobs.cluster_jobs import run_local
+from moesched.listeners import Listener
+from moesched.models.random_model import write_random_model
+
+NEW_TOKENS = 12
+SECONDS_TO_END = 2.0
+POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
+
+
+class Killer(Listener):
+    """Kills a node when so many tokens have come."""
+
+    def __init__(self, server: ForkServer, rank: int, at: int) -> None:
+        self._server = server
+        self._rank = rank
+        self._left = at
+        self.since = 0.0
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """Count a token."""
+        self._left -= 1
+        if not self._left:
+            self.since = time.perf_counter()
+            self._server.nodes[self._rank].process.kill()
+
+
+def main() -> int:
+    """Run, print what came out, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--more", action="store_true", help="keep the runs that the result file has")
+    options = parser.parse_args()
+    name = named_for_machine("kill_a_node")
+    file = RESULTS / f"{name}.json"
+    seeds = range(options.first, options.first + options.runs)
+    before: list[dict[str, Any]] = json.loads(file.read_text())["cases"] if options.more else []
+    runs = [run for run in before if run["seed"] not in seeds]
+    os.environ.setdefault("MOESCHED_LOG", "error")
+    send_logs_to_stderr()
+    server = ForkServer()
+    with TemporaryDirectory() as folder:
+        expected = {}
+        for config in (MIXTRAL, DBRX):
+            model = write_random_model(config, Path(folder) / config.name, dtype="float32")
+            alone = moesched.run_model(
+                model, PROMPTS, policy="resident", max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS)
+            )
+            expected[config.name] = alone.tokens or []
+        for seed in track(seeds, "killing nodes"):
+            runs.append(run_one(server, Path(folder), expected, seed))
+    good = [run for run in runs if run["as_promised"]]
+    seconds = [run["seconds_to_end"] for run in runs]
+    figures = {
+        "runs": len(runs),
+        "as_promised": len(good),
+        "ended": dict(Counter(run["ended"] for run in runs)),
+        "seconds_to_end": {"median": round(median(seconds), 3), "longest": round(max(seconds), 3)},
+        "limit_seconds": SECONDS_TO_END,
+        "cases": runs,
+    }
+    path = write_result(name, figures, "torch", "pyzmq")
+    print(f"{len(good)} of {len(runs)} as promised, {figures['ended']}, {figures['seconds_to_end']}; {path}")
+    return 0 if len(good) == len(runs) else 1
+
+
+def run_one(
+    server: ForkServer, folder: Path, expected: dict[str, list[list[int]]], seed: int
+) -> dict[str, Any]:
+    """One run, and whether it kept what is promised."""
+    draw = Random(seed)
+    model = draw.choice(sorted(expected))
+    nodes = draw.choice([2, 3, 4])
+    rank = draw.randrange(nodes)
+    policy = draw.choice(POLICIES)
+    settings = {"experts": 1} if policy == "ep_balanced" and draw.random() < 0.5 else {}
+    at = draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 2))
+    killer = Killer(server, rank, at)
+    right = False
+    try:
+        report = run_local(
+            folder / model,
+            PROMPTS,
+            nodes=nodes,
+            start=server,
+            policy=policy,
+            settings=settings,
+            max_new_tokens=NEW_TOKENS,
+            listener=killer,
+        )
+        ended = "same tokens"
+        right = report.tokens == expected[model] and report.members[rank].lost is not None
+    except NodeLost as error:
+        ended = "node lost"
+        kept = error.report.tokens if error.report is not None else []
+        right = error.rank == rank and bool(kept)
+        right = right and all(
+            whole[: len(part)] == part for whole, part in zip(expected[model], kept, strict=True)
+        )
+    except moesched.MoeschedError as error:
+        ended = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - killer.since
+    gone = all(node.process.exitcode is not None for node in server.nodes.values())
+    return {
+        "seed": seed,
+        "model": model,
+        "policy": policy,
+        **settings,
+        "nodes": nodes,
+        "killed": rank,
+        "at_token": at,
+        "ended": ended,
+        "seconds_to_end": round(seconds, 3),
+        "no_process_left": gone,
+        "as_promised": right and gone and seconds <= SECONDS_TO_END,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

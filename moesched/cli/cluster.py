@@ -1,0 +1,139 @@
+"""`moesched node`, `moesched launch` and `moesched keygen`: one member of a cluster, all of them, and their keys."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Group, Parameter
+
+from moesched.cli import options
+from moesched.cli.generating import GenerationOptions
+
+CLUSTER = Group("Cluster", sort_key=1)
+
+LAUNCH_HELP = options.paragraphs(
+    "Generate text with several machines, as a cluster file describes them.",
+    "It starts a node on each of them by the system's ssh. Where torchrun, mpirun or mlx.launch have started a process "
+    "with a rank on each, the one of rank 0 launches, and each of them becomes a node.",
+    "Model, cluster file and moesched have to be on all of them, at the same places unless the file says otherwise.",
+    options.BROKEN_LINES,
+)
+
+LAUNCH_EPILOGUE = """Examples:
+
+  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided --prompt "Return the"
+  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided --prompt-ids "1,2" --dry-run
+  mpirun --host mac-0,mac-1 moesched launch models/dbrx --hosts cluster.toml \\
+      --policy ep_router_aided --prompt "Return the" """
+
+NODE_HELP = options.paragraphs(
+    "Be one node of a cluster: wait for the launcher, do what it says, end when it ends.",
+    "`moesched launch` starts nodes by itself; by hand one brings a lost one back.",
+)
+
+NODE_EPILOGUE = """Examples:
+
+  moesched node models/dbrx --cluster cluster.toml --rank 1"""
+
+KEYGEN_HELP = options.paragraphs(
+    "Make a pair of keys: moesched.key, whose text goes into the cluster file, and moesched.secret, which stays here.",
+    "Keys that are there already are left as they are.",
+)
+
+KEYGEN_EPILOGUE = """Examples:
+
+  moesched keygen
+  moesched keygen --out keys/mac-1"""
+
+ClusterFile = Annotated[
+    Path, Parameter(group=CLUSTER, metavar="FILE", help="Nodes, addresses, keys: see docs/cluster.md.")
+]
+KeyFile = Annotated[
+    Path | None,
+    Parameter(
+        group=CLUSTER, metavar="FILE", help="The secret key's file. By default ~/.moesched/moesched.secret."
+    ),
+]
+
+
+def add_to(app: App) -> None:
+    """Add the commands."""
+    app.command(launch, name="launch", help=LAUNCH_HELP, help_epilogue=LAUNCH_EPILOGUE, sort_key=8)
+    app.command(node, name="node", help=NODE_HELP, help_epilogue=NODE_EPILOGUE, sort_key=8)
+    app.command(keygen, name="keygen", help=KEYGEN_HELP, help_epilogue=KEYGEN_EPILOGUE, sort_key=8)
+
+
+def keygen(
+    *,
+    out: Annotated[
+        Path | None, Parameter(metavar="FOLDER", help="Where to write them. By default ~/.moesched.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """See KEYGEN_HELP."""
+    from moesched.cli.output import print_json
+    from moesched.cluster.keys import SECRET_NAME, default_folder, write_keys
+
+    folder = out or default_folder()
+    keys = write_keys(folder)
+    if json:
+        print_json({"key": keys.public, "secret_file": str(folder / SECRET_NAME)})
+    else:
+        print(
+            f'key = "{keys.public}"\n\nthe secret one is in {folder / SECRET_NAME}, which only you can read'
+        )
+
+
+def node(
+    model_dir: Annotated[Path, Parameter(help="The model's folder on this machine.")],
+    /,
+    *,
+    cluster: ClusterFile,
+    rank: Annotated[int, Parameter(group=CLUSTER, metavar="R", help="Which node of the file this is.")],
+    key: KeyFile = None,
+    patience: Annotated[
+        float, Parameter(group=CLUSTER, metavar="SECONDS", help="How long to wait for the launcher.")
+    ] = 60.0,
+) -> None:
+    """See NODE_HELP."""
+    from moesched.cluster.node import run_node
+
+    run_node(cluster, rank, model_dir, key=key, patience=patience)
+
+
+def launch(
+    model_dir: options.ModelDir,
+    /,
+    *,
+    hosts: ClusterFile,
+    given: GenerationOptions,
+    transport: options.Transport = None,
+    key: KeyFile = None,
+    dry_run: Annotated[
+        bool,
+        Parameter(group=CLUSTER, negative="", help="Print the commands that would start the nodes, and end."),
+    ] = False,
+) -> int:
+    """See LAUNCH_HELP."""
+    from moesched.cluster.cluster_file import load_cluster
+    from moesched.cluster.members import node_arguments, ssh_command
+    from moesched.cluster.surroundings import rank_given
+    from moesched.jobs.cluster_jobs import TRANSPORT, run_cluster, run_with_given_ranks
+
+    cluster = load_cluster(hosts)
+    if dry_run:
+        for host in cluster.hosts:
+            print(shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve()))))
+        return 0
+    arguments = {"cluster_file": hosts, "key": key, "transport": transport or TRANSPORT}
+    rank = rank_given(os.environ, len(cluster.hosts))
+    if rank is None:
+        return given.generate(model_dir, run_cluster, **arguments)
+    if rank:
+        own = None if cluster.host(rank).secret else key
+        node(model_dir, cluster=hosts, rank=rank, key=own)
+        return 0
+    return given.generate(model_dir, run_with_given_ranks, **arguments)

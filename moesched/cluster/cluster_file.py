@@ -1,0 +1,240 @@
+"""The cluster file: which nodes there are, where they are found, what they have, and whose keys they are known by.
+
+network = "10gbe"
+
+[launcher]
+address = "mac-0.lan"
+port = 7000
+key = "..."
+
+[[hosts]]
+name = "mac-0"
+address = "mac-0.lan"
+port = 7001
+rank = 0
+memory = "150GB"
+cores = [0, 1, 2, 3]
+key = "..."
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from moesched.cluster.keys import key_problem
+from moesched.errors import BadInput
+from moesched.machines.toml_text import inline
+from moesched.units import parse_bytes
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, lt=1e9)]
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the launcher is found.
+
+    Attributes:
+        port: where it listens; 0 in a file is any that is free, which only the launcher's own processes learn.
+        key: the public key by which nodes know it.
+    """
+
+    address: str
+    port: Port
+    key: str
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node.
+
+    Attributes:
+        address: by which the others reach it, and the launcher by ssh unless `ssh` says otherwise.
+        port: where it listens to the other nodes; 0 is any that is free.
+        memory: what it may take for weights, cache and all else, in bytes or as text; by default what the machine has.
+        cores: those that it keeps to; all where none are named.
+        key: its public key.
+        ssh: what to call it in `ssh`, such as "me@mac-0".
+        model: its folder of the model, where that is not the launcher's.
+        command: how moesched is started there.
+        secret: the file there that its secret key lies in; by default where `moesched keygen` puts it.
+    """
+
+    name: str
+    address: str
+    port: Port
+    rank: Annotated[int, Meta(ge=0)]
+    key: str
+    memory: int | str | None = None
+    cores: list[Annotated[int, Meta(ge=0)]] = []
+    ssh: str = ""
+    model: str = ""
+    command: str = "moesched"
+    secret: str = ""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What it may take, in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    def __str__(self) -> str:
+        return f"node {self.rank} ({self.name})"
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All nodes, in the order of their ranks.
+
+    Attributes:
+        network: what joins them, by the name of a profile; only predictions ask for it.
+        lost_after: seconds of silence after which a node, or the launcher, counts as lost.
+    """
+
+    launcher: Seat
+    hosts: list[Host]
+    network: str | None = None
+    lost_after: Seconds = 5.0
+
+    def host(self, rank: int) -> Host:
+        """The node of a rank.
+
+        Raises:
+            BadInput: there is none.
+        """
+        if not 0 <= rank < len(self.hosts):
+            raise BadInput(
+                f"--rank is {rank}, and the cluster file has the ranks 0 to {len(self.hosts) - 1}: give one of those"
+            )
+        return self.hosts[rank]
+
+
+def load_cluster(path: Path) -> Cluster:
+    """The cluster that a file describes.
+
+    Raises:
+        BadInput: it cannot be read, or something in it is wrong; the message names file and key.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"cannot read cluster file {path}: {error.strerror}: check its path") from error
+    return parse_cluster(text, str(path))
+
+
+def parse_cluster(text: bytes, where: str) -> Cluster:
+    """A cluster from the text of its file.
+
+    Raises:
+        BadInput: the text is no TOML, or a key is missing, unknown or has a value that cannot be. The message names
+            `where` and the key.
+    """
+    try:
+        raw = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{where}: not a cluster file: {error}") from None
+    try:
+        cluster = msgspec.convert(raw, Cluster)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        at = path.rstrip("`").lstrip(".")
+        raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
+    for problem in _problems(cluster):
+        raise BadInput(f"{where}: {problem}")
+    return msgspec.structs.replace(cluster, hosts=sorted(cluster.hosts, key=lambda host: host.rank))
+
+
+def require_known_hosts(cluster: Cluster, where: str) -> None:
+    """Ask the system for the address of each host.
+
+    Raises:
+        BadInput: one is unknown; the message names the key.
+    """
+    places = [("launcher", cluster.launcher.address)]
+    places += [(f"hosts[{number}]", host.address) for number, host in enumerate(cluster.hosts)]
+    for key, address in places:
+        try:
+            socket.getaddrinfo(address, None)
+        except (OSError, UnicodeError):
+            raise BadInput(
+                f"{where}: {key}.address: {address!r} is an unknown host: correct it, or write its IP address"
+            ) from None
+
+
+def listening_at(address: str) -> str:
+    """Where to listen to be found at an address: there, or, where it is a name, on every interface.
+
+    What a machine's own name stands for on itself is often not what it stands for elsewhere.
+    """
+    try:
+        ip_address(address)
+    except ValueError:
+        return "*"
+    return address
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The text of the cluster's file."""
+    fields = msgspec.to_builtins(cluster)
+    hosts, launcher = fields.pop("hosts"), fields.pop("launcher")
+    lines = [*_lines(fields), "", "[launcher]", *_lines(launcher)]
+    for host in hosts:
+        lines += ["", "[[hosts]]", *_lines(host)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(fields: dict[str, Any]) -> Iterator[str]:
+    return (f"{key} = {inline(value)}" for key, value in fields.items() if value not in (None, "", []))
+
+
+def _problems(cluster: Cluster) -> Iterator[str]:
+    """What is wrong with a cluster all of whose keys are there, each beginning with its key."""
+    if not cluster.hosts:
+        yield "hosts: there are none: describe each node in a [[hosts]]"
+    yield from _key_problem("launcher.key", cluster.launcher.key)
+    yield from _rank_problems(cluster.hosts)
+    keys: dict[str, str] = {}
+    ports: dict[tuple[str, int], str] = {(cluster.launcher.address, cluster.launcher.port): "the launcher"}
+    for number, host in enumerate(cluster.hosts):
+        key = f"hosts[{number}]"
+        yield from _key_problem(f"{key}.key", host.key)
+        if keys.setdefault(host.key, str(host)) != str(host):
+            yield f"{key}.key: it is that of {keys[host.key]} too: make one for each with `moesched keygen`"
+        other = ports.setdefault((host.address, host.port), str(host)) if host.port else str(host)
+        if other != str(host):
+            yield f"{key}.port: {host.port} is that of {other}, at the same address: give it another one"
+        try:
+            if host.memory_bytes is not None and host.memory_bytes <= 0:
+                yield f"{key}.memory: {host.memory} is no capacity: it must be positive"
+        except BadInput as error:
+            yield f"{key}.memory: {error}"
+
+
+def _rank_problems(hosts: Sequence[Host]) -> Iterator[str]:
+    seen: dict[int, str] = {}
+    names: dict[str, int] = {}
+    for number, host in enumerate(hosts):
+        if host.rank in seen:
+            yield (
+                f"hosts[{number}].rank: {host.rank} is the rank of {seen[host.rank]!r} and of {host.name!r}: "
+                "give each node a rank of its own"
+            )
+        if host.name in names:
+            yield f"hosts[{number}].name: {host.name!r} is that of hosts[{names[host.name]}] too: give it another one"
+        seen[host.rank] = host.name
+        names[host.name] = number
+    for rank in range(len(hosts)):
+        if rank not in seen:
+            yield (
+                f"hosts: the ranks of {len(hosts)} nodes are 0 to {len(hosts) - 1}, and none has rank {rank}: "
+                "number them without gaps"
+            )
+
+
+def _key_problem(key: str, text: str) -> Iterator[str]:
+    problem = key_problem(text)
+    if problem:
+        yield f"{key}: {problem}: copy the text of its moesched.key"

@@ -1,0 +1,135 @@
+"""The launcher's end of the control channel: one socket that all nodes connect to, encrypted and authenticated."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from moesched.cluster.cluster_file import listening_at
+from moesched.cluster.door import Door
+from moesched.cluster.keys import KeyPair
+from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Unreadable, pack, read_node
+from moesched.errors import BadInput
+
+_log = structlog.get_logger(__name__)
+
+Peer = bytes
+"""How the socket names a connection."""
+
+
+class Heard(NamedTuple):
+    """A message, the connection that it came on, the public key of whoever sent it, and where it came from."""
+
+    peer: Peer
+    key: str
+    address: str
+    message: NodeSays
+
+
+class Control:
+    """Hears what nodes say, and answers.
+
+    Args:
+        known: who has which public key; strangers are refused.
+
+    Raises:
+        BadInput: the address is not this machine's, or the port is in use.
+    """
+
+    def __init__(self, address: str, port: int, keys: KeyPair, known: Mapping[str, str]) -> None:
+        self._context = zmq.Context()
+        self._door = Door(self._context, known)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 200
+        self._socket.maxmsgsize = MOST_BYTES
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.secret.encode()
+        self._socket.curve_publickey = keys.public.encode()
+        self._socket.zap_domain = b"moesched"
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._peers: dict[int, Peer] = {}
+        self._gone: list[Peer] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._door.socket, zmq.POLLIN)
+        self.port = self._bind(address, port)
+
+    @property
+    def refused(self) -> list[str]:
+        """Addresses of the first peers whose key nobody knew."""
+        return self._door.refused
+
+    def hear(self, seconds: float) -> Iterator[Heard]:
+        """What comes within some time: returns with the first messages, or when the time is over."""
+        deadline = time.monotonic() + seconds
+        while not self._socket.poll(0):
+            left = max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(int(1000 * left)))
+            if self._door.socket in ready:
+                self._door.answer()
+            elif self._socket not in ready:
+                break
+        while self._ends.poll(0):  # before messages: a new connection may have the number of one that ended
+            peer = self._peers.pop(recv_monitor_message(self._ends)["value"], None)
+            if peer is not None:
+                self._gone.append(peer)
+        while self._socket.poll(0):
+            heard = self._receive()
+            if heard is not None:
+                yield heard
+
+    def gone(self) -> list[Peer]:
+        """The connections that ended since this was asked last; all that came on them has been heard."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def say(self, peer: Peer, message: LauncherSays) -> None:
+        """Send a message; one to a connection that is gone is dropped."""
+        self._socket.send_multipart([peer, pack(message)])
+
+    def close(self) -> None:
+        """Hang up. What was said last is delivered to whoever takes it at once."""
+        self._door.close()
+        self._socket.disable_monitor()
+        self._ends.close()
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self) -> Heard | None:
+        frames = self._socket.recv_multipart(copy=False)
+        peer, last = frames[0].bytes, frames[-1]
+        self._peers[last.get(zmq.SRCFD)] = peer
+        address = str(last.get("Peer-Address"))
+        try:
+            if len(frames) != 2:
+                raise Unreadable(f"{len(frames)} frames are no message")
+            return Heard(peer, str(last.get("User-Id")), address, read_node(last.bytes))
+        except Unreadable as error:
+            _log.warning("dropped what is no message", peer=address, why=str(error))
+            return None
+
+    def _bind(self, address: str, port: int) -> int:
+        place = listening_at(address)
+        try:
+            if port == 0:
+                return int(self._socket.bind_to_random_port(f"tcp://{place}"))
+            self._socket.bind(f"tcp://{place}:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise BadInput(cannot_listen(address, port, error)) from None
+        return port
+
+
+def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
+    """Why a socket cannot be bound, and what to do."""
+    if error.errno == zmq.EADDRINUSE:
+        return f"port {port} of {address} is in use: end what listens there, or choose another one"
+    if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+        return f"{address} is no address of this machine: correct the cluster file"
+    return f"cannot listen on {address}:{port}: {error.strerror}"

@@ -1,0 +1,100 @@
+"""CURVE keys: who a node is. All know its public key; the secret one is in a file that only its owner may read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+
+KEY_LENGTH = 40
+"""Letters of a key as text (Z85: five letters for four bytes)."""
+
+PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
+
+_LETTERS = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+_ONLY_THE_OWNERS = 0o600
+
+
+class KeyPair(NamedTuple):
+    """A node's two keys, as text."""
+
+    public: str
+    secret: str
+
+
+def make_keys() -> KeyPair:
+    """A new pair, from the system's random numbers."""
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def default_folder() -> Path:
+    """Where this machine's keys lie unless another folder is named."""
+    return Path.home() / ".moesched"
+
+
+def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
+    """Write a pair into a folder: `moesched.key` for all to see, and `moesched.secret` with mode 0600.
+
+    Args:
+        keys: by default a new pair.
+
+    Raises:
+        BadInput: there are keys already, which others may know, or the folder cannot be written to.
+    """
+    keys = keys or make_keys()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in ((SECRET_NAME, keys.secret), (PUBLIC_NAME, keys.public)):
+            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(name))
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(text + "\n")
+    except FileExistsError as error:
+        raise BadInput(
+            f"{error.filename} is there already, and others may know it: name another folder with --out"
+        ) from None
+    except OSError as error:
+        raise BadInput(f"cannot write keys to {folder}: {error.strerror}: name another --out") from error
+    return keys
+
+
+def read_keys(secret_file: Path) -> KeyPair:
+    """The pair whose secret key lies in a file; the public one follows from it.
+
+    Raises:
+        BadInput: the file cannot be read, holds no key, or others than its owner may read it.
+    """
+    import zmq
+
+    try:
+        text = secret_file.read_text(encoding="ascii").strip()
+        mode = stat.S_IMODE(secret_file.stat().st_mode)
+    except OSError as error:
+        raise BadInput(
+            f"cannot read the secret key {secret_file}: {error.strerror}: make one with `moesched keygen`"
+        ) from error
+    except UnicodeDecodeError:
+        text, mode = "", 0
+    problem = key_problem(text)
+    if problem:
+        raise BadInput(f"{secret_file} holds no secret key: {problem}: make one with `moesched keygen`")
+    if mode & ~_ONLY_THE_OWNERS:
+        raise BadInput(f"{secret_file} has mode {mode:04o}: others may read the key: chmod 600 {secret_file}")
+    return KeyPair(zmq.curve_public(text.encode()).decode(), text)
+
+
+def key_problem(text: str) -> str | None:
+    """What is wrong with a key's text; None where nothing is."""
+    if len(text) != KEY_LENGTH:
+        return f"it has {len(text)} letters, a key has {KEY_LENGTH}"
+    strange = next((letter for letter in text if letter not in _LETTERS), None)
+    return None if strange is None else f"{strange!r} is no letter of a key"
+
+
+def _mode(name: str) -> int:
+    return _ONLY_THE_OWNERS if name == SECRET_NAME else 0o644

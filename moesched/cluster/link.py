@@ -1,0 +1,182 @@
+"""A node's end of the control channel: a thread that answers the launcher while the node computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from moesched.cluster.cluster_file import Seat
+from moesched.cluster.keys import KeyPair
+from moesched.cluster.messages import (
+    MOST_BYTES,
+    Join,
+    LauncherSays,
+    NodeSays,
+    Ping,
+    Pong,
+    Quit,
+    Refused,
+    Stop,
+    Unreadable,
+    Welcome,
+    pack,
+    read_launcher,
+)
+from moesched.errors import BadInput, MoeschedError
+
+_POLL_MILLISECONDS = 100
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class LauncherGone(MoeschedError):
+    """The launcher is silent: nobody wants what this node computes any more."""
+
+
+class Link:
+    """Speaks with the launcher. `join` first; then messages come in by `next` and go out by `say`.
+
+    Args:
+        on_stop: told at once, on the link's thread, that the epoch in flight is to be let go of, and why.
+        on_gone: told the same way that the launcher is silent, or is through with this node.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        keys: KeyPair,
+        *,
+        on_stop: Callable[[Stop], object],
+        on_gone: Callable[[], object],
+    ) -> None:
+        self._seat = seat
+        self._on_stop, self._on_gone = on_stop, on_gone
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 500
+        self._socket.maxmsgsize = MOST_BYTES
+        self._socket.curve_serverkey = seat.key.encode()
+        self._socket.curve_secretkey = keys.secret.encode()
+        self._socket.curve_publickey = keys.public.encode()
+        self._failures = self._socket.get_monitor_socket(_FAILURES)
+        self._inbox: queue.SimpleQueue[LauncherSays | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[NodeSays | None] = queue.SimpleQueue()
+        self._bell, self._heard_bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._heard_bell.bind("inproc://something to say")
+        self._bell.connect("inproc://something to say")
+        self._ringing = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="link to the launcher", daemon=True)
+        self._lost_after = 0.0
+
+    def join(self, request: Join, patience: float) -> Welcome:
+        """Ask to take part; starts the thread once that is granted.
+
+        Args:
+            patience: seconds to wait for the launcher.
+
+        Raises:
+            BadInput: it refuses, for a reason that it tells; it is another one than its key says, does not know this
+                node's, or is not there.
+        """
+        self._socket.connect(f"tcp://{self._seat.address}:{self._seat.port}")
+        self._socket.send(pack(request))
+        end = time.monotonic() + patience
+        while (left := end - time.monotonic()) > 0:
+            if self._socket.poll(min(_POLL_MILLISECONDS, int(1000 * left))):
+                answer = read_launcher(self._socket.recv())
+                if isinstance(answer, Refused):
+                    raise BadInput(answer.reason)
+                if isinstance(answer, Welcome):
+                    self._lost_after = answer.lost_after
+                    self._thread.start()
+                    return answer
+            self._require_handshake()
+        raise BadInput(f"no launcher at {self._where} in {patience:g} s: start `moesched launch` there")
+
+    def next(self) -> LauncherSays:
+        """The next message for the node, waiting for it.
+
+        Raises:
+            LauncherGone: there will be none.
+        """
+        message = self._inbox.get()
+        if message is None:
+            raise LauncherGone(f"the launcher at {self._where} is gone")
+        return message
+
+    def say(self, message: NodeSays) -> None:
+        """Send a message; from any thread."""
+        self._outbox.put(message)
+        with self._ringing:
+            self._bell.send(b"")
+
+    def close(self) -> None:
+        """Send what is left to be sent, and hang up."""
+        if self._thread.is_alive():
+            self._outbox.put(None)
+            with self._ringing:
+                self._bell.send(b"")
+            self._thread.join()
+        self._socket.disable_monitor()
+        for each in (self._bell, self._heard_bell, self._failures, self._socket):
+            each.close()
+        self._context.term()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._seat.address}:{self._seat.port}"
+
+    def _require_handshake(self) -> None:
+        while self._failures.poll(0):
+            event = recv_monitor_message(self._failures)
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise BadInput(
+                    f"the launcher at {self._where} does not know this node's key: put the text of moesched.key into "
+                    "the cluster file"
+                )
+            raise BadInput(
+                f"what listens at {self._where} is not the launcher whose key is in the cluster file: correct "
+                "launcher.key, or the address"
+            )
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._heard_bell, zmq.POLLIN)
+        heard = time.monotonic()
+        while True:
+            ready = dict(poller.poll(_POLL_MILLISECONDS))
+            if self._heard_bell in ready:
+                self._heard_bell.recv()
+                message = self._outbox.get()
+                if message is None:
+                    return
+                self._socket.send(pack(message))
+            if self._socket in ready:
+                heard = time.monotonic()
+                self._take(self._socket.recv())
+            elif time.monotonic() - heard > self._lost_after:
+                self._inbox.put(None)
+                self._on_gone()
+                heard = float("inf")
+
+    def _take(self, data: bytes) -> None:
+        try:
+            message = read_launcher(data)
+        except Unreadable:
+            return  # the connection is authentic: a launcher of another version, which the handshake finds out
+        if isinstance(message, Ping):
+            self._socket.send(pack(Pong(number=message.number, clock=time.perf_counter_ns())))
+            return
+        self._inbox.put(message)
+        if isinstance(message, Stop):
+            self._on_stop(message)
+        elif isinstance(message, Quit):
+            self._on_gone()

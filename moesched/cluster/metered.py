@@ -1,0 +1,64 @@
+"""A transport that can be stopped from another thread, and says how long a node has waited in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange, Transport
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+T = TypeVar("T")
+
+
+class Metered:
+    """Wraps a transport.
+
+    Attributes:
+        waited: seconds that were passed in exchanges so far.
+        error: why an exchange could not end, the first time that one could not.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.waited = 0.0
+        self.error: TransportError | None = None
+        self._transport = transport
+        self._stopped = ""
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts."""
+        return self._measured(lambda: self._transport.all_reduce(rank, exchange, part))
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The root's array."""
+        return self._measured(lambda: self._transport.broadcast(rank, exchange, array, root))
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """All ranks' parts, on the root."""
+        return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
+
+    def stop(self, reason: str) -> None:
+        """Let the exchange in flight end in an error, and all that follow; from any thread."""
+        self._stopped = self._stopped or reason
+        anyio.run(self._transport.aclose)
+
+    async def aclose(self) -> None:
+        """Close the transport."""
+        await self._transport.aclose()
+
+    def _measured(self, exchange: Callable[[], T]) -> T:
+        started = perf_counter()
+        try:
+            return exchange()
+        except TransportError as error:
+            stopped = self._stopped
+            self.error = self.error or (TransportError(stopped) if stopped else error)
+            raise
+        finally:
+            self.waited += perf_counter() - started

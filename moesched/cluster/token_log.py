@@ -1,0 +1,78 @@
+"""What was generated so far, by request, and what is left to do: all that a run needs to go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Remainder(NamedTuple):
+    """Requests that lie together and go on alike.
+
+    Attributes:
+        first_request: the number of the first one.
+        prompts: token ids: each request's prompt, then what it has got so far.
+        new_tokens: how many each gets at most.
+    """
+
+    first_request: int
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+class TokenLog:
+    """The requests of a run and their tokens.
+
+    Args:
+        new_tokens: how many each request gets at most.
+        stop_tokens: those that end a request; they are kept.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, stop_tokens: Collection[int]
+    ) -> None:
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._new_tokens = new_tokens
+        self._stop_tokens = frozenset(stop_tokens)
+        self._ended: set[int] = set()
+
+    def add(self, fresh: Mapping[int, Sequence[int]], ended: Collection[int] = ()) -> dict[int, list[int]]:
+        """Note new tokens, and which requests end with them whatever they are; returns those that count.
+
+        Tokens of requests that were finished before do not.
+        """
+        counted = {request: list(tokens) for request, tokens in fresh.items() if not self.finished(request)}
+        for request, tokens in counted.items():
+            self.tokens[request] += tokens
+        self._ended.update(ended)
+        return counted
+
+    def finished(self, request: int) -> bool:
+        """Whether a request gets no more tokens."""
+        tokens = self.tokens[request]
+        by_itself = bool(tokens) and tokens[-1] in self._stop_tokens
+        return by_itself or len(tokens) >= self._new_tokens or request in self._ended
+
+    @property
+    def count(self) -> int:
+        """Tokens of all requests."""
+        return sum(map(len, self.tokens))
+
+    def remainder(self) -> Remainder | None:
+        """What is to be done next: the requests that have begun, if any has, else all that are left; None at the end.
+
+        Requests keep their numbers, by which random numbers are drawn. So a finished one between others is run along
+        from its own prompt, and what it gets does not count.
+        """
+        left = [request for request in range(len(self.tokens)) if not self.finished(request)]
+        begun = [request for request in left if self.tokens[request]]
+        requests = begun or left
+        if not requests:
+            return None
+        first, last = requests[0], requests[-1]
+        prompts = [
+            self._prompts[request] + ([] if self.finished(request) else self.tokens[request])
+            for request in range(first, last + 1)
+        ]
+        return Remainder(first, prompts, self._new_tokens - min(len(self.tokens[each]) for each in requests))

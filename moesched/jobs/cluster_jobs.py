@@ -1,0 +1,366 @@
+"""Jobs on several nodes, in one call each: N processes of this machine, or the machines of a cluster file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.cluster.cluster_file import (
+    Cluster,
+    Host,
+    Seat,
+    cluster_toml,
+    load_cluster,
+    require_known_hosts,
+)
+from moesched.cluster.control import Control
+from moesched.cluster.fingerprint import fingerprint
+from moesched.cluster.handshake import Expected
+from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
+from moesched.cluster.launcher import Events, Finished, Launch
+from moesched.cluster.meeting import way_of
+from moesched.cluster.members import (
+    Process,
+    Start,
+    node_arguments,
+    share_cores,
+    start_by_others,
+    start_by_ssh,
+    start_here,
+)
+from moesched.cluster.messages import Sizes, Welcome
+from moesched.cluster.node import RECORDING, REPORT
+from moesched.cluster.token_log import TokenLog
+from moesched.errors import BadInput, NodeLost
+from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.jobs.node_jobs import NodeRun
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
+from moesched.jobs.teller import Teller
+from moesched.jobs.trace_file import numbered, write_recording
+from moesched.listeners import Listener
+from moesched.machines.local import available_memory
+from moesched.models.checkpoint import open_checkpoint
+from moesched.sampling import Sampling
+from moesched.trace import Clock, Recording, merge_recordings
+from moesched.trace.whole_file import require_writable
+from moesched.units import parse_bytes
+
+LOOPBACK = "127.0.0.1"
+TRANSPORT = "zeromq"
+MOST_LOCAL = 64
+
+
+def run_local(
+    model: Path | str,
+    prompts: Sequence[Prompt],
+    *,
+    nodes: int,
+    start: Callable[[Path], Start] = start_here,
+    **arguments: Any,
+) -> ClusterReport:
+    """Generate text with several processes of this machine, each with its own cores and its share of the memory.
+
+    Args:
+        nodes: how many.
+        start: what starts the nodes' processes, given a folder for what they say.
+        arguments: those of `run_cluster`.
+
+    Raises:
+        BadInput: something that was given cannot be used.
+        NodeLost: a process ended, and the others cannot do without it; `report` of the error holds the tokens so far.
+    """
+    if not 1 <= nodes <= MOST_LOCAL:
+        raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
+    with TemporaryDirectory(prefix="moesched-") as name:
+        folder = Path(name)
+        keys, cluster = _local_cluster(folder, nodes)
+        return _launch(
+            cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), **arguments
+        )
+
+
+def run_cluster(
+    model: Path | str,
+    prompts: Sequence[Prompt],
+    *,
+    cluster_file: Path,
+    key: Path | None = None,
+    start: Start = start_by_ssh,
+    **arguments: Any,
+) -> ClusterReport:
+    """Generate text with the nodes of a cluster file.
+
+    Args:
+        key: the file of the launcher's secret key; by default where `moesched keygen` puts it.
+        start: what starts the nodes' processes.
+        arguments: policy, settings, max_new_tokens, dtype, sampling, batch_size, micro_batch_size, prefill_chunk,
+            device, device_settings, machine, foreign_machine, budgets, trace and listener are as in `run_model`, but
+            that they hold for each node; `transport` is what carries the nodes' exchanges.
+
+    Raises:
+        BadInput: something that was given cannot be used.
+        NodeLost: a node is gone, and the others cannot do without it; `report` of the error holds the tokens so far.
+    """
+    cluster = load_cluster(cluster_file)
+    require_known_hosts(cluster, str(cluster_file))
+    if not cluster.launcher.port:
+        raise BadInput(
+            f"{cluster_file}: launcher.port is 0: nodes cannot know which one that will be: choose one"
+        )
+    named = (key or default_folder() / SECRET_NAME).expanduser()
+    keys = read_keys(named)
+    if keys.public != cluster.launcher.key:
+        raise BadInput(
+            f"{named} is not the launcher's key in {cluster_file}: put the text of its moesched.key there, or name "
+            "another --key"
+        )
+    return _launch(cluster, cluster_file, keys, Path(model), prompts, start, **arguments)
+
+
+def run_with_given_ranks(
+    model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **arguments: Any
+) -> ClusterReport:
+    """`run_cluster` where others, such as mpirun, have started a process on each node, and this is the first one."""
+    with TemporaryDirectory(prefix="moesched-") as name:
+        here = start_here(Path(name))
+
+        def start(host: Host, of_node: Sequence[str]) -> Process:
+            return here(host, of_node) if host.rank == 0 else start_by_others(host, of_node)
+
+        return run_cluster(model, prompts, cluster_file=cluster_file, start=start, **arguments)
+
+
+def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
+    """A cluster file for processes of this machine, with new keys for all of them."""
+    memory = available_memory() // nodes
+    hosts = []
+    for rank, cores in enumerate(share_cores(nodes)):
+        keys = write_keys(folder / f"node-{rank}")
+        hosts.append(
+            Host(
+                name=f"local-{rank}",
+                address=LOOPBACK,
+                port=0,
+                rank=rank,
+                key=keys.public,
+                memory=memory,
+                cores=cores,
+                secret=f"node-{rank}/{SECRET_NAME}",
+            )
+        )
+    keys = make_keys()
+    return keys, Cluster(launcher=Seat(address=LOOPBACK, port=0, key=keys.public), hosts=hosts)
+
+
+def _launch(
+    cluster: Cluster,
+    cluster_file: Path,
+    keys: KeyPair,
+    model: Path,
+    prompts: Sequence[Prompt],
+    start: Start,
+    *,
+    policy: str,
+    settings: Mapping[str, Any] | None = None,
+    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
+    dtype: str | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    device: str = "torch",
+    device_settings: Mapping[str, Any] | None = None,
+    machine: str = "auto",
+    foreign_machine: bool = False,
+    budgets: Mapping[str, int | str] | None = None,
+    transport: str = TRANSPORT,
+    trace: Path | str | None = None,
+    listener: Listener | None = None,
+) -> ClusterReport:
+    require_writable(trace, "trace")
+    if max_new_tokens < 1:
+        raise BadInput(f"--max-new-tokens is {max_new_tokens}: ask for at least 1 token")
+    way_of(transport)  # before anything is started
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config
+    tokenizer = find_tokenizer(checkpoint.directory)
+    encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
+    if not encoded:
+        raise BadInput("no prompts were given: give at least one")
+    run = NodeRun(
+        policy=policy,
+        settings=dict(settings or {}),
+        dtype=dtype,
+        sampling=sampling or Sampling(),
+        device=device,
+        device_settings=dict(device_settings or {}),
+        machine=machine,
+        foreign_machine=foreign_machine,
+        budgets={
+            name: parse_bytes(size) if isinstance(size, str) else size
+            for name, size in (budgets or {}).items()
+        },
+        traced=trace is not None,
+    )
+    expected = Expected(
+        version=version("moesched"),
+        model=fingerprint(checkpoint),
+        sizes=Sizes(batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk),
+    )
+    listener = listener or Listener()
+    teller = Teller(listener, tokenizer, encoded, 0, config.stop_tokens, max_new_tokens)
+    log = TokenLog(encoded, max_new_tokens, config.stop_tokens)
+    with _control(cluster, cluster_file, keys) as (control, seated):
+        processes: list[Process] = []
+        try:
+            for host in seated.hosts:
+                processes.append(start(host, node_arguments(cluster_file, host, model.resolve())))
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        welcome = Welcome(run=run, lost_after=seated.lost_after, transport=transport)
+        launch = Launch(seated, control, processes, expected, welcome, log, _Told(listener, teller))
+        interrupted, lost = False, None
+        try:
+            launch.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        except NodeLost as error:
+            lost = error
+        finally:
+            launch.end()
+    teller.finish_all()
+    listener.ran()
+    report = _report(launch, seated, log, teller.texts, interrupted=interrupted, lost=lost)
+    if lost is not None:
+        lost.report = report
+        raise lost
+    if report is None:
+        raise KeyboardInterrupt
+    if trace is not None:
+        _write_traces(Path(trace), launch, report, listener)
+    return report
+
+
+@contextmanager
+def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tuple[Control, Cluster]]:
+    """The control channel, and the cluster with the port that it has; a file made for this run is written with it."""
+    known = {host.key: host.name for host in cluster.hosts}
+    seat = cluster.launcher
+    with closing(Control(seat.address, seat.port, keys, known)) as control:
+        seated = replace(cluster, launcher=replace(seat, port=control.port))
+        if not seat.port:
+            cluster_file.write_text(cluster_toml(seated))
+        yield control, seated
+
+
+class _Told(Events):
+    """Tells a run's listener of what a launch tells."""
+
+    def __init__(self, listener: Listener, teller: Teller) -> None:
+        self._listener = listener
+        self._teller = teller
+
+    def loading(self, done: int, total: int) -> None:
+        """Pages."""
+        self._listener.loading(done, total)
+
+    def tokens(self, fresh: dict[int, list[int]]) -> None:
+        """Tokens."""
+        for request, tokens in fresh.items():
+            for token in tokens:
+                self._teller.tell({request: token})
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def _report(
+    launch: Launch,
+    cluster: Cluster,
+    log: TokenLog,
+    text: list[str] | None,
+    *,
+    interrupted: bool,
+    lost: NodeLost | None,
+) -> ClusterReport | None:
+    """What the nodes reported, as one; None where none of them came to that."""
+    by_order = _by_order(launch.finished, REPORT)
+    reports = {
+        order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
+        for order, found in by_order.items()
+    }
+    first = [report for found in reports.values() for rank, report in found if rank == found[0][0]]
+    if not first:
+        return None
+    merged = merge_reports(first, requests=len(log.tokens), batches=len(first))
+    fields = {name: getattr(merged, name) for name in merged.__struct_fields__}
+    failure = str(lost) if lost is not None else launch.failure
+    fields |= {
+        "tokens": log.tokens,
+        "text": text,
+        "interrupted": interrupted,
+        "failure": failure,
+        "scores": merged.scores,
+    }
+    clocks = launch.clocks
+    members = []
+    for host in cluster.hosts:
+        own = [report for found in reports.values() for rank, report in found if rank == host.rank]
+        clock = clocks.get(host.rank)
+        members.append(
+            NodeReport(
+                rank=host.rank,
+                name=host.name,
+                load_seconds=sum(each.load_seconds for each in own),
+                peak_bytes={
+                    memory: max(each.peak_bytes[memory] for each in own)
+                    for each in own[:1]
+                    for memory in each.peak_bytes
+                },
+                clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
+                clock_error_seconds=None if clock is None else clock.error / 1e9,
+                lost=launch.lost.get(host.rank),
+            )
+        )
+    return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
+
+
+def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
+    """What nodes sent of one sort: for each order the ranks in their order, and each one's pieces as they came."""
+    found: dict[int, list[tuple[int, bytes]]] = {}
+    for each in finished:
+        if each.what == what:
+            found.setdefault(each.order, []).append((each.rank, each.data))
+    return {order: sorted(sent, key=lambda one: one[0]) for order, sent in sorted(found.items())}
+
+
+def _write_traces(path: Path, launch: Launch, report: ClusterReport, listener: Listener) -> None:
+    """One trace for each batch, of all nodes on the launcher's clock."""
+    number = 0
+    clocks = launch.clocks
+    for sent in _by_order(launch.finished, RECORDING).values():
+        by_rank: dict[int, list[Recording]] = {}
+        for rank, data in sent:
+            by_rank.setdefault(rank, []).append(msgspec.msgpack.decode(data, type=Recording))
+        for batch in range(max(map(len, by_rank.values()))):
+            recordings = {rank: found[batch] for rank, found in by_rank.items() if batch < len(found)}
+            merged = merge_recordings(recordings, {rank: clock.offset for rank, clock in clocks.items()})
+            told = {
+                str(rank): Clock(ahead=clocks[rank].offset, error=clocks[rank].error)
+                for rank in recordings
+                if rank in clocks
+            }
+            file = numbered(path, number)
+            assert file is not None
+            write_recording(file, merged, report, listener, told)
+            number += 1

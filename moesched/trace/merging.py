@@ -1,0 +1,51 @@
+"""Recordings of several nodes as one, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from moesched.trace.recording import LaneName, Recording
+
+
+def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, int]) -> Recording:
+    """What all nodes recorded, each lane under its node's rank; time 0 is when the first of them began.
+
+    Args:
+        recordings: by rank; each is of one engine, and knows by its `origin` what its node's clock said when it began.
+        ahead: by how many nanoseconds each node's clock is ahead of a common one; those that are not in it are on time.
+    """
+    starts = {rank: each.origin - ahead.get(rank, 0) for rank, each in recordings.items()}
+    first = min(starts.values())
+    shifts = {rank: start - first for rank, start in starts.items()}
+    found = sorted(
+        (
+            (rank, index, each.end + shifts[rank])
+            for rank, recording in recordings.items()
+            for index, each in enumerate(recording.slices)
+        ),
+        key=lambda where: where[2],
+    )
+    places = {(rank, index): place for place, (rank, index, _) in enumerate(found)}
+    merged = Recording(
+        [LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.lanes],
+        [],
+        [],
+        [
+            sample._replace(rank=rank, time=sample.time + shifts[rank])
+            for rank, each in recordings.items()
+            for sample in each.memory
+        ],
+        any(each.trimmed for each in recordings.values()),
+        sum(each.joins for each in recordings.values()),
+        frozenset(LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.in_order),
+        first,
+    )
+    for rank, index, end in found:
+        recording = recordings[rank]
+        each = recording.slices[index]
+        lane = LaneName(rank, each.lane.name)
+        merged.slices.append(replace(each, lane=lane, start=each.start + shifts[rank], end=end))
+        merged.producers.append(tuple(places[rank, producer] for producer in recording.producers[index]))
+    return merged

@@ -1,0 +1,32 @@
+"""Policies that are wrong on purpose, found by `package.module:Class`."""
+
+from __future__ import annotations
+
+import time
+
+from moesched.plan import Plan
+from moesched.policies.ep_router_aided import EpRouterAided
+from moesched.step import Step
+
+
+class ForThree:
+    """Wants three nodes, however many there are."""
+
+    expert_parallel = True
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_experts([range(plan.layout.config.experts)] * 3)
+
+    async def prefill(self, step: Step) -> None:
+        """It does not get that far."""
+
+    decode = prefill
+
+
+class SlowOnTheSecond(EpRouterAided):
+    """Thinks long on the second node, as a machine would that is busy with something else."""
+
+    async def decode(self, step: Step) -> None:
+        if step.node == 1:
+            time.sleep(0.05)
+        await super().decode(step)

@@ -1,0 +1,76 @@
+"""`moesched run --local`: real processes, each started anew; none of them outlives the command, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import moesched
+
+pytestmark = pytest.mark.slow
+
+
+def start(model: Path, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "moesched", "run", model, "--local", 2, *arguments]
+    environment = os.environ | {"MOESCHED_LOG": "info"}
+    return subprocess.Popen(
+        [str(each) for each in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def nodes_once_it_runs(command: subprocess.Popen[str]) -> tuple[list[psutil.Process], str]:
+    """The nodes' processes, when the first token is there, and what was said until then."""
+    assert command.stderr is not None
+    said = ""
+    for line in command.stderr:
+        said += line
+        if "first token" in line:
+            return psutil.Process(command.pid).children(), said
+    pytest.fail(f"it ended before its first token: {said}")
+
+
+def alive(nodes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that have not ended by then; what has ended, and nobody has asked how, counts as ended."""
+    _, left = psutil.wait_procs(nodes, timeout=seconds)
+    return [node for node in left if node.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(text_model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    command = start(
+        text_model,
+        *("--policy", "ep_router_aided", "--prompt", "abc", "--max-new-tokens", 50_000),
+        *("--json", "--trace", trace),
+    )
+    nodes, said = nodes_once_it_runs(command)
+    assert len(nodes) == 2
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=30)
+    assert command.returncode == 130
+    report = json.loads(out)
+    assert report["interrupted"] is True
+    assert 0 < len(report["tokens"][0]) < 50_000
+    assert "Traceback" not in said + err
+    assert moesched.check_trace(trace) == []
+    assert alive(nodes, seconds=3) == []
+
+
+def test_nodes_end_when_their_launcher_is_killed(text_model: Path) -> None:
+    command = start(
+        text_model, "--policy", "ep_naive", "--prompt", "abc", "--max-new-tokens", 50_000, "--json"
+    )
+    nodes, _ = nodes_once_it_runs(command)
+    command.kill()
+    command.communicate(timeout=10)
+    assert alive(nodes, seconds=10) == []

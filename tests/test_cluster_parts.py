@@ -1,0 +1,289 @@
+"""What a launcher decides with: tokens that are left, clocks, slow nodes, who may join, what is a message."""
+
+from __future__ import annotations
+
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusters import LAUNCHER, NODES, cluster
+from moesched.cluster.clocks import ClockMeter, ClockOffset
+from moesched.cluster.control import Control
+from moesched.cluster.fingerprint import fingerprint
+from moesched.cluster.handshake import Expected, refusal
+from moesched.cluster.keys import make_keys
+from moesched.cluster.link import Link
+from moesched.cluster.messages import (
+    PROTOCOL,
+    Join,
+    Ping,
+    Pong,
+    Refused,
+    Unreadable,
+    pack,
+    read_launcher,
+    read_node,
+)
+from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
+from moesched.cluster.token_log import TokenLog
+from moesched.errors import BadInput
+from moesched.models.checkpoint import open_checkpoint
+from moesched.trace import LaneName, MemorySample, Recording, Slice, merge_recordings
+from small_models import small_model
+
+# ---------------------------------------------------------------- tokens
+
+STOP = 99
+
+
+def log_of(*prompts: list[int], new_tokens: int = 3) -> TokenLog:
+    return TokenLog(prompts, new_tokens, [STOP])
+
+
+def test_at_first_all_is_left_and_at_the_end_nothing() -> None:
+    log = log_of([1, 2], [3])
+    assert log.remainder() == (0, [[1, 2], [3]], 3)
+    for token in (7, 8, 9):
+        log.add({0: [token], 1: [token]})
+    assert log.remainder() is None
+    assert log.count == 6
+
+
+def test_what_has_begun_goes_on_from_its_tokens_before_anything_else_begins() -> None:
+    log = log_of([1], [2], [3])
+    log.add({0: [7], 1: [8]})
+    assert log.remainder() == (0, [[1, 7], [2, 8]], 2)
+    log.add({0: [7, 7], 1: [8, 8]})
+    assert log.remainder() == (2, [[3]], 3)
+
+
+def test_a_finished_request_between_others_keeps_its_place_and_its_tokens() -> None:
+    log = log_of([1], [2], [3])
+    log.add({0: [7], 1: [STOP], 2: [9]})
+    assert log.remainder() == (0, [[1, 7], [2], [3, 9]], 2)
+    assert log.add({0: [7], 1: [5], 2: [9]}) == {0: [7], 2: [9]}
+    assert log.tokens == [[7, 7], [STOP], [9, 9]]
+
+
+def test_requests_that_ended_without_a_stop_token_are_finished() -> None:
+    log = log_of([1], [2])
+    log.add({0: [7]}, ended=[0])
+    assert log.remainder() == (1, [[2]], 3)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=12))
+def test_whatever_of_a_step_arrives_every_request_ends_with_all_its_tokens(cuts: list[list[int]]) -> None:
+    log = log_of([1], [2], [3], new_tokens=4)
+    for arrived in cuts:
+        left = log.remainder()
+        if left is None:
+            break
+        log.add({left.first_request + place: [5] for place in arrived if place < len(left.prompts)})
+    while (left := log.remainder()) is not None:
+        for _ in range(left.new_tokens):
+            log.add({left.first_request + place: [5] for place in range(len(left.prompts))})
+    assert log.tokens == [[5] * 4] * 3
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def test_the_shortest_trip_tells_a_clocks_offset_best() -> None:
+    meter = ClockMeter()
+    for number, (sent, clock, back) in enumerate([(0, 1500, 400), (1000, 2030, 1020), (2000, 3300, 2900)]):
+        meter.ask(number, sent)
+        meter.answer(number, clock, back)
+    assert meter.best == ClockOffset(offset=1020, error=10)
+
+
+def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    meter = ClockMeter()
+    meter.answer(5, 0, 0)
+    meter.ask(1, 0)
+    meter.answer(1, 10, 2)
+    meter.answer(1, 99, 2)
+    assert meter.best == ClockOffset(offset=9, error=1)
+
+
+# ---------------------------------------------------------------- slow nodes
+
+
+def test_a_node_that_computes_twice_as_long_as_the_others_is_told_once() -> None:
+    slow = SlowNodes([0, 1, 2])
+    told = []
+    for _ in range(2 * STEPS_IN_A_ROW):
+        for rank, seconds in ((0, 0.1), (1, 0.35), (2, 0.1)):
+            told.append(slow.computed(rank, seconds))
+    assert [each for each in told if each] == [{1: pytest.approx(3.5)}]
+
+
+def test_one_long_step_makes_no_slow_node() -> None:
+    slow = SlowNodes([0, 1])
+    for step in range(20):
+        assert not slow.computed(0, 0.1)
+        assert not slow.computed(1, 0.9 if step % STEPS_IN_A_ROW == 0 else 0.1)
+
+
+# ---------------------------------------------------------------- who may join
+
+EXPECTED = Expected(version="1.0", model="abc")
+JOIN = Join(protocol=PROTOCOL, version="1.0", rank=1, model="abc", process=7)
+
+
+def said_to(join: Join, key: str = NODES[1].public) -> str | None:
+    return refusal(join, key, cluster(), EXPECTED)
+
+
+def test_a_node_that_has_what_the_launcher_has_may_join() -> None:
+    assert said_to(JOIN) is None
+
+
+def test_another_version_model_rank_or_key_is_refused_in_one_line() -> None:
+    change = msgspec.structs.replace
+    for join, key, said in (
+        (change(JOIN, version="0.9"), NODES[1].public, "moesched 0.9"),
+        (change(JOIN, protocol=99), NODES[1].public, "protocol 99"),
+        (change(JOIN, model="abd"), NODES[1].public, "its model is another one"),
+        (change(JOIN, rank=7), NODES[1].public, "it has rank 7"),
+        (JOIN, NODES[0].public, "its key is that of rank 0"),
+        (JOIN, LAUNCHER.public, "its key is the launcher's"),
+    ):
+        reason = said_to(join, key)
+        assert reason is not None and said in reason and "\n" not in reason
+
+
+def test_copies_of_a_model_have_one_fingerprint_and_others_another(tmp_path: Path) -> None:
+    prints = [
+        fingerprint(open_checkpoint(small_model(tmp_path / name, layers=layers, top_k=top_k)))
+        for name, layers, top_k in (("a", 2, 2), ("b", 2, 2), ("c", 3, 2), ("d", 2, 1))
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+# ---------------------------------------------------------------- messages
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_a_reader(data: bytes) -> None:
+    for read in (read_node, read_launcher):
+        try:
+            read(data)
+        except Unreadable as error:
+            assert "\n" not in str(error)
+
+
+def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
+    assert read_node(pack(JOIN)) == JOIN
+    assert read_launcher(pack(Ping(number=3))) == Ping(number=3)
+    with pytest.raises(Unreadable):
+        read_node(pack(Ping(number=3)))
+
+
+def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
+    stranger = make_keys()
+    control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
+    seat = cluster(port=control.port).launcher
+    link = Link(seat, stranger, on_stop=lambda _: None, on_gone=lambda: None)
+    try:
+        with pytest.raises(BadInput, match="does not know this node's key"):
+            _join_while_heard(link, control)
+        assert control.refused == ["127.0.0.1"]
+    finally:
+        link.close()
+        control.close()
+
+
+def test_a_launcher_with_another_key_is_found_out() -> None:
+    impostor = Control("127.0.0.1", 0, make_keys(), {NODES[0].public: "mac-0"})
+    link = Link(cluster(port=impostor.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
+    try:
+        with pytest.raises(BadInput, match="is not the launcher whose key is in the cluster file"):
+            _join_while_heard(link, impostor)
+    finally:
+        link.close()
+        impostor.close()
+
+
+def test_garbage_on_the_launchers_port_harms_nobody() -> None:
+    control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
+    link = Link(cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
+    try:
+        draw = random.Random(0)
+        for size in (0, 1, 10, 64, 5000):
+            with socket.create_connection(("127.0.0.1", control.port)) as stranger:
+                stranger.sendall(draw.randbytes(size))
+        with ThreadPoolExecutor(1) as thread:
+            joining = thread.submit(link.join, JOIN, 5.0)
+            while not (heard := list(control.hear(0.05))):
+                pass
+            control.say(heard[0].peer, Refused(reason="it was heard"))
+            assert "it was heard" in str(joining.exception())
+    finally:
+        link.close()
+        control.close()
+
+
+def test_a_port_in_use_is_refused_with_its_number() -> None:
+    control = Control("127.0.0.1", 0, LAUNCHER, {})
+    try:
+        with pytest.raises(BadInput, match=f"port {control.port} of 127.0.0.1 is in use"):
+            Control("127.0.0.1", control.port, LAUNCHER, {})
+    finally:
+        control.close()
+
+
+def _join_while_heard(link: Link, control: Control) -> None:
+    """Join on another thread, while the launcher listens."""
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(link.join, JOIN, 5.0)
+        while not joining.done():
+            assert list(control.hear(0.02)) == []
+        joining.result()
+
+
+# ---------------------------------------------------------------- traces
+
+
+def recording(origin: int, *spans: tuple[int, int]) -> Recording:
+    lane = LaneName(0, "accelerator")
+    slices = [
+        Slice(number, lane, "k", "k", "Kernel", "", "", 0, 0, 0, -1, start, end, 0.0, 0.0)
+        for number, (start, end) in enumerate(spans)
+    ]
+    producers = [tuple(range(max(0, number - 1), number)) for number in range(len(spans))]
+    return Recording(
+        [lane],
+        slices,
+        producers,
+        [MemorySample(0, "host", 0, 1, 1)],
+        in_order=frozenset([lane]),
+        origin=origin,
+    )
+
+
+def test_recordings_of_several_nodes_stand_on_one_clock() -> None:
+    merged = merge_recordings(
+        {0: recording(1000, (0, 10), (20, 30)), 1: recording(9005, (0, 10), (12, 40))}, {1: 8000}
+    )
+    assert [(each.lane.rank, each.start, each.end) for each in merged.slices] == [
+        (0, 0, 10),
+        (1, 5, 15),
+        (0, 20, 30),
+        (1, 17, 45),
+    ]
+    assert merged.producers == [(), (), (0,), (1,)]
+    assert [sample.time for sample in merged.memory] == [0, 5]
+    assert merged.lanes == [LaneName(0, "accelerator"), LaneName(1, "accelerator")]
+    assert merged.in_order == frozenset(merged.lanes)
+    assert merged.origin == 1000
+
+
+def test_pongs_hold_what_a_clock_said() -> None:
+    assert read_node(pack(Pong(number=1, clock=2**60))) == Pong(number=1, clock=2**60)
