@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from moesched.step import At, Step
+from moesched.step import Step
+from moesched.verbs.experts import At
 
 from .expert_placement import Routed
 from .kv_placement import attend
