@@ -119,6 +119,11 @@ class EmulatedDevice:
         return self._torch.logits
 
     @property
+    def own_bytes(self) -> int:
+        """What products take beside what a plan reserves."""
+        return self._torch.own_bytes
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
         return self._torch.bytes_read

@@ -22,6 +22,7 @@ from moesched.tasks import PageTransfer, Task
 
 from . import torch_kernels as kernels
 from .arena import Arena, aligned_bytes, copy_placed_alike
+from .bfloat16_support import has_bfloat16
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
 from .first_bad_tensor import FirstBadTensor
@@ -39,6 +40,7 @@ from .page_reader import DTYPES, PageReader
 from .products import Products, make_kernel, rows_for_kernel
 from .prompt_chunks import KVAtHand, chunk_states
 from .rank_side import RankSide
+from .row_tiles import CODE_BYTES
 from .team import Team, usable_cores, use_cores
 from .torch_kernels import KVView, Tensor
 from .watchers import Watchers
@@ -159,6 +161,11 @@ class TorchDevice:
             self._cuda = CudaStreams(self._accelerator, CUDA_LANES, self.execute)
         self._cuda.begin()
         return self._cuda
+
+    @property
+    def own_bytes(self) -> int:
+        """What products take beside what a plan reserves: oneDNN's code for their shapes."""
+        return CODE_BYTES if self._on_cpu and self._dtype == torch.bfloat16 and has_bfloat16() else 0
 
     @property
     def bytes_read(self) -> int:

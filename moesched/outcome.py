@@ -109,8 +109,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
             where there was none. `prefill_seconds` is when all of them had theirs.
         failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
-        process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes
-            and what the allocator keeps of those that were given back; None where not all memories are the host's.
+        process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes,
+            what the allocator keeps of those that were given back, and the device's own; None where not all memories are the host's.
     """
 
     measured: bool
@@ -150,9 +150,13 @@ def make_report(
     interrupted: bool = False,
     failure: str | None = None,
     emulation: Emulation | None = None,
+    own_bytes: int = 0,
     peers: Sequence[Plan] = (),
 ) -> Report:
-    """The report of a run of `plan` that came out as `outcome`, beside that of the other ranks' or nodes' plans."""
+    """The report of a run of `plan` that came out as `outcome`, beside that of the other ranks' or nodes' plans.
+
+    own_bytes: what all devices of this process take beside what plans reserve.
+    """
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
@@ -179,7 +183,7 @@ def make_report(
         },
         tensor_parallel=plan.ranks,
         nodes=plan.nodes,
-        process_bytes=plan.process_bytes if plan.machine.unified or emulation else None,
+        process_bytes=plan.process_bytes + own_bytes if plan.machine.unified or emulation else None,
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
             for name, nanoseconds in outcome.busy.items()

@@ -325,6 +325,7 @@ def run(
         interrupted=interrupted,
         failure=failure,
         emulation=None if emulation is None else emulation(),
+        own_bytes=plan.ranks * getattr(device, "own_bytes", 0),
         peers=_plans(peers),
     )
 
