@@ -110,7 +110,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             where there was none. `prefill_seconds` is when all of them had theirs.
         failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
         process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes,
-            what the allocator keeps of those that were given back, and the device's own; None where not all memories are the host's.
+            what the allocator keeps of those that were given back, and the device's own; None where not all
+            memories are the host's.
     """
 
     measured: bool
