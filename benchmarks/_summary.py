@@ -235,7 +235,9 @@ def expert_kernel(result: dict[str, Any]) -> Iterator[str]:
                 f"| {each['share_of_stream']:.0%} |"
             )
     for batch in (1, 16):
-        each = result[f"decode_{batch}"]
+        each = result.get(f"decode_{batch}")
+        if each is None:
+            continue
         bar = f", at least {bars['decode_ratio_at_batch_1']:g}" if batch == 1 else ""
         yield (
             f"**`mixtral-0.8b` resident, batch {batch}, tokens/s** | | {each['kernel_tokens_per_second']:.1f} "
