@@ -8,7 +8,8 @@ from typing import Any
 try:
     import mlx.core as mx
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'moesched[mlx]', on macOS or Linux") from error
+    text = f"{error}: pip install 'moesched[mlx]', on macOS or Linux"
+    raise ModuleNotFoundError(text, name="mlx") from error
 import numpy.typing as npt
 import torch
 

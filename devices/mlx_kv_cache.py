@@ -43,11 +43,6 @@ class RequestsKV:
         self._layers = [[mx.zeros(shape, dtype=dtype) for _ in "kv"] for _ in range(config.layers)]
         mx.eval(self._layers)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(array.nbytes for layer in self._layers for array in layer)
-
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
         """Make room for new[i] tokens at the end of requests[i], which count from now on."""
         past = tuple(self._length[request] for request in requests)
