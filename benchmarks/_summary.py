@@ -27,27 +27,7 @@ def main() -> None:
     parts = [INTRODUCTION]
     for file in sorted(RESULTS.glob("*.json")):
         result = json.loads(file.read_text())
-        describe = def all_reduce(result: dict[str, Any]) -> Iterator[str]:
-    """Transports beside each other."""
-    yield f"an all-reduce of {result['bytes']} bytes between 2 ranks | µs, p50 | p10 | p90 | p99"
-    yield "--- | ---: | ---: | ---: | ---:"
-    for name, figure in result["seconds"].items():
-        yield " | ".join([name, *(f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))])
-    for name, figure in result["overhead_seconds_of_40_layers"].items():
-        places = (f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))
-        yield " | ".join([f"{name}: overhead of the 40 exchanges of a token", *places])
-
-
-def fuzz_transport(result: dict[str, Any]) -> Iterator[str]:
-    """Damaged frames."""
-    yield "damaged frames | how many | refused, connections of noise included | exchanges meanwhile, all right"
-    yield "--- | ---: | ---: | ---:"
-    for name in ("from a rank with a key", "from a stranger"):
-        figure = result[name]
-        yield f"{name} | {figure['frames']} | {figure['refused']} | {figure['exchanges']}"
-
-
-DESCRIBERS[file.stem.partition("-")[0]]
+        describe = DESCRIBERS[file.stem.partition("-")[0]]
         rows = "\n".join(f"| {row} |" for row in describe(result))
         parts.append(f"## `{file.name}`\n\n{machine(result)}: `{command(file, result)}`\n\n{rows}\n")
     PAGE.write_text("\n".join(parts))
@@ -310,6 +290,26 @@ def command_times(result: dict[str, Any]) -> Iterator[str]:
     for each in result["commands"]:
         bar = "" if each["bar"] is None else f"{each['bar']:g}"
         yield f"`{each['command']}` | {each['seconds']:.2f} | {bar}"
+
+
+def all_reduce(result: dict[str, Any]) -> Iterator[str]:
+    """Transports beside each other."""
+    yield f"an all-reduce of {result['bytes']} bytes between 2 ranks | µs, p50 | p10 | p90 | p99"
+    yield "--- | ---: | ---: | ---: | ---:"
+    for name, figure in result["seconds"].items():
+        yield " | ".join([name, *(f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))])
+    for name, figure in result["overhead_seconds_of_40_layers"].items():
+        places = (f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))
+        yield " | ".join([f"{name}: overhead of the 40 exchanges of a token", *places])
+
+
+def fuzz_transport(result: dict[str, Any]) -> Iterator[str]:
+    """Damaged frames."""
+    yield "damaged frames | how many | refused, connections of noise included | exchanges meanwhile, all right"
+    yield "--- | ---: | ---: | ---:"
+    for name in ("from a rank with a key", "from a stranger"):
+        figure = result[name]
+        yield f"{name} | {figure['frames']} | {figure['refused']} | {figure['exchanges']}"
 
 
 DESCRIBERS = {
