@@ -114,8 +114,6 @@ class Turn:
         """Send elements to ranks, once they can take them."""
         mesh = self._side.mesh
         before = prefix(self._frame(kind, values))
-        if kind is Kind.ALL_REDUCE:
-            self._expected = {prefix_of(rank, before): rank for rank in ranks}
         data = joined(before, values)
         if len(data) > mesh.max_bytes:
             raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
@@ -124,6 +122,8 @@ class Turn:
                 self._check_waiting({rank})
                 if mesh.poll(ROOM_MILLISECONDS):
                     self._receive()
+        if kind is Kind.ALL_REDUCE:  # not before: now the others have something to read meanwhile
+            self._expected = {prefix_of(rank, before): rank for rank in ranks}
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
         """What these ranks send in frames of that kind: arrays, or pieces of them, flat."""
