@@ -224,7 +224,7 @@ class BareZeroMq:
             public, secret = keys[rank]
             self.socket.curve_publickey, self.socket.curve_secretkey = public.encode(), secret.encode()
             if rank == 0:
-                self.socket.set(zmq.CURVE_SERVER, 1)
+                self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             else:
                 self.socket.curve_serverkey = keys[0][0].encode()
         address = f"tcp://{HOST}:{ports[0]}"
