@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from moesched.errors import TaskCancelled, TaskFailed
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.tasks import (
     CANCELLED,
     DONE,
@@ -496,7 +496,7 @@ def _split(tasks: list[Task] | None, domain: str | None) -> tuple[list[Task], li
 
 
 def _cancelled_by(task: Task) -> BaseException:
-    """Why a task that needs the result of `task` cannot run: the first failure is handed on."""
-    if isinstance(task.cause, TaskFailed):
+    """Why a task that needs the result of `task` cannot run: the first failure or fault is handed on."""
+    if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
     return TaskCancelled(f"cancelled, because {task.label} was")

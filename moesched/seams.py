@@ -31,6 +31,9 @@ class Policy(Protocol):
 
     On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
     sees one, with its share. A class with `pipelines = True` sees the whole, and its `plan` calls `Plan.pipeline`.
+
+    Where several machines share a model's experts, each has a policy of its own, with `expert_parallel = True`.
+    Its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all of them.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -98,7 +101,8 @@ class Device(Protocol):
 
     A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
     `emulation()`, how that went; `join(rank, transport, first)`, called once, before the first batch, where it is one
-    of several ranks that a model is cut over, `first` being that of rank 0, which begins each batch last; on its class
+    of several ranks that a model is cut over, or of several nodes that share its experts, `first` being the first one
+    in this process, which begins each batch last; on its class
     `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
     that it is not. It may let itself be watched, from the first batch on: `observe_routing(observer)` and
     `observe_activations(observer)`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
@@ -37,11 +37,13 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.networks import load_network
+from moesched.parallel.ranks import OnDevices, Rank
 from moesched.plan import Plan, split_batch
 from moesched.runs import make_lanes, plan_run, run
 from moesched.schedule import Schedule
 from moesched.seams import Observer, Policy
-from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
 from moesched.trace import LaneName, Recorder, Recording
 
 Clock = Literal["virtual", "shared", "real"]
@@ -55,6 +57,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
         pages_per_expert: into how many pages each expert is cut, at least.
+        nodes: how many of the machine share the experts.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int = 2
     weights: float = 1.2
     pages_per_expert: int = 1
+    nodes: int = 1
 
     def layout(self) -> WeightLayout:
         """The weights of a small model, cut into pages."""
@@ -74,8 +78,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         expert = sum(page.nbytes for page in whole.expert(0, 0))
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
-    def plan(self, policy: Policy) -> Plan:
-        """What the policy plans.
+    def plan(self, policy: Policy, node: int = 0) -> Plan:
+        """What the policy plans, for one of the nodes.
 
         Raises:
             BadInput: the policy's plan does not fit.
@@ -86,7 +90,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         fast = empty.memory("accelerator")
         cache = batch.cache_tokens * layout.config.layers * empty.operations.kv_bytes
         weights = int(self.weights * sum(page.nbytes for page in layout.pages))
-        return plan_run(self.machine, layout, batch, policy, {fast.name: fast.used + cache + weights})
+        budgets = {fast.name: fast.used + cache + weights}
+        return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:
         """The shape of the model."""
@@ -143,8 +148,24 @@ def policy_cases() -> list[Case]:
     ]
 
 
+def node_cases() -> list[Case]:
+    """Situations of a policy that shares experts among nodes."""
+    roomy = {case.name: case for case in policy_cases()}
+    gpu, unified = roomy["roomy GPU"].machine, roomy["roomy unified memory"].machine
+    network = load_network("10gbe")
+    gpu, unified = (msgspec.structs.replace(machine, network=network) for machine in (gpu, unified))
+    return [
+        Case(name="two nodes", machine=unified, nodes=2),
+        Case(name="nodes with a GPU", machine=gpu, nodes=2, micro_batch_size=1),
+        Case(name="three nodes, experts that do not divide", machine=unified, nodes=3, experts=5, top_k=3),
+        Case(name="more nodes than experts chosen", machine=unified, nodes=4, experts=8, top_k=1, layers=2),
+        Case(name="nodes, one layer", machine=unified, nodes=2, layers=1, weights=2.2),
+        Case(name="nodes, one new token", machine=unified, nodes=2, new_tokens=1),
+    ]
+
+
 class Ended(msgspec.Struct):
-    """A run of a policy on symbols that came to its end: what came out, and what should have."""
+    """A run of a policy on symbols that came to its end: what came out, and what should have; of the first node."""
 
     plan: Plan
     tokens: list[list[int]]
@@ -160,26 +181,41 @@ def run_on_symbols(
     *,
     device: SymbolicDevice | None = None,
     observers: Sequence[Observer] = (),
+    peers: Sequence[tuple[Plan, Policy]] = (),
 ) -> Ended:
     """Run a plan on symbols, with the engine checked.
 
+    Args:
+        peers: the other nodes, where several work on one model.
+
     Raises:
+        AssertionError: a peer came to other tokens than the first node.
         PolicyError: the policy submitted something illegal.
         BrokenRule: the engine broke one of its own rules.
     """
-    device = device or SymbolicDevice()
-    device.begin(plan)
-    lanes = make_lanes(plan)
-    engine: CheckedEngine = (CheckedSharedEngine if clock == "real" else CheckedEngine)(lanes.values())
-    with closing(Schedule(plan, engine, lanes)) as schedule, watching(schedule):
-        main = Generation(schedule, policy).run()
-        if isinstance(engine, CheckedSharedEngine):
-            driver = RealtimeDriver([engine], device.execute, kinds=device.kinds, observers=observers)
-            tokens = asyncio.run(_first(driver.run(main)))
+    ranks = [Rank(plan, policy, device or SymbolicDevice())]
+    ranks += [Rank(*peer, SymbolicDevice()) for peer in peers]
+    lanes = [make_lanes(rank.plan) for rank in ranks]
+    kind = CheckedSharedEngine if clock == "real" else CheckedEngine
+    engines = [kind(own.values()) for own in lanes]
+    execute = OnDevices(ranks, [own.values() for own in lanes]).execute
+    with ExitStack() as opened:
+        mains = []
+        for rank, engine, own in zip(ranks, engines, lanes, strict=True):
+            rank.device.join(ranks[0].device)
+            rank.device.begin(rank.plan)
+            schedule = opened.enter_context(closing(Schedule(rank.plan, engine, own)))
+            opened.enter_context(watching(schedule))
+            mains.append(Generation(schedule, rank.policy).run())
+        if clock == "real":
+            shared = [engine for engine in engines if isinstance(engine, CheckedSharedEngine)]
+            driver = RealtimeDriver(shared, execute, observers=observers)
+            tokens: list[list[list[int]]] = asyncio.run(_all(driver.run(*mains)))
             now = driver.now
         else:
-            tokens, now = _run_virtual(engine, device, plan, main, observers, sharing=clock == "shared")
-    return Ended(plan, tokens, expected_tokens(plan), engine.tasks, now)
+            tokens, now = _run_virtual(engines, execute, plan, mains, observers, sharing=clock == "shared")
+    assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes came to different tokens"
+    return Ended(plan, tokens[0], expected_tokens(plan), engines[0].tasks, now)
 
 
 def check_policy(
@@ -189,7 +225,7 @@ def check_policy(
 
     Args:
         make: makes the policy, anew for each run.
-        cases: by default `policy_cases()`.
+        cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
         clocks: by default the virtual clock, without and with sharing, and real threads.
 
     Raises:
@@ -197,16 +233,20 @@ def check_policy(
         PolicyError: it submitted something illegal.
     """
     taken = 0
-    for case in cases or policy_cases():
+    if not cases:
+        cases = policy_cases() + (node_cases() if getattr(make(), "expert_parallel", False) else [])
+    for case in cases:
         for clock in clocks:
-            policy = make()
+            policies = [make() for _ in range(case.nodes)]
             try:
-                plan = case.plan(policy)
+                plans = [case.plan(policy, node) for node, policy in enumerate(policies)]
             except BadInput:
                 break
-            ended = run_on_symbols(policy, plan, clock)
+            (plan, policy), *peers = zip(plans, policies, strict=True)
+            ended = run_on_symbols(policy, plan, clock, peers=peers)
             assert ended.tokens == ended.expected, f"{case.name}, {clock}: wrong tokens"
-            over = [memory.name for memory in plan.memories.values() if memory.peak > memory.capacity]
+            memories = [memory for each in plans for memory in each.memories.values()]
+            over = [memory.name for memory in memories if memory.peak > memory.capacity]
             assert not over, f"{case.name}, {clock}: more than the budget of {over}"
         else:
             taken += 1
@@ -259,21 +299,21 @@ def _check_lanes(name: str, recording: Recording) -> None:
 
 
 def _run_virtual(
-    engine: Engine,
-    device: SymbolicDevice,
+    engines: Sequence[Engine],
+    execute: Callable[[Task], Any],
     plan: Plan,
-    main: Coroutine[Task, Any, list[list[int]]],
+    mains: Iterable[Coroutine[Task, Any, list[list[int]]]],
     observers: Sequence[Observer],
     *,
     sharing: bool,
-) -> tuple[list[list[int]], int]:
+) -> tuple[list[list[list[int]]], int]:
     perform: Mapping[type[Task], Callable[[Task], Any]] = dict.fromkeys(
-        (Kernel, HostKernel, PageTransfer, Decision), device.execute
+        (Kernel, HostKernel, PageTransfer, Decision, Collective), execute
     )
     cost = Roofline(plan.machine, plan.layout.dtype)
-    driver = VirtualDriver([engine], cost, sharing=sharing, perform=perform, observers=observers)
-    return driver.run(main)[0], driver.now
+    driver = VirtualDriver(engines, cost, sharing=sharing, perform=perform, observers=observers)
+    return driver.run(*mains), driver.now
 
 
-async def _first(running: Coroutine[Any, Any, list[list[list[int]]]]) -> list[list[int]]:
-    return (await running)[0]
+async def _all(running: Coroutine[Any, Any, list[list[list[int]]]]) -> list[list[list[int]]]:
+    return await running

@@ -37,7 +37,7 @@ class EpBalanced:
     def plan(self, plan: Plan) -> None:
         plan_dense(plan, decentralised=self.decentralised)
         config = plan.layout.config
-        room = self.most if self.most > 0 else experts_that_fit(plan)
+        room = self.most if self.most > 0 else experts_that_fit(plan, decentralised=self.decentralised)
         held = min(config.experts, max(room, -(-config.experts // plan.nodes)))
         self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
         plan.place_experts(self.placement)

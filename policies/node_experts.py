@@ -17,12 +17,15 @@ def plan_dense(plan: Plan, *, decentralised: bool) -> None:
     plan.place_kv("accelerator")
 
 
-def experts_that_fit(plan: Plan) -> int:
-    """How many experts of every layer a node has room for, beside all else."""
+def experts_that_fit(plan: Plan, *, decentralised: bool) -> int:
+    """How many experts of every layer the first node has room for, beside all else; others have as much or more."""
+    budgets = {memory.name: memory.capacity for memory in plan.memories.values()}
+    first = Plan(plan.machine, plan.layout, plan.batch, budgets, plan.slot_bytes, plan.nodes)
+    plan_dense(first, decentralised=decentralised)
     dense, expert = plan.layout.dense, plan.layout.expert
     beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
     each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
-    return max(0, plan.free("accelerator") - beside) // each
+    return max(0, first.free("accelerator") - beside) // each
 
 
 def embed_all(step: Step) -> None:

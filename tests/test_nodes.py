@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from moesched.devices.torch_device import TorchDevice
+from moesched.errors import TaskFailed
 from moesched.machines import Machine
 from moesched.machines.local import unified_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.networks import NETWORK
 from moesched.parallel.ranks import Rank
 from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run
+from moesched.tasks import Task
+from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
 from reference import Reference, generate
 from small_models import SMALL, small_model
@@ -30,7 +34,9 @@ DBRX = msgspec.structs.replace(
 MODELS = {config.name: config for config in (MIXTRAL, DBRX)}
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
 NEW_TOKENS = 4
-POLICIES = ["ep_naive", "ep_busy_full", "ep_router_aided"]
+POLICIES = ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,12 @@ def expected(directory: Path) -> list[list[int]]:
 
 
 def run_nodes(
-    directory: Path, policy: str, nodes: int, **settings: Any
+    directory: Path,
+    policy: str,
+    nodes: int,
+    kind: type[TorchDevice] = TorchDevice,
+    recorder: Recorder | None = None,
+    **settings: Any,
 ) -> tuple[list[list[int]], list[TorchDevice]]:
     """The tokens of the first node, and the devices of all."""
     checkpoint = open_checkpoint(directory)
@@ -70,23 +81,74 @@ def run_nodes(
     transport = InprocTransport(nodes)
     ranks = []
     for node in range(nodes):
-        device = TorchDevice(checkpoint, layout, keep_logits=True)
+        device = kind(checkpoint, layout, keep_logits=True)
         made = make_policy(policy, settings)
         plan = plan_run(machine(), layout, batch, made, slot_bytes=device.slot_bytes, nodes=nodes, node=node)
         ranks.append(Rank(plan, made, device))
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks
-    report = run(*first, PROMPTS, peers=peers)
+    report = run(*first, PROMPTS, peers=peers, recorder=recorder)
     return report.tokens or [], [each.device for each in ranks]
 
 
+def check_logits_alike(devices: list[TorchDevice]) -> None:
+    """All nodes that attend have the same bits."""
+    first, *others = devices
+    assert first.logits
+    for other in others:
+        assert len(other.logits) == len(first.logits)
+        assert all(
+            torch.equal(mine, theirs)
+            for (_, mine), (_, theirs) in zip(first.logits, other.logits, strict=True)
+        )
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
-def test_nodes_give_the_tokens_of_one_machine(folder: Path, model: str, policy: str, nodes: int) -> None:
-    for decentralised in (True, False):
-        tokens, devices = run_nodes(folder / model, policy, nodes, decentralised=decentralised)
-        assert tokens == expected(folder / model)
-        for other in devices[1:] if decentralised else ():
-            for (_, mine), (_, theirs) in zip(devices[0].logits, other.logits, strict=True):
-                assert torch.equal(mine, theirs)
+def test_nodes_give_the_tokens_of_one_machine(folder: Path, model: str, nodes: int) -> None:
+    wanted = expected(folder / model)
+    for policy in POLICIES[nodes % 2 :: 2]:
+        tokens, devices = run_nodes(folder / model, policy, nodes, decentralised=True)
+        assert tokens == wanted
+        check_logits_alike(devices)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_so_they_do_with_the_first_one_at_the_centre(folder: Path, policy: str) -> None:
+    nodes = 2 + POLICIES.index(policy) % 3
+    tokens, devices = run_nodes(folder / "dbrx", policy, nodes, decentralised=False)
+    assert tokens == expected(folder / "dbrx")
+    assert not any(other.logits for other in devices[1:])
+
+
+def test_a_node_reads_its_own_experts_only(folder: Path) -> None:
+    _, devices = run_nodes(folder / "mixtral", "ep_naive", 2, decentralised=False)
+    config = open_checkpoint(folder / "mixtral").config
+    expert = 3 * config.hidden * config.intermediate * 4
+    first, second = (device.bytes_read for device in devices)
+    assert second >= config.layers * 2 * expert
+    assert second < first
+
+
+class FailsOnTheSecond(TorchDevice):
+    """Its second node cannot run an expert."""
+
+    def execute(self, task: Task) -> Any:
+        if self._number == 1 and task.verb == "run_expert" and task.step == 1:
+            raise RuntimeError("out of luck")
+        return super().execute(task)
+
+
+def test_a_node_that_fails_ends_the_run_with_its_story(folder: Path) -> None:
+    with pytest.raises(TaskFailed, match=r"run_expert .*failed on lane accelerator .*out of luck"):
+        run_nodes(folder / "mixtral", "ep_router_aided", 2, FailsOnTheSecond)
+
+
+def test_a_trace_shows_all_nodes_and_their_exchanges(folder: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    run_nodes(folder / "mixtral", "ep_balanced", 2, recorder=recorder)
+    write_trace(tmp_path / "trace.json", recorder.recording(), About(driver="realtime"))
+    assert check_trace(tmp_path / "trace.json") == []
+    exchanges = [each for each in recorder.recording().slices if each.lane.name == NETWORK]
+    by_node = [[each.ticket for each in exchanges if each.lane.rank == node] for node in range(2)]
+    assert sorted(by_node[0]) == sorted(by_node[1]) == list(range(NEW_TOKENS * 3 * MIXTRAL.layers))

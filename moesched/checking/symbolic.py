@@ -19,6 +19,7 @@ from moesched.machines.group import numbered
 from moesched.memory import Slot, View
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
+from moesched.parallel.node_tasks import ROWS, SUM, TOKENS
 from moesched.plan import Batch, Plan
 from moesched.tasks import HostKernel, PageTransfer, Task
 
@@ -46,6 +47,15 @@ class SymbolicDevice:
         self._data: dict[Key, int] = {}
         self._written: dict[Key, int] = {}
         self._read: dict[Key, int] = {}
+        self._board: dict[Hashable, dict[int, Any]] = {}
+
+    def join(self, first: SymbolicDevice) -> None:
+        """Be one of several nodes of this process; exchanges end when all of them have begun theirs."""
+        self._board, self._lock = first._board, first._lock
+
+    @property
+    def streams(self) -> None:
+        """There are none."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -59,6 +69,7 @@ class SymbolicDevice:
     def begin(self, plan: Plan) -> None:
         """Take in the prompts."""
         self._config = plan.layout.config
+        self._plan = plan
         self._batch = plan.batch
         self._chunks = plan.chunks
         self._unified = plan.machine.unified
@@ -161,9 +172,12 @@ class SymbolicDevice:
         data.write(self._hidden(task), combine(hidden, outputs))
 
     def _route(self, task: Task, data: _Access) -> dict[int, int]:
+        if not self._plan.attends:
+            return choose_experts(self._config, data.read(("normed", task.micro_batch)), self._tokens(task))
         hidden, routed = self._routed(task, data, data.weights(task.operands))
         data.write(self._hidden(task), hidden)
         data.write(("normed", task.micro_batch), hidden)
+        self._post(task, ROWS, hidden)
         return routed
 
     def _preview_route(self, task: Task, data: _Access) -> dict[int, int]:
@@ -191,6 +205,26 @@ class SymbolicDevice:
     def _touch_expert(self, task: Task, data: _Access) -> None:
         data.weights(task.operands)
 
+    def _partial_sum(self, task: Task, data: _Access) -> None:
+        own = [expert for expert, node in task.operands.items() if node == self._plan.node]
+        self._post(task, SUM, {e: data.read(("output", e, task.micro_batch)) for e in own})
+
+    def _all_reduce(self, task: Task, data: _Access) -> None:
+        for outputs in self._posted(task):
+            for e, output in outputs.items():
+                data.write(("output", e, task.micro_batch), output)
+
+    def _gather(self, task: Task, data: _Access) -> None:
+        if self._plan.attends:
+            self._all_reduce(task, data)
+
+    def _broadcast(self, task: Task, data: _Access) -> None:
+        name = "normed" if task.operands == ROWS else "tokens"
+        if self._plan.attends:
+            data.read((name, task.micro_batch))
+        else:
+            data.write((name, task.micro_batch), self._posted(task)[0])
+
     def _combine(self, task: Task, data: _Access) -> None:
         j = task.micro_batch
         hidden = data.read(self._hidden(task))
@@ -198,15 +232,31 @@ class SymbolicDevice:
         data.write(self._hidden(task), combine(hidden, [data.read(("output", e, j)) for e in routed]))
 
     def _sample(self, task: Task, data: _Access) -> list[int]:
+        if not self._plan.attends:
+            told: Any = data.read(("tokens", task.micro_batch))
+            return list(told)
         key = ("tokens", self._whole(task))
         requests = (
             self._batch.micro_batches[task.micro_batch] if task.step else self._chunks[task.micro_batch].ends
         )
         tokens = sample(data.read(self._hidden(task)), requests)
         data.write(key, symbol("tokens", data.read(key), *tokens))
+        self._post(task, TOKENS, tokens)
         return tokens
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _post(self, task: Task, what: str, value: Any) -> None:
+        """Leave for the other nodes what this one brings to an exchange."""
+        with self._lock:
+            about = (what, task.step, task.layer, task.micro_batch)
+            self._board.setdefault(about, {})[self._plan.node] = value
+
+    def _posted(self, task: Task) -> list[Any]:
+        """What was brought to the exchange, in the order of the nodes."""
+        with self._lock:
+            posted = self._board[task.operands, task.step, task.layer, task.micro_batch]
+            return [posted[node] for node in sorted(posted)]
 
     def _hidden(self, task: Task) -> Key:
         """The hidden state in the memory of the accelerator that a kernel runs on."""

@@ -62,7 +62,10 @@ class Rendezvous:
         signatures = {part.signature for part in parts.values()}
         if len(signatures) > 1:
             said = "; ".join(f"rank {rank}: {part.signature}" for rank, part in sorted(parts.items()))
-            self._break(ticket, PolicyError(f"the ranks disagree on collective #{ticket}: {said}"))
+            problem = PolicyError(f"the ranks disagree on collective #{ticket}: {said}")
+            for part in parts.values():
+                part.cause = problem
+            self._break(ticket, problem)
             return
         del self._waiting[ticket]
         for rank, part in sorted(parts.items()):

@@ -1,0 +1,1 @@
+"""The verbs by what they are about; `Step` has all of them."""

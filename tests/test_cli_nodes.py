@@ -1,0 +1,85 @@
+"""`moesched simulate --nodes`: what is predicted of several machines, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import refused
+from moesched.trace import check_trace, read_trace
+
+DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform", "--gen", 2)
+ONE = ("--batch-size", 1)
+ETHERNET = ("--network", "10gbe")
+
+
+def tokens_per_second(command: Any, policy: str, nodes: int, *options: object) -> float:
+    said = command(*DBRX, *ONE, *ETHERNET, "--policy", policy, "--nodes", nodes, *options, "--json")
+    assert said.code == 0
+    assert said.json["nodes"] == nodes
+    rate: float = said.json["decode_tokens_per_second"]
+    return rate
+
+
+def test_nodes_that_share_experts_exchange_once_a_layer(command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ("--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
+    said = command(*DBRX, *ONE, *ETHERNET, *options)
+    assert (said.code, said.json["nodes"]) == (0, 2)
+    assert said.json["lanes"]["network"]["busy_seconds"] >= 2 * 40 * 1e-3
+    assert said.json["peak_bytes"]["unified"] <= 192e9
+    assert check_trace(trace) == []
+    assert {each.lane.rank for each in read_trace(trace).recording.slices} == {0, 1}
+
+
+def test_the_paper_s_versions_come_in_its_order(command: Any) -> None:
+    rates = [tokens_per_second(command, policy, 2) for policy in ("ep_busy_full", "ep_router_aided")]
+    assert rates[0] < rates[1]
+    central, everywhere = (
+        tokens_per_second(command, "ep_router_aided", 2, "--set", f"decentralised={word}")
+        for word in ("false", "true")
+    )
+    assert central < everywhere
+
+
+def test_overlapping_placements_are_worth_a_tenth_at_four_nodes(command: Any) -> None:
+    options = ("--gen", 6)
+    theirs = tokens_per_second(command, "ep_router_aided", 4, *options)
+    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", *options)
+    assert ours > 1.05 * theirs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--policy", "ep_naive", "--nodes", 0, *ETHERNET), "--nodes is 0: give 1 or more"),
+        (("--policy", "ep_naive", "--nodes", 2), "nothing joins machine m2-ultra to others: give --network, one of"),
+        (("--policy", "ep_naive", *ETHERNET), "--network joins several nodes: say how many with --nodes"),
+        (("--policy", "ep_naive", "--nodes", 2, "--network", "tincan"), "tincan"),
+        (("--policy", "resident", "--nodes", 2, *ETHERNET), "policy Resident does not share experts among 2 nodes"),
+        (
+            ("--policy", "ep_naive", "--nodes", 2, *ETHERNET, "--budget", "unified=100GB"),
+            "bytes too few, on node 0 of 2: raise --budget",
+        ),
+        (("--policy", "ep_balanced", "--nodes", 2, *ETHERNET, "--set", "experts=0"), "experts is 0"),
+    ],
+)  # fmt: skip
+def test_what_nodes_cannot_be_is_refused_in_one_line(command: Any, options: Any, said: str) -> None:
+    refused(command(*DBRX, *ONE, *options), said)
+
+
+def test_a_node_uses_one_accelerator(command: Any) -> None:
+    wanted = (
+        "simulate",
+        "--model",
+        "mixtral-8x7b",
+        "--machine",
+        "t4x2",
+        "--workload",
+        "uniform",
+        "--nodes",
+        2,
+    )
+    refused(command(*wanted, *ETHERNET, "--policy", "ep_naive"), "use --tensor-parallel 1")
