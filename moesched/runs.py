@@ -36,7 +36,7 @@ from moesched.schedule import Schedule
 from moesched.seams import CostModel, Observer, Policy, Routing
 from moesched.tasks import Decision, Lane, Task
 from moesched.trace import LastSteps, Recorder
-from moesched.wiring import WiredArrays
+from moesched.wiring import wiring_delays
 
 
 def plan_run(
@@ -169,9 +169,9 @@ def _simulate(
     observers = _with_recorder(observers, recorder, engines, ranks)
     perform: dict[type[Task], Callable[[Task], Any]] = {Decision: decisions}
     delays = {
-        own["accelerator"]: WiredArrays(rank.plan)
+        lane: delay
         for rank, own in zip(ranks, lanes, strict=True)
-        if rank.plan.machine.wiring is not None
+        for lane, delay in wiring_delays(rank.plan, own).items()
     }
     driver = VirtualDriver(
         engines, cost, sharing=sharing, perform=perform, observers=observers, delays=delays

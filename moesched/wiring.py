@@ -11,7 +11,8 @@ from collections.abc import Hashable, Mapping
 
 from moesched.machines import Wiring
 from moesched.plan import Plan
-from moesched.tasks import Task
+from moesched.seams import Delay
+from moesched.tasks import Lane, Task
 
 Array = tuple[Hashable, ...]
 """The name of an array of weights."""
@@ -74,6 +75,11 @@ class WiredArrays:
         if task.verb in self._sizes:
             return (task.verb, task.layer)
         return None
+
+
+def wiring_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Delay]:
+    """What makes tasks of a machine's lanes longer, by lane; nothing where weights are at hand in any case."""
+    return {lanes["accelerator"]: WiredArrays(plan)} if plan.machine.wiring is not None else {}
 
 
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:

@@ -10,13 +10,15 @@ import pytest
 from commands import refused
 from moesched.trace import check_trace, read_trace
 
-DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform", "--gen", 2)
+DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform")
 ONE = ("--batch-size", 1)
 ETHERNET = ("--network", "10gbe")
 
 
-def tokens_per_second(command: Any, policy: str, nodes: int, *options: object) -> float:
-    said = command(*DBRX, *ONE, *ETHERNET, "--policy", policy, "--nodes", nodes, *options, "--json")
+def tokens_per_second(command: Any, policy: str, nodes: int, *options: object, gen: int = 2) -> float:
+    said = command(
+        *DBRX, "--gen", gen, *ONE, *ETHERNET, "--policy", policy, "--nodes", nodes, *options, "--json"
+    )
     assert said.code == 0
     assert said.json["nodes"] == nodes
     rate: float = said.json["decode_tokens_per_second"]
@@ -25,7 +27,7 @@ def tokens_per_second(command: Any, policy: str, nodes: int, *options: object) -
 
 def test_nodes_that_share_experts_exchange_once_a_layer(command: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    options = ("--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
+    options = ("--gen", 2, "--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
     said = command(*DBRX, *ONE, *ETHERNET, *options)
     assert (said.code, said.json["nodes"]) == (0, 2)
     assert said.json["lanes"]["network"]["busy_seconds"] >= 2 * 40 * 1e-3
@@ -45,9 +47,8 @@ def test_the_paper_s_versions_come_in_its_order(command: Any) -> None:
 
 
 def test_overlapping_placements_are_worth_a_tenth_at_four_nodes(command: Any) -> None:
-    options = ("--gen", 6)
-    theirs = tokens_per_second(command, "ep_router_aided", 4, *options)
-    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", *options)
+    theirs = tokens_per_second(command, "ep_router_aided", 4, gen=6)
+    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", gen=6)
     assert ours > 1.05 * theirs
 
 

@@ -213,10 +213,11 @@ class _Cluster:
         """All ways that fit."""
         config, nodes = self.config, self.nodes
         once = mirrored(config.experts, nodes, nodes)
-        yield from self._whole(once, None, expected_load(once, config.top_k))
+        authors = self.placement(AUTHORS)
+        yield from self._whole(once, AUTHORS if once == authors else None, expected_load(once, config.top_k))
         for policy in POLICIES:
             placement = self.placement(policy)
-            if policy == BALANCED or placement != once:
+            if placement != once:
                 yield from self._whole(placement, policy, expected_load(placement, config.top_k))
         if nodes > 1:
             share = -(-config.intermediate // nodes) / config.intermediate

@@ -18,6 +18,7 @@ from moesched.runs import decide, make_lanes
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Policy
 from moesched.tasks import Decision, Task
+from moesched.wiring import wiring_delays
 
 MOST_STEPS = 5
 
@@ -59,7 +60,14 @@ def preview(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Previe
         Decision: decide(plan, SeededRouting(config.experts, config.top_k))
     }
     spans = _Spans()
-    driver = VirtualDriver([engine], cost, sharing=plan.contended, perform=perform, observers=[spans])
+    driver = VirtualDriver(
+        [engine],
+        cost,
+        sharing=plan.contended,
+        perform=perform,
+        observers=[spans],
+        delays=wiring_delays(plan, lanes),
+    )
     with closing(Schedule(plan, engine, lanes, steps=steps, age=age)) as schedule:
         generation = Generation(schedule, policy)
         driver.run(generation.run())

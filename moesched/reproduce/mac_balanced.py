@@ -16,7 +16,7 @@ from .report import Section, Value, rounded
 HELD = 8
 """Experts that each of the authors' nodes holds."""
 NODES = range(2, 9)
-LOOKED_AT = 64
+LOOKED_AT = 32
 """Tokens that policies are compared over."""
 
 

@@ -106,7 +106,7 @@ def packing(machine: Machine) -> Section:
 def wiring(tables: Tables) -> Section:
     """What keeps weights wired, and what it costs where nothing does."""
     naive, busy, aided = range(3)
-    alone = replace(tables.paper.systems[naive], prestacked=True, standby=True)
+    alone = replace(tables.paper.systems[naive], prestacked=True)
     tables.on_progress("prestacking alone")
     seconds = run_system(tables.paper, alone, 16, 12).token.total
     machine = load_machine(tables.paper.machine)
@@ -119,7 +119,7 @@ def wiring(tables: Tables) -> Section:
             "seconds": rounded(nbytes / machine.wiring.first_bandwidth),
         },
         {"what": "a token, naive, unstacked", "seconds": rounded(tables.run(naive).token.total)},
-        {"what": "a token, naive, prestacked, with standby", "seconds": rounded(seconds)},
+        {"what": "a token, naive, prestacked", "seconds": rounded(seconds)},
         {"what": "a token, P-LB", "seconds": rounded(tables.run(busy).token.total)},
         {"what": "a token, P-LR-D", "seconds": rounded(tables.run(aided).token.total)},
     ]

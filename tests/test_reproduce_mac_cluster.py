@@ -1,0 +1,143 @@
+"""`moesched reproduce mac-cluster`: where a token's time goes, what wiring does to it, what was found, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _mac_cluster_page import PAGE, RESULT, tables
+from _pages import filled
+from msgspec.structs import replace
+
+from moesched.machines import load_machine
+from moesched.reproduce.mac_paper import mac_paper
+from moesched.reproduce.mac_runs import Simulated, mac_of, run_system
+
+PAPER = mac_paper()
+NAIVE, BUSY, AIDED, *_ = PAPER.systems
+PNG = b"\x89PNG\r\n\x1a\n"
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def aided() -> Simulated:
+    """P-LR-D on two nodes, with few tokens."""
+    return run_system(PAPER, AIDED, 4, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def naive() -> Simulated:
+    """The naive version on two nodes, with few tokens."""
+    return run_system(PAPER, NAIVE, 4, TOKENS)
+
+
+# -- the simulated cluster ---------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_token_add_up_to_it(aided: Simulated) -> None:
+    token = aided.token
+    assert token.total == pytest.approx(token.moe + token.comm + token.misc + token.ends)
+    assert min(token.moe, token.comm, token.misc, token.ends) > 0
+
+
+def test_an_exchange_a_layer_is_all_that_a_decentralised_cluster_waits_for(aided: Simulated) -> None:
+    network = mac_of(PAPER, AIDED).network
+    assert network is not None
+    exchange = network.seconds(4 * 6144)
+    assert aided.token.comm == pytest.approx(40 * exchange, rel=0.01)
+
+
+def test_no_weights_are_wired_again_where_all_are_used_often(aided: Simulated) -> None:
+    patient = load_machine(PAPER.machine)
+    assert patient.wiring is not None
+    assert aided.token.total < patient.wiring.idle_seconds
+    layers, bandwidth = 40, patient.accelerator.expert_bandwidth or 0
+    fewest = layers * 2 * 3 * 6144 * 10752 * 2 / bandwidth
+    assert fewest < aided.token.moe < 2 * fewest
+
+
+def test_naive_nodes_wire_experts_and_attention_again_for_every_token(
+    naive: Simulated, aided: Simulated
+) -> None:
+    assert naive.token.moe > 3 * aided.token.moe
+    kept = run_system(PAPER, replace(NAIVE, prestacked=False, standby=True, policy="ep_busy_full"), 4, TOKENS)
+    assert naive.token.misc > 1.5 * aided.token.misc
+    assert kept.token.misc > 1.5 * aided.token.misc, (
+        "unstacked, a token is longer than the idle time here, too"
+    )
+
+
+def test_prestacking_alone_never_gets_out_of_wiring(naive: Simulated) -> None:
+    alone = run_system(PAPER, replace(NAIVE, prestacked=True), 4, TOKENS)
+    assert alone.token.total > 3 * naive.token.total
+
+
+def test_without_standby_the_prompt_pays_for_the_first_wiring() -> None:
+    standby, cold = (run_system(PAPER, replace(AIDED, standby=each), 4, 2) for each in (True, False))
+    machine = load_machine(PAPER.machine)
+    assert machine.wiring is not None
+    all_experts = 8 * 40 * 3 * 6144 * 10752 * 2
+    assert cold.prompt_seconds - standby.prompt_seconds > 0.5 * all_experts / machine.wiring.first_bandwidth
+
+
+def test_the_prompt_is_faster_with_one_message_a_layer_than_token_by_token() -> None:
+    together, apart = (run_system(PAPER, AIDED, 16, 2, chunk=chunk).prompt_seconds for chunk in (None, 1))
+    assert apart > 3 * together
+
+
+def test_a_calibrated_cell_lies_in_a_row_that_may_be_calibrated_to() -> None:
+    for system in PAPER.systems:
+        if system.nodes > 2:
+            assert set(system.fitted) <= ({"comm"} if system.nodes == 4 else set())
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_tables_are_those_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert filled(page, tables(json.loads(RESULT.read_text())).get) == page
+
+
+@pytest.mark.parametrize("name", ["table-3", "table-4"])
+def test_times_lie_within_15_percent_of_the_papers_and_parts_within_25(name: str) -> None:
+    for row in _section(name)["rows"]:
+        assert abs(row["error"]) <= (0.15 if row["part"] in ("time", "tok/s") else 0.25), row
+
+
+def test_only_one_cell_of_table_6_differs() -> None:
+    different = [row for row in _section("table-6")["rows"] if not row["agrees"]]
+    assert [(row["nodes"], row["cell"], row["ours"]) for row in different] == [(6, "load", "0.030")]
+
+
+def test_balanced_experts_are_never_slower_and_a_tenth_faster_on_four_nodes() -> None:
+    ratios = {
+        row["nodes"]: row["ratio"] for row in _section("balanced")["rows"] if row["machine"] == "m2-ultra"
+    }
+    assert ratios.keys() == set(range(2, 9))
+    assert min(ratios.values()) >= 1
+    assert ratios[4] >= 1.1
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    said = command(
+        "reproduce", "mac-cluster", "--only", "packing", "table-6", "--report", report, "--out", tmp_path
+    )
+    assert said.code == 0
+    assert "idle time after which an array is unwired" in said.out
+    found = json.loads(report.read_text())
+    table, packing = found["sections"]
+    assert (table["name"], len(table["rows"])) == ("table-6", 30)
+    assert all(claim["agrees"] for claim in packing["claims"])
+    assert (tmp_path / "mac-cluster-packing.png").read_bytes().startswith(PNG)
+
+
+def _section(name: str) -> dict[str, Any]:
+    sections: list[dict[str, Any]] = json.loads(RESULT.read_text())["sections"]
+    return next(each for each in sections if each["name"] == name)
