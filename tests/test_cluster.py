@@ -96,6 +96,13 @@ def test_processes_give_the_tokens_of_one(
     assert report.epochs == 1
 
 
+def test_one_node_alone_runs_any_policy(
+    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    arguments = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
+    assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
+
+
 def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     run_local(

@@ -165,7 +165,7 @@ class Launch:
         Raises:
             BadInput: a node refuses, or is refused.
             NodeLost: a node is gone, and the others cannot do without it.
-            TransportError: nodes do not reach each other, or came to different tokens.
+            MoeschedError: a node failed for a reason that it tells, or nodes came to different tokens.
             KeyboardInterrupt: after the nodes have sent what there was so far.
         """
         self._wait_for(lambda: all(node.peer for node in self._nodes), JOIN_SECONDS, "join")
@@ -292,7 +292,8 @@ class Launch:
     def _note_placement(self, plans: Sequence[Prepared]) -> None:
         placement = plans[0].placement
         ranks = [node.host.rank for node in self._members]
-        self._held = {rank: frozenset(held) for rank, held in zip(ranks, placement, strict=True)}
+        if placement:
+            self._held = {rank: frozenset(held) for rank, held in zip(ranks, placement, strict=True)}
         for node, plan in zip(self._members, plans, strict=True):
             if plan.placement != placement:
                 raise BadInput(
@@ -412,7 +413,9 @@ class Launch:
         deadline = time.monotonic() + PARTING_SECONDS
         while message.kind == "lost" and time.monotonic() < deadline:
             self._look(GLANCE_SECONDS)
-        raise TransportError(said)
+        if message.gone:
+            raise NodeLost(said, message.gone[0])
+        raise MoeschedError(said)
 
     # -- who is here -------------------------------------------------------------------------------
 

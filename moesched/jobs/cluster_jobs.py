@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ from moesched.cluster.messages import Sizes, Welcome
 from moesched.cluster.node import RECORDING, REPORT
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput, NodeLost
+from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.jobs.node_jobs import NodeRun
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
@@ -102,7 +103,7 @@ def run_cluster(
         key: the file of the launcher's secret key; by default where `moesched keygen` puts it.
         start: what starts the nodes' processes.
         arguments: policy, settings, max_new_tokens, dtype, sampling, batch_size, micro_batch_size, prefill_chunk,
-            device, device_settings, machine, foreign_machine, budgets, trace and listener are as in `run_model`, but
+            device, device_settings, machine, budgets, trace and listener are as in `run_model`, but
             that they hold for each node; `transport` is what carries the nodes' exchanges.
 
     Raises:
@@ -179,7 +180,6 @@ def _launch(
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: str = "auto",
-    foreign_machine: bool = False,
     budgets: Mapping[str, int | str] | None = None,
     transport: str = TRANSPORT,
     trace: Path | str | None = None,
@@ -203,7 +203,6 @@ def _launch(
         device=device,
         device_settings=dict(device_settings or {}),
         machine=machine,
-        foreign_machine=foreign_machine,
         budgets={
             name: parse_bytes(size) if isinstance(size, str) else size
             for name, size in (budgets or {}).items()
@@ -241,13 +240,14 @@ def _launch(
     teller.finish_all()
     listener.ran()
     report = _report(launch, seated, log, teller.texts, interrupted=interrupted, lost=lost)
+    if trace is not None and report is not None:
+        with suppress(NotTraced) if lost else nullcontext():
+            _write_traces(Path(trace), launch, report, listener)
     if lost is not None:
         lost.report = report
         raise lost
     if report is None:
         raise KeyboardInterrupt
-    if trace is not None:
-        _write_traces(Path(trace), launch, report, listener)
     return report
 
 
