@@ -211,9 +211,9 @@ def test_a_node_that_comes_back_takes_part_again(
         server.nodes[0].process.kill()
         server.start(0, arguments, file.parent / "back.err")
 
-    more = {"policy": "ep_balanced", "max_new_tokens": 500}
+    more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
     alone = moesched.run_model(
-        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=500, batch_size=3
+        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=150, batch_size=3
     )
     report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
     assert report.tokens == alone.tokens

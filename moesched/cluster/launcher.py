@@ -449,6 +449,7 @@ class Launch:
             node.lost = f"its process ended with code {code}" + (f", saying {words!r}" if words else "")
             if code == 2 and words and not self._members:
                 raise BadInput(f"{node.host}: {words.removeprefix('moesched: ')}")
+        node.process.kill()  # so that it does not come back half alive
         if not self._members:
             raise NodeLost(f"{node.host} was lost before the run began: {node.lost}", node.host.rank)
 
