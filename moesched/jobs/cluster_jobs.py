@@ -37,6 +37,7 @@ from moesched.cluster.members import (
 )
 from moesched.cluster.messages import Sizes, Welcome
 from moesched.cluster.node import RECORDING, REPORT
+from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.batch_reports import NotTraced
@@ -209,11 +210,8 @@ def _launch(
         },
         traced=trace is not None,
     )
-    expected = Expected(
-        version=version("moesched"),
-        model=fingerprint(checkpoint),
-        sizes=Sizes(batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk),
-    )
+    expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
+    sizes = Sizes(batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk)
     listener = listener or Listener()
     teller = Teller(listener, tokenizer, encoded, 0, config.stop_tokens, max_new_tokens)
     log = TokenLog(encoded, max_new_tokens, config.stop_tokens)
@@ -227,7 +225,8 @@ def _launch(
                 process.kill()
             raise
         welcome = Welcome(run=run, lost_after=seated.lost_after, transport=transport)
-        launch = Launch(seated, control, processes, expected, welcome, log, _Told(listener, teller))
+        roster = Roster(seated, control, processes, expected, welcome)
+        launch = Launch(roster, log, sizes, _Told(listener, teller))
         interrupted, lost = False, None
         try:
             launch.run()
@@ -236,13 +235,13 @@ def _launch(
         except NodeLost as error:
             lost = error
         finally:
-            launch.end()
+            roster.end()
     teller.finish_all()
     listener.ran()
-    report = _report(launch, seated, log, teller.texts, interrupted=interrupted, lost=lost)
+    report = _report(launch, roster, log, teller.texts, interrupted=interrupted, lost=lost)
     if trace is not None and report is not None:
         with suppress(NotTraced) if lost else nullcontext():
-            _write_traces(Path(trace), launch, report, listener)
+            _write_traces(Path(trace), launch, roster, report, listener)
     if lost is not None:
         lost.report = report
         raise lost
@@ -286,7 +285,7 @@ class _Told(Events):
 
 def _report(
     launch: Launch,
-    cluster: Cluster,
+    roster: Roster,
     log: TokenLog,
     text: list[str] | None,
     *,
@@ -312,9 +311,9 @@ def _report(
         "failure": failure,
         "scores": merged.scores,
     }
-    clocks = launch.clocks
+    clocks = roster.clocks
     members = []
-    for host in cluster.hosts:
+    for host in (node.host for node in roster.nodes):
         own = [report for found in reports.values() for rank, report in found if rank == host.rank]
         clock = clocks.get(host.rank)
         members.append(
@@ -329,7 +328,7 @@ def _report(
                 },
                 clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
                 clock_error_seconds=None if clock is None else clock.error / 1e9,
-                lost=launch.lost.get(host.rank),
+                lost=roster.lost.get(host.rank),
             )
         )
     return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
@@ -344,10 +343,12 @@ def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[i
     return {order: sorted(sent, key=lambda one: one[0]) for order, sent in sorted(found.items())}
 
 
-def _write_traces(path: Path, launch: Launch, report: ClusterReport, listener: Listener) -> None:
+def _write_traces(
+    path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
+) -> None:
     """One trace for each batch, of all nodes on the launcher's clock."""
     number = 0
-    clocks = launch.clocks
+    clocks = roster.clocks
     for sent in _by_order(launch.finished, RECORDING).values():
         by_rank: dict[int, list[Recording]] = {}
         for rank, data in sent:
