@@ -219,12 +219,12 @@ class BareZeroMq:
 
     def __init__(self, rank: int, ports: Sequence[int], part: Any, keys: Any) -> None:
         self.part = part
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         if keys:
             public, secret = keys[rank]
             self.socket.curve_publickey, self.socket.curve_secretkey = public.encode(), secret.encode()
             if rank == 0:
-                self.socket.curve_server = True
+                self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             else:
                 self.socket.curve_serverkey = keys[0][0].encode()
         address = f"tcp://{HOST}:{ports[0]}"

@@ -314,6 +314,26 @@ def command_times(result: dict[str, Any]) -> Iterator[str]:
         yield f"`{each['command']}` | {each['seconds']:.2f} | {bar}"
 
 
+def all_reduce(result: dict[str, Any]) -> Iterator[str]:
+    """Transports beside each other."""
+    yield f"an all-reduce of {result['bytes']} bytes between 2 ranks | µs, p50 | p10 | p90 | p99"
+    yield "--- | ---: | ---: | ---: | ---:"
+    for name, figure in result["seconds"].items():
+        yield " | ".join([name, *(f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))])
+    for name, figure in result["overhead_seconds_of_40_layers"].items():
+        places = (f"{figure[p] * 1e6:.0f}" for p in ("p50", "p10", "p90", "p99"))
+        yield " | ".join([f"{name}: overhead of the 40 exchanges of a token", *places])
+
+
+def fuzz_transport(result: dict[str, Any]) -> Iterator[str]:
+    """Damaged frames."""
+    yield "damaged frames | how many | refused, connections of noise included | exchanges meanwhile, all right"
+    yield "--- | ---: | ---: | ---:"
+    for name in ("from a rank with a key", "from a stranger"):
+        figure = result[name]
+        yield f"{name} | {figure['frames']} | {figure['refused']} | {figure['exchanges']}"
+
+
 DESCRIBERS = {
     "cluster_tokens": cluster_tokens,
     "kill_a_node": kill_a_node,
@@ -324,9 +344,11 @@ DESCRIBERS = {
     "offload_disk": offload_disk,
     "prediction": prediction,
     "damaged_policies": damaged_policies,
+    "all_reduce": all_reduce,
     "decision_time": decision_time,
     "emulated": emulated,
     "expert_kernel": expert_kernel,
+    "fuzz_transport": fuzz_transport,
     "fidelity": fidelity,
     "layer_estimate": layer_estimate,
     "makespan": makespan,

@@ -1,6 +1,6 @@
 """An envoy: a process of its own that exchanges for a rank, joined to it by a socket file (RACS'24, section 4.3).
 
-It keeps the exchanging out of the process that computes. It costs two more hops, about 100 µs (docs/transports.md).
+It keeps the exchanging out of the process that computes. It costs two more hops (docs/transports.md says how much).
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ class Mesh:
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
-            raise BadInput(f"rank {self._rank} cannot listen at {address}: {error}") from None
+            raise BadInput(
+                f"rank {self._rank} cannot listen at {address}: {zmq.strerror(error.errno or 0)}"
+            ) from None
 
 
 def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> None:

@@ -30,6 +30,8 @@ TELL_SECONDS = 1.0
 LAST_WORDS_SECONDS = 0.25
 """What a rank sent before its connection ended may take so long to be read."""
 
+CLOSED = "the transport was closed"
+
 
 class Side(Protocol):
     """The rank whose turn it is.
@@ -60,22 +62,29 @@ class Turn:
     """
 
     __slots__ = (
-        "_announced", "_came", "_exchange", "_expected", "_operation", "_part", "_root", "_sequence", "_side",
-        "_told", "_until",
+        "_announced", "_came", "_exchange", "_operation", "_part", "_root", "_sequence", "_side", "_told", "_until",
     )  # fmt: skip
 
     def __init__(
-        self, side: Side, operation: Kind, exchange: Exchange, part: Array | None = None, root: int = 0
+        self,
+        side: Side,
+        operation: Kind,
+        rank: int,
+        exchange: Exchange,
+        part: Array | None = None,
+        root: int = 0,
     ) -> None:
+        if rank != side.rank or not (root == 0 or root in side.others or root == rank):
+            raise TransportError(
+                f"{NAMES[operation]} #{exchange.ticket}: asked for rank {rank} and root {root} of rank {side.rank} of "
+                f"{len(side.others) + 1}"
+            )
         self._side = side
         self._operation = operation
         self._exchange = exchange
         self._part = part
         self._root = root
-        self._sequence = 0
         self._came: dict[Kind, dict[int, Array]] = {}
-        self._expected: dict[bytes, int] = {}
-        self._until = 0.0
         self._announced = False
         self._told = False
 
@@ -83,10 +92,11 @@ class Turn:
         side = self._side
         side.calling.acquire()
         try:
-            self._check_open()
             self._until = time.monotonic() + side.timeout_seconds
             self._sequence = side.sequence
             side.sequence += 1
+            if side.closed:
+                raise TransportError(CLOSED)
             for frame in side.inbox.begin(self._sequence):
                 self._keep(frame)
         except BaseException as error:
@@ -110,29 +120,45 @@ class Turn:
         if isinstance(error, (TransportError, zmq.ZMQError)):
             raise TransportError(where + str(error)) from None
 
+    def swap(self, part: Array) -> dict[int, Array]:
+        """Send a part whole to all others; returns theirs, which are like it.
+
+        What another rank sends has to begin as what this one sends, but for its rank. So what does is taken at once.
+        This is the path that every token takes in every layer: few calls, and after the sending what can wait.
+        """
+        side, mesh = self._side, self._side.mesh
+        before = prefix(self._frame(Kind.ALL_REDUCE, part))
+        self._send(side.others, joined(before, part))
+        expected = {prefix_of(rank, before): rank for rank in side.others}
+        came = self._came.setdefault(Kind.ALL_REDUCE, {})
+        start, nbytes = len(before), len(before) + part.nbytes
+        while len(came) < len(side.others):
+            message = mesh.receive()
+            if message is None:
+                self._look_around(set(side.others) - came.keys())
+                continue
+            data = message.buffer
+            rank = expected.pop(bytes(data[:start]), None)
+            if rank is None or rank in came or len(data) != nbytes or not mesh.is_from(message, rank):
+                self._accept(message)
+            else:
+                came[rank] = np.frombuffer(data, part.dtype, part.size, start).reshape(part.shape)
+        return came
+
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
         """Send elements to ranks, once they can take them."""
-        mesh = self._side.mesh
-        before = prefix(self._frame(kind, values))
-        if kind is Kind.ALL_REDUCE:
-            self._expected = {prefix_of(rank, before): rank for rank in ranks}
-        data = joined(before, values)
-        if len(data) > mesh.max_bytes:
-            raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
-        for rank in ranks:
-            while not mesh.send(rank, data):
-                self._check_waiting({rank})
-                if mesh.poll(ROOM_MILLISECONDS):
-                    self._receive()
+        self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
         """What these ranks send in frames of that kind: arrays, or pieces of them, flat."""
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
-            if not self._receive():
-                self._check_waiting(missing)
-                self._announce(missing)
+            message = self._side.mesh.receive()
+            if message is None:
+                self._look_around(missing)
+            else:
+                self._accept(message)
         return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
@@ -158,27 +184,23 @@ class Turn:
         """What this rank says of the exchange that it is in, without what it brings."""
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
-    def _receive(self) -> bool:
-        """Take in the next message, if one comes.
+    def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:
+        mesh = self._side.mesh
+        if len(data) > mesh.max_bytes:
+            raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
+        for rank in ranks:
+            while not mesh.send(rank, data):
+                self._check_waiting({rank})
+                message = mesh.receive() if mesh.poll(ROOM_MILLISECONDS) else None
+                if message is not None:
+                    self._accept(message)
 
-        One that begins as all others of an all-reduce must begin needs no further look.
-        """
+    def _accept(self, message: zmq.Frame) -> None:
+        """Take in a message, whatever it is."""
         side = self._side
-        message = side.mesh.receive()
-        if message is None:
-            return False
-        data, part = message.buffer, self._part
-        if self._expected and part is not None:
-            length = len(data) - part.nbytes
-            rank = self._expected.pop(bytes(data[:length]), None) if length > 0 else None
-            if rank is not None and side.mesh.is_from(message, rank):
-                values = np.frombuffer(data, part.dtype, part.size, length)
-                self._came.setdefault(Kind.ALL_REDUCE, {})[rank] = values.reshape(part.shape)
-                return True
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):
             side.mesh.refuse(message, "it came before")
-        return True
 
     def _keep(self, frame: Frame) -> bool:
         """Keep what another rank sent in this exchange; False where it did so before.
@@ -216,14 +238,20 @@ class Turn:
             "the ranks disagree on it: " + "; ".join(f"rank {n}: {what}" for n, what in said)
         )
 
+    def _look_around(self, missing: set[int]) -> None:
+        """After a while in which nothing came: is it worth waiting for, and do the others know what is waited for?"""
+        self._check_waiting(missing)
+        self._announce(missing)
+
     def _check_waiting(self, missing: set[int]) -> None:
         """Whether it makes sense to wait on for these ranks.
 
         Raises:
             RankLost, TransportError: it does not.
         """
-        self._check_open()
         side = self._side
+        if side.closed:
+            raise TransportError(CLOSED)
         for rank in sorted(missing):
             ahead = side.inbox.reached.get(rank)
             if ahead is not None and ahead.sequence > self._sequence:
@@ -259,7 +287,3 @@ class Turn:
 
     def _gone(self, rank: int) -> bool:
         return rank in self._side.inbox.left or self._side.mesh.watch.lost(rank, 0.0)
-
-    def _check_open(self) -> None:
-        if self._side.closed:
-            raise TransportError("the transport was closed")

@@ -20,6 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 _log = structlog.get_logger(__name__)
 
+MAPPED = "::ffff:"
+"""What IPv6 puts before the address of a peer that came over IPv4."""
+
 LOGGED = 100
 """Refusals beyond these are counted and no longer logged, so that a flood of them fills no disk."""
 
@@ -87,6 +90,7 @@ class Watch:
     def refuse(self, what: str, why: str, address: str) -> None:
         """Note that something was refused, and from where it came."""
         self.refused += 1
+        address = address.removeprefix(MAPPED)
         if self.refused <= LOGGED:
             _log.warning(f"{what} was refused", address=address, why=why)
         if self.refused == LOGGED:

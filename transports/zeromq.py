@@ -13,7 +13,7 @@ from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
-from .frames import NAMES, Frame, Kind, pack
+from .frames import Frame, Kind, pack
 from .inbox import Inbox
 from .mesh import Mesh
 from .sums import pieces, sum_in_order
@@ -87,15 +87,14 @@ class ZeroMqTransport:
             TransportError: a rank did not come in time, gave up, or names another exchange; the transport was closed.
         """
         part = contiguous(part)
-        with self._turn(Kind.ALL_REDUCE, rank, exchange, part) as turn:
+        with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
             if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                 return self._sum_in_pieces(turn, part)
-            turn.send(Kind.ALL_REDUCE, self.others, part)
-            return self._sum(part, turn.receive(Kind.ALL_REDUCE, self.others))
+            return self._sum(part, turn.swap(part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
-        with self._turn(Kind.BROADCAST, rank, exchange, array, root) as turn:
+        with Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
                 found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
                 return found
@@ -106,7 +105,7 @@ class ZeroMqTransport:
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """All ranks' parts in their order, on the root; the others do not wait. Raises as `all_reduce`."""
-        with self._turn(Kind.GATHER, rank, exchange, part, root) as turn:
+        with Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
             if rank != root:
                 turn.send(Kind.GATHER, (root,), contiguous(part))
                 return None
@@ -115,22 +114,12 @@ class ZeroMqTransport:
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
-        with self._turn(Kind.ABANDON, rank, exchange) as turn:
+        with Turn(self, Kind.ABANDON, rank, exchange) as turn:
             turn.abandon(reason)
 
     async def aclose(self) -> None:
         """Wake the call that waits, tell the others, and free all sockets."""
         await asyncio.to_thread(self._close)
-
-    def _turn(
-        self, operation: Kind, rank: int, exchange: Exchange, part: Array | None = None, root: int = 0
-    ) -> Turn:
-        if rank != self.rank or not 0 <= root < self.ranks:
-            asked = f"rank {rank} and root {root}"
-            raise TransportError(
-                f"{NAMES[operation]} #{exchange.ticket}: asked for {asked} of rank {self.rank} of {self.ranks}"
-            )
-        return Turn(self, operation, exchange, part, root)
 
     def _sum(self, mine: Array, theirs: Mapping[int, Array]) -> Array:
         return sum_in_order([mine if each == self.rank else theirs[each] for each in range(self.ranks)])

@@ -1,0 +1,126 @@
+"""Frames damaged at random, sent to a rank over ZeroMQ while it takes part in exchanges: not one may do anything.
+
+    python benchmarks/fuzz_transport.py [--frames 10000] [--seed 0]
+
+Half of them come from a rank that has a key, over its own connection, half from a stranger to ranks without keys. After
+every 100 frames the ranks exchange, and the sum has to be right. Then bytes that are no ZeroMQ are sent to the ports.
+Written to benchmarks/results/fuzz_transport-<machine>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import structlog
+import zmq
+from _results import named_for_machine, write_result
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from fuzzed_frames import fuzzed_frames
+from meshes import keys_of, mesh_of, ports, sums
+from moesched.seams import Exchange
+
+BATCH = 100
+CONNECTIONS = 100
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Send all frames and write what came of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--frames", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    half = options.frames // 2
+    result = {
+        "command": " ".join(["python benchmarks/fuzz_transport.py", *arguments]),
+        "from a rank with a key": fuzz(fuzzed_frames(half, options.seed), keyed=True),
+        "from a stranger": fuzz(fuzzed_frames(options.frames - half, options.seed + 1), keyed=False),
+    }
+    print(result)
+    print(write_result(named_for_machine("fuzz_transport"), result, "pyzmq"))
+
+
+def fuzz(frames: Iterator[bytes], *, keyed: bool) -> dict[str, Any]:
+    """Send frames in batches, each followed by an exchange, then noise over bare connections.
+
+    Raises:
+        AssertionError: a sum was wrong.
+    """
+    addresses = ports(2)
+    ranks = mesh_of(addresses, keys=keys_of(2) if keyed else None, timeout_seconds=30.0)
+    context: zmq.Context[Any] = zmq.Context()
+    stranger: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    stranger.connect(addresses[0])
+    began, sent, exchanges = time.perf_counter(), 0, 0
+    try:
+        exchanges += _exchange(ranks, exchanges)
+        while batch := list(islice(frames, BATCH)):
+            for data in batch:
+                while not (ranks[1].mesh.send(0, data) if keyed else _give(stranger, data)):
+                    _listen(ranks[0])
+            sent += len(batch)
+            exchanges += _exchange(ranks, exchanges)
+        for data in fuzzed_frames(CONNECTIONS, 7):
+            _connect_and_send(addresses[0], data)
+        exchanges += _exchange(ranks, exchanges)
+        refused = ranks[0].mesh.watch.refused
+    finally:
+        context.destroy(linger=0)
+        for rank in ranks:
+            asyncio.run(rank.aclose())
+    seconds = time.perf_counter() - began
+    return {
+        "frames": sent,
+        "connections": CONNECTIONS,
+        "refused": refused,
+        "exchanges": exchanges,
+        "seconds": seconds,
+    }
+
+
+def _exchange(ranks: Sequence[Any], ticket: int) -> int:
+    part = np.arange(6, dtype=np.float32)
+    for total in sums(ranks, Exchange(ticket), part):
+        assert np.array_equal(total, 2 * part), f"exchange {ticket}: {total}"
+    return 1
+
+
+def _give(stranger: zmq.Socket[bytes], data: bytes) -> bool:
+    try:
+        stranger.send(data, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+def _listen(rank: Any) -> None:
+    """Let a rank that is in no exchange read a frame, as it would at the beginning of its next one."""
+    message = rank.mesh.receive()
+    if message is not None:
+        rank.mesh.read(message)
+
+
+def _connect_and_send(address: str, data: bytes) -> None:
+    host, port = address.removeprefix("tcp://").split(":")
+    choose = Random(len(data))
+    with socket.create_connection((host, int(port))) as connection:
+        greeting = b"\xff" + bytes(8) + b"\x7f" if choose.random() < 0.5 else b""
+        connection.sendall(greeting + data)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""Ranks over ZeroMQ for tests: their addresses, their keys, and threads that call them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from moesched.seams import Exchange, Transport
+from moesched.transports.curve import Keys
+from moesched.transports.zeromq import ZeroMqTransport
+
+ONE = np.ones(1, np.float32)
+FIRST = Exchange(0)
+_numbers = itertools.count()
+
+
+def sockets_in(folder: Path, ranks: int) -> list[str]:
+    """Addresses of socket files that nobody used before."""
+    mesh = next(_numbers)
+    return [f"ipc://{folder}/{mesh}-{rank}" for rank in range(ranks)]
+
+
+def ports(ranks: int) -> list[str]:
+    """Addresses of this machine that nobody listens at."""
+    sockets = [socket.socket() for _ in range(ranks)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    numbers = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return [f"tcp://127.0.0.1:{number}" for number in numbers]
+
+
+def keys_of(ranks: int) -> list[Keys]:
+    """New keys, one set for each rank."""
+    pairs = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(ranks)]
+    return [Keys(secret, [public for public, _ in pairs]) for _, secret in pairs]
+
+
+def mesh_of(addresses: Sequence[str], *, keys: Sequence[Keys] | None = None, **options: Any) -> list[Any]:
+    """The transports of all ranks."""
+    return [
+        ZeroMqTransport(addresses, rank, keys=None if keys is None else keys[rank], **options)
+        for rank in range(len(addresses))
+    ]
+
+
+@contextmanager
+def closing(transports: Iterable[Transport]) -> Iterator[list[Any]]:
+    """Close them at the end."""
+    opened = list(transports)
+    try:
+        yield opened
+    finally:
+        for transport in opened:
+            asyncio.run(transport.aclose())
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls on threads of their own return or raise."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(call) for call in calls]
+        return [each.exception(60) or each.result() for each in running]
+
+
+def sums(transports: Sequence[Transport], exchange: Exchange = FIRST, part: Any = ONE) -> list[Any]:
+    """What each rank's all-reduce returns or raises."""
+    return at_once(*(partial(each.all_reduce, rank, exchange, part) for rank, each in enumerate(transports)))
