@@ -52,6 +52,28 @@ def command(file: Path, result: dict[str, Any]) -> str:
     return result.get("command", f"python benchmarks/{kind}.py")
 
 
+def cluster_tokens(result: dict[str, Any]) -> Iterator[str]:
+    """Processes against one process."""
+    yield "model | policy | nodes | tokens of one process | logits alike on all nodes"
+    yield "--- | --- | --- | --- | ---"
+    for each in result["cases"]:
+        policy = f"`{each['policy']}`, {'de' if each['decentralised'] else ''}centralised"
+        tokens, logits = ("yes" if each[key] else "no" for key in ("tokens_equal", "logits_equal"))
+        yield f"{each['model']} | {policy} | {each['nodes']} | {tokens} | {logits}"
+
+
+def kill_a_node(result: dict[str, Any]) -> Iterator[str]:
+    """How runs ended in which a node was killed."""
+    yield "runs in which a node was killed | value"
+    yield "--- | ---:"
+    yield f"all | {result['runs']}"
+    yield f"ended as promised within {result['limit_seconds']:g} s | {result['as_promised']}"
+    for how, count in sorted(result["ended"].items()):
+        yield f"ended with: {how} | {count}"
+    for which, seconds in result["seconds_to_end"].items():
+        yield f"seconds from the kill to the end of the run, {which} | {seconds}"
+
+
 def engine(result: dict[str, Any]) -> Iterator[str]:
     """The engine's speed."""
     yield "virtual clock, CGOPipe on Mixtral-8x7B | tasks/s, median | best | times SimPy"
@@ -334,6 +356,8 @@ def fuzz_transport(result: dict[str, Any]) -> Iterator[str]:
 
 
 DESCRIBERS = {
+    "cluster_tokens": cluster_tokens,
+    "kill_a_node": kill_a_node,
     "command_times": command_times,
     "packing": packing,
     "exactness": exactness,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from moesched.plan import Plan
+from moesched.policies.ep_balanced import EpBalanced
 from moesched.policies.ep_router_aided import EpRouterAided
 from moesched.step import Step
 
@@ -28,5 +29,13 @@ class SlowOnTheSecond(EpRouterAided):
 
     async def decode(self, step: Step) -> None:
         if step.node == 1:
-            time.sleep(0.05)
+            time.sleep(0.3)
+        await super().decode(step)
+
+
+class Unhurried(EpBalanced):
+    """Takes its time for each step, so that something can happen meanwhile."""
+
+    async def decode(self, step: Step) -> None:
+        time.sleep(0.03)
         await super().decode(step)

@@ -96,6 +96,13 @@ def test_processes_give_the_tokens_of_one(
     assert report.epochs == 1
 
 
+def test_one_node_alone_runs_any_policy(
+    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    arguments = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
+    assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
+
+
 def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     run_local(
@@ -204,9 +211,9 @@ def test_a_node_that_comes_back_takes_part_again(
         server.nodes[0].process.kill()
         server.start(0, arguments, file.parent / "back.err")
 
-    more = {"policy": "ep_balanced", "max_new_tokens": 500}
+    more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
     alone = moesched.run_model(
-        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=500, batch_size=3
+        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=150, batch_size=3
     )
     report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
     assert report.tokens == alone.tokens

@@ -124,10 +124,6 @@ class GenerationOptions:
             "--device emulated imitates any that has an accelerator.",
         ),
     ] = "auto"
-    foreign_machine: Annotated[
-        bool,
-        Parameter(negative="", help="Use a machine file whose costs were measured on another processor."),
-    ] = False
     trace: Trace = None
     report: ReportFile = None
     json: Json = False
@@ -184,7 +180,6 @@ class GenerationOptions:
             "device": self.device,
             "device_settings": parse_settings(self.device_settings, "--device-set"),
             "machine": self.machine,
-            "foreign_machine": self.foreign_machine,
             "budgets": parse_budgets(self.budget),
             "trace": self.trace,
         }

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from moesched.jobs.report import JobReport
+    from moesched.jobs.report import JobReport, NodeReport
     from moesched.outcome import Emulation
 
 PATIENCE_SECONDS = 1.0
@@ -111,6 +111,10 @@ def print_report(report: JobReport) -> None:
     if report.emulation is not None:
         print()
         _print_emulation(report.emulation)
+    members = getattr(report, "members", None)
+    if members is not None:
+        print()
+        _print_members(members)
 
 
 def _kv_cache(on_gpu: float) -> str:
@@ -118,6 +122,22 @@ def _kv_cache(on_gpu: float) -> str:
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, else on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
+
+
+def _print_members(members: Sequence[NodeReport]) -> None:
+    """The nodes of a cluster: what each took, and whether it was there to the end."""
+    from moesched.units import format_bytes, format_seconds
+
+    rows = [
+        [
+            f"{member.rank}: {member.name}",
+            format_seconds(member.load_seconds),
+            ", ".join(f"{name} {format_bytes(peak)}" for name, peak in member.peak_bytes.items() if peak),
+            "there to the end" if member.lost is None else f"lost: {member.lost}",
+        ]
+        for member in members
+    ]
+    print_table(["node", "load", "peak", ""], rows)
 
 
 def _print_emulation(emulation: Emulation) -> None:

@@ -40,6 +40,10 @@ def run(
     *,
     given: GenerationOptions,
     tensor_parallel: options.TensorParallel = None,
+    foreign_machine: Annotated[
+        bool,
+        Parameter(negative="", help="Use a machine file whose costs were measured on another processor."),
+    ] = False,
     local: Annotated[
         int | None,
         Parameter(
@@ -56,9 +60,13 @@ def run(
 
         if transport is not None:
             raise BadInput(f"--transport {transport} is between processes: use it with --local")
-        return given.generate(model_dir, run_model, tensor_parallel=tensor_parallel)
+        return given.generate(
+            model_dir, run_model, tensor_parallel=tensor_parallel, foreign_machine=foreign_machine
+        )
     if tensor_parallel not in (None, 1):
         raise BadInput(f"--local {local} gives each node one accelerator: leave out --tensor-parallel")
+    if foreign_machine:
+        raise BadInput(f"--local {local} asks for no costs of a machine: leave out --foreign-machine")
     from moesched.jobs.cluster_jobs import TRANSPORT, run_local
 
     return given.generate(model_dir, run_local, nodes=local, transport=transport or TRANSPORT)

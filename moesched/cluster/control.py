@@ -47,6 +47,7 @@ class Control:
         self._door = Door(self._context, known)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 200
+        self._socket.sndhwm = 0  # beyond a limit, messages would be dropped
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.secret.encode()

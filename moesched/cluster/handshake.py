@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.cluster.cluster_file import Cluster
-from moesched.cluster.messages import PROTOCOL, Join, Sizes
+from moesched.cluster.messages import PROTOCOL, Join
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,12 +14,10 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: of moesched.
         model: the fingerprint of its folder of the model.
-        sizes: those that were asked for.
     """
 
     version: str
     model: str
-    sizes: Sizes = Sizes()
 
 
 def refusal(join: Join, key: str, cluster: Cluster, expected: Expected) -> str | None:

@@ -59,6 +59,7 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 500
+        self._socket.sndhwm = 0  # with a limit, the thread would wait for a launcher that is gone
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_serverkey = seat.key.encode()
         self._socket.curve_secretkey = keys.secret.encode()

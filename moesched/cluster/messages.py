@@ -12,6 +12,8 @@ from moesched.jobs.node_jobs import NodeRun
 PROTOCOL = 1
 """Of this file; nodes that speak another one are refused."""
 
+FailureKind = Literal["input", "lost", "stopped", "other"]
+
 MOST_BYTES = 64 * 1024 * 1024
 """Of one message; what is longer is dropped before it is read."""
 
@@ -124,11 +126,13 @@ class Failed(Message, frozen=True, kw_only=True):
         kind: "input" where what was given cannot be used, "lost" where other nodes did not take part, "stopped" where
             the launcher wanted it so.
         message: one line.
+        gone: the ranks that it does not reach any more.
     """
 
     epoch: int
     order: int
-    kind: Literal["input", "lost", "stopped", "other"]
+    gone: list[int] = []
+    kind: FailureKind
     message: str
 
 

@@ -12,7 +12,6 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import anyio
 import msgspec
@@ -29,6 +28,7 @@ from moesched.cluster.messages import (
     Begin,
     Done,
     Failed,
+    FailureKind,
     Join,
     Loading,
     Order,
@@ -42,7 +42,7 @@ from moesched.cluster.messages import (
     Welcome,
 )
 from moesched.cluster.metered import Metered
-from moesched.errors import BadInput, MoeschedError, PolicyError, TransportError
+from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
 from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -148,6 +148,8 @@ class _Node:
         except (BadInput, PolicyError) as error:
             self._fail("input", error)
             raise
+        except RankLost as error:
+            self._fail("stopped" if self._is_stopped else "lost", error, error.ranks)
         except TransportError as error:
             self._fail("stopped" if self._is_stopped else "lost", error)
         except MoeschedError as error:
@@ -295,13 +297,15 @@ class _Node:
         digest = self._digest.hexdigest()
         self._link.say(Done(epoch=self._order.epoch, order=self._order.order, digest=digest, failure=failure))
 
-    def _fail(self, kind: Any, error: MoeschedError) -> None:
+    def _fail(self, kind: FailureKind, error: MoeschedError, places: Sequence[int] = ()) -> None:
+        """places: the members that are not reached any more."""
         order = self._order
         message = " ".join(str(error).split())
         self._link.say(
             Failed(
                 epoch=order.epoch if order else 0,
                 order=order.order if order else 0,
+                gone=[order.members[place] for place in places] if order else [],
                 kind=kind,
                 message=message,
             )

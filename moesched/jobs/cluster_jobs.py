@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +37,10 @@ from moesched.cluster.members import (
 )
 from moesched.cluster.messages import Sizes, Welcome
 from moesched.cluster.node import RECORDING, REPORT
+from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput, NodeLost
+from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.jobs.node_jobs import NodeRun
 from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
@@ -102,7 +104,7 @@ def run_cluster(
         key: the file of the launcher's secret key; by default where `moesched keygen` puts it.
         start: what starts the nodes' processes.
         arguments: policy, settings, max_new_tokens, dtype, sampling, batch_size, micro_batch_size, prefill_chunk,
-            device, device_settings, machine, foreign_machine, budgets, trace and listener are as in `run_model`, but
+            device, device_settings, machine, budgets, trace and listener are as in `run_model`, but
             that they hold for each node; `transport` is what carries the nodes' exchanges.
 
     Raises:
@@ -179,7 +181,6 @@ def _launch(
     device: str = "torch",
     device_settings: Mapping[str, Any] | None = None,
     machine: str = "auto",
-    foreign_machine: bool = False,
     budgets: Mapping[str, int | str] | None = None,
     transport: str = TRANSPORT,
     trace: Path | str | None = None,
@@ -203,18 +204,14 @@ def _launch(
         device=device,
         device_settings=dict(device_settings or {}),
         machine=machine,
-        foreign_machine=foreign_machine,
         budgets={
             name: parse_bytes(size) if isinstance(size, str) else size
             for name, size in (budgets or {}).items()
         },
         traced=trace is not None,
     )
-    expected = Expected(
-        version=version("moesched"),
-        model=fingerprint(checkpoint),
-        sizes=Sizes(batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk),
-    )
+    expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
+    sizes = Sizes(batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk)
     listener = listener or Listener()
     teller = Teller(listener, tokenizer, encoded, 0, config.stop_tokens, max_new_tokens)
     log = TokenLog(encoded, max_new_tokens, config.stop_tokens)
@@ -228,7 +225,8 @@ def _launch(
                 process.kill()
             raise
         welcome = Welcome(run=run, lost_after=seated.lost_after, transport=transport)
-        launch = Launch(seated, control, processes, expected, welcome, log, _Told(listener, teller))
+        roster = Roster(seated, control, processes, expected, welcome)
+        launch = Launch(roster, log, sizes, _Told(listener, teller))
         interrupted, lost = False, None
         try:
             launch.run()
@@ -237,17 +235,18 @@ def _launch(
         except NodeLost as error:
             lost = error
         finally:
-            launch.end()
+            roster.end()
     teller.finish_all()
     listener.ran()
-    report = _report(launch, seated, log, teller.texts, interrupted=interrupted, lost=lost)
+    report = _report(launch, roster, log, teller.texts, interrupted=interrupted, lost=lost)
+    if trace is not None and report is not None:
+        with suppress(NotTraced) if lost else nullcontext():
+            _write_traces(Path(trace), launch, roster, report, listener)
     if lost is not None:
         lost.report = report
         raise lost
     if report is None:
         raise KeyboardInterrupt
-    if trace is not None:
-        _write_traces(Path(trace), launch, report, listener)
     return report
 
 
@@ -286,7 +285,7 @@ class _Told(Events):
 
 def _report(
     launch: Launch,
-    cluster: Cluster,
+    roster: Roster,
     log: TokenLog,
     text: list[str] | None,
     *,
@@ -312,9 +311,9 @@ def _report(
         "failure": failure,
         "scores": merged.scores,
     }
-    clocks = launch.clocks
+    clocks = roster.clocks
     members = []
-    for host in cluster.hosts:
+    for host in (node.host for node in roster.nodes):
         own = [report for found in reports.values() for rank, report in found if rank == host.rank]
         clock = clocks.get(host.rank)
         members.append(
@@ -329,7 +328,7 @@ def _report(
                 },
                 clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
                 clock_error_seconds=None if clock is None else clock.error / 1e9,
-                lost=launch.lost.get(host.rank),
+                lost=roster.lost.get(host.rank),
             )
         )
     return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
@@ -344,10 +343,12 @@ def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[i
     return {order: sorted(sent, key=lambda one: one[0]) for order, sent in sorted(found.items())}
 
 
-def _write_traces(path: Path, launch: Launch, report: ClusterReport, listener: Listener) -> None:
+def _write_traces(
+    path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
+) -> None:
     """One trace for each batch, of all nodes on the launcher's clock."""
     number = 0
-    clocks = launch.clocks
+    clocks = roster.clocks
     for sent in _by_order(launch.finished, RECORDING).values():
         by_rank: dict[int, list[Recording]] = {}
         for rank, data in sent:

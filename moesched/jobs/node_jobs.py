@@ -39,7 +39,6 @@ class NodeRun(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "torch"
     device_settings: dict[str, Any] = {}
     machine: str = "auto"
-    foreign_machine: bool = False
     budgets: dict[str, int] = {}
     traced: bool = False
 
@@ -102,7 +101,8 @@ class NodeJob:
         self._make: Callable[[], Policy] = partial(
             cls, **check_settings(cls, f"policy {run.policy}", run.settings)
         )
-        machine = find_machine(run.machine, run.device, foreign=run.foreign_machine)
+        # Its costs, which may be those of all cores, are not asked: nobody plans sizes here.
+        machine = find_machine(run.machine, run.device, foreign=True)
         budgets: Mapping[str, int] = run.budgets
         if memory is not None:
             budgets = {machine.accelerator.memory: memory, **budgets}
