@@ -186,6 +186,13 @@ def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
         read_node(pack(Ping(number=3)))
 
 
+def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
+    fields = msgspec.to_builtins(JOIN) | {"version": "9.0", "colour": "blue"}
+    join = read_node(msgspec.msgpack.encode(fields))
+    assert isinstance(join, Join)
+    assert "it has moesched 9.0" in (said_to(join) or "")
+
+
 def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
     stranger = make_keys()
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})

@@ -32,8 +32,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # ---------------------------------------------------------------- from a node
 
 
-class Join(Message, frozen=True, kw_only=True):
-    """A node asks to take part.
+class Join(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """A node asks to take part. One of a later version may say more, and is still understood, so as to be refused.
 
     Attributes:
         protocol: the version of these messages; `version` is that of moesched.
