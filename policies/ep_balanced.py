@@ -14,10 +14,10 @@ from moesched.parallel.placement import assign_by_rows, best_placement
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import LeastRecent, attend, embed_all, experts_that_fit, plan_dense, run_own, touch_spare
+from .node_experts import LeastRecent, NodeExperts, experts_that_fit, plan_dense, run_own, touch_spare
 
 
-class EpBalanced:
+class EpBalanced(NodeExperts):
     """The best overlapping placement for the nodes' memory, and in each layer the best assignment of what was chosen.
 
     Settings:
@@ -26,13 +26,11 @@ class EpBalanced:
             does all that, and exchanges twice.
     """
 
-    expert_parallel = True
-
     def __init__(self, experts: int = -1, decentralised: bool = True) -> None:
+        super().__init__(decentralised)
         if experts == 0 or experts < -1:
             raise BadInput(f"experts is {experts}: give 1 or more, or -1 for as many as fit")
         self.most = experts
-        self.decentralised = decentralised
 
     def plan(self, plan: Plan) -> None:
         plan_dense(plan, decentralised=self.decentralised)
@@ -42,18 +40,6 @@ class EpBalanced:
         self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
         plan.place_experts(self.placement)
         self.recent = LeastRecent(self.placement[plan.node]) if plan.machine.wiring else None
-
-    async def prefill(self, step: Step) -> None:
-        embed_all(step)
-        for i in step.layers:
-            for j in step.micro_batches:
-                attend(step, i, j)
-                self._run_experts(step, i, j, await step.route(i, j))
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)

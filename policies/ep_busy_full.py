@@ -8,10 +8,10 @@ from moesched.parallel.placement import assign, mirrored
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import attend, embed_all, plan_dense, run_own
+from .node_experts import NodeExperts, plan_dense, run_own
 
 
-class EpBusyFull:
+class EpBusyFull(NodeExperts):
     """A node runs all experts that it holds, so that no weights lie idle. What was not chosen counts for nothing.
 
     Settings:
@@ -19,27 +19,10 @@ class EpBusyFull:
             does all that, and exchanges twice.
     """
 
-    expert_parallel = True
-
-    def __init__(self, decentralised: bool = True) -> None:
-        self.decentralised = decentralised
-
     def plan(self, plan: Plan) -> None:
         self.placement = mirrored(plan.layout.config.experts, plan.nodes)
         plan_dense(plan, decentralised=self.decentralised)
         plan.place_experts(self.placement)
-
-    async def prefill(self, step: Step) -> None:
-        embed_all(step)
-        for i in step.layers:
-            for j in step.micro_batches:
-                attend(step, i, j)
-                self._run_experts(step, i, j, await step.route(i, j))
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         own = run_own(step, i, j, assign(routed, self.placement))

@@ -10,10 +10,10 @@ from moesched.parallel.placement import assign, mirrored
 from moesched.plan import Plan
 from moesched.step import Step
 
-from .node_experts import LeastRecent, attend, embed_all, plan_dense, run_own, touch_spare
+from .node_experts import LeastRecent, NodeExperts, plan_dense, run_own, touch_spare
 
 
-class EpRouterAided:
+class EpRouterAided(NodeExperts):
     """Where the busiest node runs more experts than this one, it runs others too, those that were used longest ago.
 
     So no weights lie idle for long, and no node is busier than the busiest one was.
@@ -23,28 +23,11 @@ class EpRouterAided:
             does all that, and exchanges twice.
     """
 
-    expert_parallel = True
-
-    def __init__(self, decentralised: bool = True) -> None:
-        self.decentralised = decentralised
-
     def plan(self, plan: Plan) -> None:
         self.placement = mirrored(plan.layout.config.experts, plan.nodes)
         plan_dense(plan, decentralised=self.decentralised)
         plan.place_experts(self.placement)
         self.recent = LeastRecent(self.placement[plan.node])
-
-    async def prefill(self, step: Step) -> None:
-        embed_all(step)
-        for i in step.layers:
-            for j in step.micro_batches:
-                attend(step, i, j)
-                self._run_experts(step, i, j, await step.route(i, j))
-                step.combine(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
-
-    decode = prefill
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign(routed, self.placement)

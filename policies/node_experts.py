@@ -1,12 +1,47 @@
-"""What the policies for several nodes share: a plan, a node's share of a layer, which experts were used longest ago."""
+"""What the policies for several nodes share: a way through a step, a plan, which experts were used longest ago."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from moesched.plan import Plan
 from moesched.step import Step
+
+
+class NodeExperts(ABC):
+    """Layer after layer; in each, the experts of one micro-batch after the other.
+
+    Settings:
+        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
+            does all that, and exchanges twice.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, decentralised: bool = True) -> None:
+        self.decentralised = decentralised
+
+    async def prefill(self, step: Step) -> None:
+        if step.attends:
+            for j in step.micro_batches:
+                step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                if step.attends:
+                    step.pre_attention(i, j)
+                    step.attention(i, j)
+                self._run_experts(step, i, j, await step.route(i, j))
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    decode = prefill
+
+    @abstractmethod
+    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+        """Say who runs which of a micro-batch's experts, and run this node's."""
 
 
 def plan_dense(plan: Plan, *, decentralised: bool) -> None:
@@ -26,20 +61,6 @@ def experts_that_fit(plan: Plan, *, decentralised: bool) -> int:
     beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
     each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
     return max(0, first.free("accelerator") - beside) // each
-
-
-def embed_all(step: Step) -> None:
-    """Look up the embeddings, where this node does that."""
-    if step.attends:
-        for j in step.micro_batches:
-            step.embed(j)
-
-
-def attend(step: Step, i: int, j: int) -> None:
-    """A micro-batch's attention, where this node attends."""
-    if step.attends:
-        step.pre_attention(i, j)
-        step.attention(i, j)
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
