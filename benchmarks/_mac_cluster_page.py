@@ -44,7 +44,7 @@ def table(section: Row) -> str:
     if section["name"] == "table-6":
         return across([{**row, "shown": shown(row)} for row in rows], ("nodes",), ("cell",), "shown")
     if section["name"] == "figure-8":
-        return across(rows, ("nodes",), ("network",), "bound")
+        return by_nodes(rows)
     if "error" in rows[0]:
         rows = [{**row, "error": percent(row["error"])} for row in rows]
     return plain(rows)
@@ -61,6 +61,18 @@ def breakdown(rows: Sequence[Row]) -> str:
         written.append([method, nodes, "paper", *(f"{cell['paper']:g}" for cell in cells)])
         written.append([method, nodes, "ours", *map(ours, cells)])
     return markdown(["method", "nodes", "", *parts], written)
+
+
+def by_nodes(rows: Sequence[Row]) -> str:
+    """A line for each network, a column for each number of nodes; some were not realised."""
+    nodes = list(dict.fromkeys(row["nodes"] for row in rows))
+    lines: dict[str, Row] = {}
+    for row in rows:
+        lines.setdefault(row["network"], {})[row["nodes"]] = row["bound"]
+    return markdown(
+        ["network", *(f"{count} nodes" for count in nodes)],
+        [[name, *(line.get(count, "") for count in nodes)] for name, line in lines.items()],
+    )
 
 
 def ours(cell: Row) -> str:

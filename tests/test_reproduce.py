@@ -204,7 +204,7 @@ def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: P
 
 def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
     for arguments, why in (
-        (("no-such-paper",), "no paper 'no-such-paper': name one of moe-lightning, twiddler"),
+        (("no-such-paper",), "no paper 'no-such-paper': name one of moe-lightning, twiddler, mac-cluster"),
         (
             ("moe-lightning", "--only", "table-6"),
             f"no section 'table-6': name one of {', '.join(SECTIONS['moe-lightning'])}",
