@@ -73,11 +73,21 @@ def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
 
 
 def touch_spare(
-    step: Step, i: int, j: int, owners: Mapping[int, int], own: Sequence[int], recent: LeastRecent
+    step: Step,
+    i: int,
+    j: int,
+    owners: Mapping[int, int],
+    own: Sequence[int],
+    recent: LeastRecent,
+    idle: Sequence[int] = (),
 ) -> None:
-    """Have this node run as many experts as the busiest one, those that it used longest ago: it waits in any case."""
+    """Have this node run as many experts as the busiest one, those that it used longest ago: it waits in any case.
+
+    idle: these are run even if it does not wait.
+    """
     quota = max(Counter(owners.values()).values())
     spare = recent.first(quota - len(own), without=own)
+    spare += [expert for expert in idle if expert not in spare and expert not in own]
     for expert in spare:
         step.touch_expert(i, expert, j)
     recent.use([*own, *spare])
@@ -90,14 +100,20 @@ class LeastRecent:
     """
 
     def __init__(self, held: Iterable[int]) -> None:
-        self._order = dict.fromkeys(sorted(held))
+        self._layers = 0
+        self._last_use = dict.fromkeys(sorted(held), 0)
 
     def use(self, experts: Iterable[int]) -> None:
-        """These are used now, one after the other."""
+        """A layer uses these, one after the other."""
+        self._layers += 1
         for expert in experts:
-            del self._order[expert]
-            self._order[expert] = None
+            del self._last_use[expert]
+            self._last_use[expert] = self._layers
 
     def first(self, count: int, without: Collection[int] = ()) -> list[int]:
         """The `count` experts that were used longest ago, or as many as there are, without these."""
-        return [expert for expert in self._order if expert not in without][: max(0, count)]
+        return [expert for expert in self._last_use if expert not in without][: max(0, count)]
+
+    def idle_for(self, layers: int) -> list[int]:
+        """The experts that so many layers have not used."""
+        return [expert for expert, last in self._last_use.items() if self._layers - last >= layers]

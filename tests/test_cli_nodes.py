@@ -52,6 +52,14 @@ def test_overlapping_placements_are_worth_a_tenth_at_four_nodes(command: Any) ->
     assert ours > 1.05 * theirs
 
 
+def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
+    """With eleven experts on each of four nodes, every node runs one a layer: none has to wait for another."""
+    machine = ("--machine", "m2-ultra-macos14")
+    model = ("simulate", "--model", "dbrx", *machine, "--workload", "uniform", "--gen", 12)
+    said = command(*model, *ONE, *ETHERNET, "--policy", "ep_balanced", "--nodes", 4, "--json")
+    assert said.json["decode_tokens_per_second"] > 7
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
