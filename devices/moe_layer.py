@@ -102,13 +102,14 @@ class MoELayer:
 
     def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
         """Norm and router; the rows of each expert that has any."""
-        state, routed = self._states[task.micro_batch], self.route(task)
-        self._watchers.routed(task.layer, state, self._first_request, routed.experts_Tk)
-        return self.give_rows(state, routed, group)
+        return self.give_rows(self._states[task.micro_batch], self.route(task), group)
 
     def route(self, task: Task) -> Routed:
         """Norm and router."""
-        return self._route(self._states[task.micro_batch].hidden_TD, self._weights(task.operands))
+        state = self._states[task.micro_batch]
+        routed = self._route(state.hidden_TD, self._weights(task.operands))
+        self._watchers.routed(task.layer, state, self._first_request, routed.experts_Tk)
+        return routed
 
     def give_rows(
         self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert

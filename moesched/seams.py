@@ -32,8 +32,8 @@ class Policy(Protocol):
     On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
     sees one, with its share. A class with `pipelines = True` sees the whole, and its `plan` calls `Plan.pipeline`.
 
-    Where several machines share a model's experts, each has a policy of its own, of a class with `expert_parallel = True`.
-    Its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all of them.
+    Where several machines share a model's experts, each has a policy of its own, of a class with
+    `expert_parallel = True`. Its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all of them.
     """
 
     def plan(self, plan: Plan) -> None:
