@@ -11,16 +11,14 @@ from commands import refused
 from moesched.trace import check_trace, read_trace
 
 DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform")
-ONE = ("--batch-size", 1)
+ONE = ("--batch-size", 1, "--gen", 2)
 ETHERNET = ("--network", "10gbe")
 
 
 def tokens_per_second(command: Any, policy: str, nodes: int, *options: object, gen: int = 2) -> float:
-    said = command(
-        *DBRX, "--gen", gen, *ONE, *ETHERNET, "--policy", policy, "--nodes", nodes, *options, "--json"
-    )
-    assert said.code == 0
-    assert said.json["nodes"] == nodes
+    of = ("--batch-size", 1, "--gen", gen, "--policy", policy, "--nodes", nodes)
+    said = command(*DBRX, *ETHERNET, *of, *options, "--json")
+    assert (said.code, said.err) == (0, "")
     rate: float = said.json["decode_tokens_per_second"]
     return rate
 
@@ -37,18 +35,14 @@ def test_nodes_that_share_experts_exchange_once_a_layer(command: Any, tmp_path: 
 
 
 def test_the_paper_s_versions_come_in_its_order(command: Any) -> None:
-    rates = [tokens_per_second(command, policy, 2) for policy in ("ep_busy_full", "ep_router_aided")]
-    assert rates[0] < rates[1]
-    central, everywhere = (
-        tokens_per_second(command, "ep_router_aided", 2, "--set", f"decentralised={word}")
-        for word in ("false", "true")
-    )
-    assert central < everywhere
+    central = tokens_per_second(command, "ep_router_aided", 2, "--set", "decentralised=false")
+    busy, aided = (tokens_per_second(command, policy, 2) for policy in ("ep_busy_full", "ep_router_aided"))
+    assert busy < central < aided
 
 
-def test_overlapping_placements_are_worth_a_tenth_at_four_nodes(command: Any) -> None:
-    theirs = tokens_per_second(command, "ep_router_aided", 4, gen=6)
-    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", gen=6)
+def test_overlapping_placements_are_faster_with_the_same_memory(command: Any) -> None:
+    theirs = tokens_per_second(command, "ep_router_aided", 4, gen=3)
+    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", gen=3)
     assert ours > 1.05 * theirs
 
 
@@ -56,7 +50,7 @@ def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
     """With eleven experts on each of four nodes, every node runs one a layer: none has to wait for another."""
     machine = ("--machine", "m2-ultra-macos14")
     model = ("simulate", "--model", "dbrx", *machine, "--workload", "uniform", "--gen", 12)
-    said = command(*model, *ONE, *ETHERNET, "--policy", "ep_balanced", "--nodes", 4, "--json")
+    said = command(*model, "--batch-size", 1, *ETHERNET, "--policy", "ep_balanced", "--nodes", 4, "--json")
     assert said.json["decode_tokens_per_second"] > 7
 
 
