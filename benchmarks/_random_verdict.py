@@ -77,7 +77,7 @@ def evaluate(graph: Graph) -> None:
                 record.expected = digest(record.rank.number, record.task.id, *_inputs(record))
         parts = [records.pop(0) for records in remaining if records]
         for part in parts:
-            part.expected = digest(ticket, *(value for each in parts for value in _inputs(each)))
+            part.expected = digest(ticket, *(digest(*_inputs(each)) for each in parts))
 
 
 def _inputs(record: Record) -> list[int]:

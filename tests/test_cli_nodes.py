@@ -25,7 +25,7 @@ def tokens_per_second(command: Any, policy: str, nodes: int, *options: object, g
 
 def test_nodes_that_share_experts_exchange_once_a_layer(command: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    options = ("--gen", 2, "--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
+    options = ("--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
     said = command(*DBRX, *ONE, *ETHERNET, *options)
     assert (said.code, said.json["nodes"]) == (0, 2)
     assert said.json["lanes"]["network"]["busy_seconds"] >= 2 * 40 * 1e-3
