@@ -22,7 +22,7 @@ from _thread_streams import ThreadStreams
 from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.virtual import VirtualDriver
-from moesched.errors import TaskCancelled, TaskFailed
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand, Exchange
 from moesched.tasks import (
     Collective,
@@ -103,7 +103,7 @@ class Graph:
                 asyncio.run(self._run_real(mains))
             else:
                 self._run_virtual(mains)
-        except (Trouble, TaskFailed, TaskCancelled):
+        except (Trouble, PolicyError, TaskFailed, TaskCancelled):
             if not self.shape.troubled:
                 raise
 

@@ -114,7 +114,7 @@ class VirtualDriver:
                 duration = task.work.nanoseconds
                 if duration < 0:
                     duration = nanoseconds(task.work, cost)
-                if lane in delays:
+                if delays and lane in delays:
                     duration += delays[lane](task, now)
                 lane.busy += duration
                 heappush(events, (now + duration, lane.index, task))
@@ -143,7 +143,7 @@ class VirtualDriver:
                     nanoseconds(work, cost)
                 lane = task.lane
                 task.start = self.now + work.lead
-                longer = delays[lane](task, self.now) if lane in delays else 0
+                longer = delays[lane](task, self.now) if delays and lane in delays else 0
                 shared.start(lane.index, work, longer)
             started.clear()
             if arrived:
