@@ -61,15 +61,18 @@ class TorchProbe:
         return dtype == "bfloat16" and packing_pays()
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
-        """Products of any number of rows by cold matrices of (outputs, inputs)."""
+        """Products of any number of rows by cold matrices of (outputs, inputs).
+
+        packed: rearranged, but for so few rows as the expert kernel takes: a device with that few has them plain.
+        """
         kind = DTYPES[dtype]
         copies = _copies(outputs * inputs * kind.itemsize)
         matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
-        if packed:
-            matrices = [pack(matrix) for matrix in matrices]
-        blocks = cycle([[matrix] for matrix in matrices])
+        plain = cycle([[matrix] for matrix in matrices])
+        rearranged = cycle([[pack(matrix)] for matrix in matrices]) if packed else plain
 
         def of_rows(rows: int) -> Call:
+            blocks = plain if rows <= self._products.most_rows else rearranged
             x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
             return lambda: self._products.linear(x_TD, next(blocks))
 
