@@ -71,7 +71,7 @@ class IdleStep:
         self.micro_batches = range(1)
         self._layout = layout
         self._answers = list(map(Answer, answers))
-        for verb in vars(Step).keys() - vars(IdleStep).keys():
+        for verb in set(dir(Step)) - set(dir(IdleStep)):
             setattr(self, verb, _nothing)
         self.index = index
 
