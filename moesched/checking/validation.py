@@ -321,7 +321,9 @@ class CheckedEngine(Engine):
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 
     def _expect_waiting(self, task: Task) -> None:
-        cancelled_once_it_ran = task.state == RUNNING and task.cause is not None  # what it needed failed meanwhile
+        cancelled_once_it_ran = (
+            task.state == RUNNING and task.cause is not None
+        )  # what it needed failed meanwhile
         if task.state == ISSUED or cancelled_once_it_ran:
             return
         if task.cause is not None and task.after is not None and not self._left[task.id]:
