@@ -467,9 +467,9 @@ def test_a_port_in_use_is_named() -> None:
     ("addresses", "said"),
     [
         (["tcp://10.0.0.1:5000", "tcp://127.0.0.1:5000"], "rank 0 at tcp://10.0.0.1:5000 may be on another machine"),
-        (["tcp://127.evil.com:5000", "ipc:///tmp/x"], "may be on another machine"),
-        (["127.0.0.1:5000", "ipc:///tmp/x"], "the address of rank 0 is '127.0.0.1:5000'; write tcp://HOST:PORT"),
-        (["ipc:///tmp/x", "ipc:///tmp/x"], "ranks 0 and 1 have the same address"),
+        (["tcp://127.evil.com:5000", "ipc://exchange"], "may be on another machine"),
+        (["127.0.0.1:5000", "ipc://exchange"], "the address of rank 0 is '127.0.0.1:5000'; write tcp://HOST:PORT"),
+        (["ipc://exchange", "ipc://exchange"], "ranks 0 and 1 have the same address"),
         ([], "rank 0 of 0 addresses"),
     ],
 )  # fmt: skip
