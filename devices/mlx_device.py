@@ -37,6 +37,7 @@ from .mlx_node_side import MlxNodeSide
 from .mlx_thread import OneThread
 from .mlx_weights import MlxWeights
 from .page_reader import PageReader
+from .token_ids import check_token_ids
 
 KEPT_BACK_BYTES = 64_000_000
 """What MLX keeps of memory that kernels gave back."""
@@ -120,7 +121,7 @@ class MlxDevice:
         """
         if plan.batch.beams > 1:
             raise BadInput("device mlx has no beam search: use --beams 1, or --device torch")
-        self._check(prompts)
+        check_token_ids(prompts, self.config.vocabulary)
         self._thread.call(self._begin, plan, prompts, sampling)
 
     def execute(self, task: Task) -> Any:
@@ -136,15 +137,6 @@ class MlxDevice:
         self._thread.call(self._let_go)
         self._thread.close()
         self._reader.close()
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        for number, prompt in enumerate(prompts):
-            for token in prompt:
-                if not 0 <= token < self.config.vocabulary:
-                    raise BadInput(
-                        f"prompt {number}: token id {token} is outside the vocabulary of {self.config.vocabulary}: "
-                        f"use ids from 0 to {self.config.vocabulary - 1}"
-                    )
 
     # -- on the device's thread ----------------------------------------------------------------------
 

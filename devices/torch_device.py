@@ -42,6 +42,7 @@ from .prompt_chunks import KVAtHand, chunk_states
 from .rank_side import RankSide
 from .row_tiles import CODE_BYTES
 from .team import Team, usable_cores, use_cores
+from .token_ids import check_token_ids
 from .torch_kernels import KVView, Tensor
 from .watchers import Watchers
 
@@ -205,7 +206,7 @@ class TorchDevice:
         Raises:
             BadInput: a token id is outside the vocabulary.
         """
-        self._check(prompts)
+        check_token_ids(prompts, self.config.vocabulary)
         self._let_go()
         if not self._started:
             self._start(plan)
@@ -304,15 +305,6 @@ class TorchDevice:
             self._mapped.close()
         self._reader.close()
         torch.set_num_threads(self._threads_before)
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        for number, prompt in enumerate(prompts):
-            for token in prompt:
-                if not 0 <= token < self.config.vocabulary:
-                    raise BadInput(
-                        f"prompt {number}: token id {token} is outside the vocabulary of {self.config.vocabulary}: "
-                        f"use ids from 0 to {self.config.vocabulary - 1}"
-                    )
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -1,0 +1,22 @@
+"""Token ids that a device is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.errors import BadInput
+
+
+def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Check that a model of so many tokens knows those of the prompts.
+
+    Raises:
+        BadInput: one is outside the vocabulary.
+    """
+    for number, prompt in enumerate(prompts):
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise BadInput(
+                    f"prompt {number}: token id {token} is outside the vocabulary of {vocabulary}: "
+                    f"use ids from 0 to {vocabulary - 1}"
+                )
