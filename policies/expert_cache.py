@@ -152,13 +152,13 @@ class ExpertCache(LayerByLayer):
         """
         if not self.has_host:
             return len(misses)
-        at_host = seconds_of(self.latencies.at_host, routed)
-        at_accelerator = seconds_of(self.latencies.at_accelerator, routed)
-        here = sum(map(at_accelerator.__getitem__, hits))
-        host = sum(map(at_host.__getitem__, misses))
-        best, end, link = 0, max(here, host), 0.0
+        at_host = seconds_of(self.latencies.at_host, routed, misses)
+        at_accelerator = seconds_of(self.latencies.at_accelerator, routed, misses)
+        here = sum(seconds_of(self.latencies.at_accelerator, routed, hits).values())
+        host = sum(at_host.values())
+        best, end, link, transfer = 0, max(here, host), 0.0, self.latencies.transfer
         for count, expert in enumerate(misses, 1):
-            link += self.latencies.transfer
+            link += transfer
             here = max(here, link) + at_accelerator[expert]
             if here > end:
                 break

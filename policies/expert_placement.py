@@ -6,7 +6,6 @@ What every token needs stays in any case. A popularity says how many tokens chos
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -121,13 +120,15 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
     return tokens
 
 
-def seconds_of(latency: Callable[[int], float], routed: Routed) -> Mapping[int, float]:
-    """What each expert takes for the tokens of all micro-batches, one after the other."""
-    seconds: dict[int, float] = defaultdict(float)
-    for chosen in routed.values():
-        for expert, tokens in chosen.items():
-            seconds[expert] += latency(tokens)
-    return seconds
+def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
+    """What each of these experts takes for the tokens of all micro-batches, one after the other."""
+    if len(routed) == 1:
+        [chosen] = routed.values()
+        return {expert: latency(chosen[expert]) for expert in experts}
+    return {
+        expert: sum(latency(chosen[expert]) for chosen in routed.values() if expert in chosen)
+        for expert in experts
+    }
 
 
 def _ranked(row: Sequence[float]) -> list[int]:

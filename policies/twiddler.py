@@ -75,9 +75,11 @@ class Twiddler(LayerByLayer):
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         """Algorithm 1; an expert's latencies are those of all that the micro-batches have for it."""
-        cpu_lat, gpu_lat = seconds_of(self.cpu_lat, routed), seconds_of(self.gpu_lat, routed)
+        users_by_expert = users_of(routed)
+        cpu_lat = seconds_of(self.cpu_lat, routed, users_by_expert)
+        gpu_lat = seconds_of(self.gpu_lat, routed, users_by_expert)
         back: set[int] = set()
-        for expert, users in users_of(routed).items():
+        for expert, users in users_by_expert.items():
             if (i, expert) in self.at_gpu:
                 self._run(step, i, expert, users)
             elif not self.has_host or cpu_lat[expert] > gpu_lat[expert] + self.trans_lat:
