@@ -20,6 +20,7 @@ import uvloop
 import zmq
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
+from moesched.networks import NETWORK
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
@@ -118,7 +119,7 @@ class InEngine:
 
     def run(self, exchanges: int) -> list[float]:
         """The seconds from each exchange's end to the next one's."""
-        engine = SharedEngine([Lane("network", "in_order")])
+        engine = SharedEngine([Lane(NETWORK, "in_order")])
         ends: list[float] = []
 
         async def main() -> None:
@@ -139,7 +140,7 @@ class InEngine:
 
 def token_overheads(transport: Counted) -> list[float]:
     """What a token takes beyond the products of its layers, for some tokens."""
-    lanes = Lane("gpu", "in_order"), Lane("network", "in_order")
+    lanes = Lane("gpu", "in_order"), Lane(NETWORK, "in_order")
     engine, block = SharedEngine(lanes), Block("hidden")
     overheads: list[float] = []
 
@@ -176,7 +177,7 @@ def in_driver(engine: SharedEngine, execute: Callable[[Task], Any], main: Corout
     """Run one engine under the real-time driver, on uvloop."""
 
     async def run() -> None:
-        await RealtimeDriver([engine], execute).run(main)
+        await RealtimeDriver([engine], execute, kinds={NETWORK: "guest"}).run(main)
 
     uvloop.run(run())
 

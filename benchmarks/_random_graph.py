@@ -33,6 +33,9 @@ from moesched.tasks import (
 )
 from moesched.transports.inproc import InprocTransport
 
+OTHER_KINDS = ("thread", "guest", "loop", "awaitable", "stream", "stream")
+"""Lanes but the first, which is a worker thread."""
+
 
 class Shape(NamedTuple):
     """What kind of run it is.
@@ -78,7 +81,7 @@ class Graph:
         disciplines: tuple[Discipline, ...] = ("in_order", "ready_first")
         ways = [choose.choice(disciplines) for _ in range(choose.randint(1, 5))]
         self.kinds: dict[str, Any] = {
-            f"lane {n}": choose.choice(("thread", "loop", "awaitable", "stream", "stream")) if n else "thread"
+            f"lane {n}": choose.choice(OTHER_KINDS) if n else "thread"
             for n in range(len(ways))
         }
         make = CheckedSharedEngine if shape.real else CheckedEngine

@@ -281,7 +281,7 @@ def run(
     driver = RealtimeDriver(
         engines,
         tasks.execute if tasks else device.execute,
-        kinds=device.kinds,
+        kinds={NETWORK: "guest", **device.kinds},
         streams=tasks or device.streams,
         observers=observers,
         clock=getattr(device, "clock", time.perf_counter_ns),

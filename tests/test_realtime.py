@@ -17,17 +17,18 @@ from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
 
 WORK = Work("test", "cpu")
-KINDS: tuple[LaneKind, ...] = ("thread", "loop", "awaitable")
+KINDS: tuple[LaneKind, ...] = ("thread", "guest", "loop", "awaitable")
 Body = Callable[[Task], Any]
 
 
 class Machine:
-    """Some lanes in real time; each task does what `bodies` says for its name, by default nothing."""
+    """Some lanes in real time, guests some of them; each task does what `bodies` says for its name, if anything."""
 
     def __init__(
         self,
         *lanes: str,
         kind: LaneKind = "thread",
+        guests: tuple[str, ...] = (),
         discipline: Discipline = "ready_first",
         bodies: dict[str, Body] | None = None,
         halt_on_failure: bool = True,
@@ -37,9 +38,8 @@ class Machine:
         self.done: list[str] = []
         self.bodies = bodies or {}
         execute = self.execute_later if kind == "awaitable" else self.execute
-        self.driver = RealtimeDriver(
-            [self.engine], execute, kinds=dict.fromkeys(lanes, kind), observers=[self]
-        )
+        kinds = {**dict.fromkeys(lanes, kind), **dict.fromkeys(guests, "guest")}
+        self.driver = RealtimeDriver([self.engine], execute, kinds=kinds, observers=[self])
 
     def execute(self, task: Task) -> Any:
         return self.bodies.get(task.verb, lambda task: None)(task)
@@ -118,6 +118,58 @@ def test_lanes_really_run_beside_each_other() -> None:
 
     machine.run(policy())
     assert machine.done == ["meet", "meet"]
+
+
+def test_a_guest_and_what_follows_run_on_the_thread_that_let_the_guest_start() -> None:
+    threads: list[int] = []
+    submitted = threading.Event()
+
+    def note(task: Task) -> None:
+        submitted.wait(30)
+        threads.append(threading.get_ident())
+
+    machine = Machine("gpu", "network", guests=("network",), bodies={"note": note})
+    block = Block("x")
+
+    async def policy() -> None:
+        for number in range(20):
+            machine.submit(("gpu", "network")[number % 2], "note", (block,), (block,))
+        submitted.set()
+
+    machine.run(policy())
+    assert len(threads) == 20
+    assert len(set(threads)) == 1
+
+
+def test_a_lane_whose_thread_has_a_guest_goes_on_beside_it() -> None:
+    there, meeting = threading.Event(), threading.Barrier(2)
+
+    def exchange(task: Task) -> None:
+        there.set()
+        meeting.wait(30)
+
+    machine = Machine(
+        "gpu",
+        "network",
+        "disk",
+        guests=("network",),
+        bodies={
+            "exchange": exchange,
+            "read": lambda task: there.wait(30),
+            "compute": lambda task: meeting.wait(30),
+        },
+    )
+    sums, page = Block("sums"), Block("page")
+
+    async def policy() -> None:
+        machine.submit("gpu", "sum", (), (sums,))
+        exchanged = machine.submit("network", "exchange", (sums,), (sums,))
+        machine.submit("disk", "read", (), (page,))
+        await machine.submit("gpu", "compute", (page,))
+        await exchanged
+
+    machine.run(policy())
+    assert sorted(machine.done) == ["compute", "exchange", "read", "sum"]
 
 
 def test_one_task_at_a_time_runs_on_a_lane() -> None:

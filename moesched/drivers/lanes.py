@@ -1,4 +1,4 @@
-"""What a lane is on real hardware: a worker thread, the event loop, an awaitable, or a device's stream.
+"""What a lane is on real hardware: a worker thread, a guest on others' threads, the event loop, an awaitable, a stream.
 
 Each kind has a runner. The driver calls `start` with the engine's lock held, when a task has taken its lane; the runner
 runs the task and reports back through `Reports`.
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from moesched.tasks import Lane, Task
 
-LaneKind = Literal["thread", "loop", "awaitable", "stream"]
+LaneKind = Literal["thread", "guest", "loop", "awaitable", "stream"]
 Execute = Callable[[Task], Any]
 Clock = Callable[[], int]
 """Tells the time in nanoseconds since whenever; never goes back."""
@@ -61,7 +61,15 @@ class Streams(Protocol):
 
 
 class Runner(Protocol):
-    """Runs the tasks of a lane."""
+    """Runs the tasks of a lane.
+
+    Attributes:
+        guest: whether its tasks may run on a thread of another runner, to which `Reports` return them.
+        host: whether it runs guests' tasks.
+    """
+
+    guest: bool
+    host: bool
 
     def start(self, task: Task) -> None:
         """Begin a task; called with the lock held, never blocks."""
@@ -73,38 +81,68 @@ class Runner(Protocol):
         """Stop, once idle."""
 
 
-class ThreadRunner:
-    """A worker thread. It finishes tasks under the lock and takes the next one of its lane itself.
+class Worker:
+    """A thread of a lane. A raw lock is the cheapest way to wake it."""
 
-    A raw lock is the cheapest way to wake a thread.
+    __slots__ = ("task", "thread", "wake")
+
+    def __init__(self, name: str, work: Callable[[Worker], None]) -> None:
+        self.task: Task | None = None
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
+        self.thread.start()
+
+    def go_on(self, task: Task | None) -> None:
+        """Give the thread its next task; None ends it."""
+        self.task = task
+        self.wake.release()
+
+
+class ThreadRunner:
+    """A lane's worker thread. It finishes tasks under the lock and takes the next one of its lane itself.
+
+    Where there is none it goes on with a guest's task that it let start, which saves waking two threads, one for that
+    task and one for the next after it. If its lane gets a task meanwhile, another thread takes that.
+
+    Args:
+        guest: whether the lane's tasks are short, or wait most of the time, and do not care on which thread.
     """
 
-    def __init__(self, driver: Reports, lane: Lane, execute: Execute) -> None:
+    host = True
+
+    def __init__(self, driver: Reports, lane: Lane, execute: Execute, *, guest: bool = False) -> None:
+        self.guest = guest
         self._driver = driver
         self._execute = execute
-        self._task: Task | None = None
-        self._wake = threading.Lock()
-        self._wake.acquire()
-        self._thread = threading.Thread(target=self._work, name=f"lane {lane.name}", daemon=True)
+        self._name = f"lane {lane.name}"
+        self._workers: list[Worker] = []
+        self._idle: list[Worker] = []
 
     def open(self) -> None:
-        self._thread.start()
+        self._idle.append(self._new())
 
     def start(self, task: Task) -> None:
-        self._task = task
-        self._wake.release()
+        worker = self._idle.pop() if self._idle else self._new()
+        worker.go_on(task)
 
     def close(self) -> None:
-        self._task = None
-        self._wake.release()
-        self._thread.join()
+        for worker in self._workers:
+            worker.go_on(None)
+        for worker in self._workers:
+            worker.thread.join()
 
-    def _work(self) -> None:
-        driver, execute, wake = self._driver, self._execute, self._wake
+    def _new(self) -> Worker:
+        worker = Worker(self._name, self._work)
+        self._workers.append(worker)
+        return worker
+
+    def _work(self, worker: Worker) -> None:
+        driver, execute, wake, idle = self._driver, self._execute, worker.wake, self._idle
         clock, origin, lock, complete = driver.clock, driver.origin, driver.lock, driver.complete
         while True:
             wake.acquire()
-            task = self._task
+            task = worker.task
             if task is None:
                 return
             while task is not None:
@@ -118,12 +156,16 @@ class ThreadRunner:
                 lock.acquire()
                 try:
                     task = complete(task, value, error, self)
+                    if task is None:
+                        idle.append(worker)
                 finally:
                     lock.release()
 
 
 class LoopRunner:
     """The event loop itself, for tasks of a few microseconds: all lanes of the kind share it."""
+
+    guest = host = False
 
     def __init__(self, driver: Reports, execute: Execute) -> None:
         self._driver = driver
@@ -176,6 +218,8 @@ class LoopRunner:
 class AwaitableRunner:
     """Tasks that are awaited on the loop: network calls. Executing one gives an awaitable."""
 
+    guest = host = False
+
     def __init__(self, driver: Reports, execute: Execute) -> None:
         self._driver = driver
         self._execute = execute
@@ -215,6 +259,8 @@ class StreamRunner:
     The host must know of it when a policy awaits the task or a task outside the device waits for it. Other ends are
     noted together with the next such one, or when the stream has nothing more to do.
     """
+
+    guest = host = False
 
     def __init__(self, driver: Reports, lane: Lane, streams: Streams) -> None:
         self._driver = driver

@@ -1,8 +1,8 @@
 """Real time: runs policy coroutines on an event loop while lanes run their tasks beside it.
 
-Lanes are worker threads, device streams, awaitables, or the loop itself. They finish tasks under the engine's lock and
-take the next one themselves; the loop hears only of handles that a policy awaits, since a trip through it costs more
-than most tasks.
+Lanes are worker threads, guests on others' threads, device streams, awaitables, or the loop itself. They finish tasks
+under the engine's lock and take the next one themselves; the loop hears only of handles that a policy awaits, since a
+trip through it costs more than most tasks.
 """
 
 from __future__ import annotations
@@ -252,17 +252,24 @@ class RealtimeDriver:
         """
         if self._arrived:
             self._rendezvous.collect()
-        kept = None
+        kept = guest = None
         started = self._started
         if started:
             for task in started:
                 task.taken = since
                 runner = self._runners[task.lane.index]
                 if runner is mine:
-                    kept, mine = task, None
+                    kept = task
+                elif runner.guest and guest is None and mine is not None and mine.host:
+                    guest = task
                 else:
                     runner.start(task)
             started.clear()
+            if guest is not None:
+                if kept is None:
+                    kept = guest
+                else:
+                    self._runners[guest.lane.index].start(guest)
         if self._awaited:
             self._loop.call_soon_threadsafe(self._wake, self._awaited[:])
             self._awaited.clear()
@@ -276,7 +283,7 @@ class RealtimeDriver:
         if kind == "stream":
             assert streams is not None, "lanes of kind stream need the device that has the streams"
             return StreamRunner(self, lane, streams)
-        return ThreadRunner(self, lane, execute)
+        return ThreadRunner(self, lane, execute, guest=kind == "guest")
 
 
 @contextmanager
