@@ -10,11 +10,11 @@ import torch
 from _small_runs import ONE_MEMORY, fast_memory
 from msgspec.structs import replace
 
+from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run
 from moesched.sampling import Sampling

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moesched import plugins
+from moesched.batch import split_batch
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.outcome import Report
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.runs import plan_run, run
 from moesched.tasks import PageTransfer, Task
 

@@ -81,8 +81,7 @@ class Graph:
         disciplines: tuple[Discipline, ...] = ("in_order", "ready_first")
         ways = [choose.choice(disciplines) for _ in range(choose.randint(1, 5))]
         self.kinds: dict[str, Any] = {
-            f"lane {n}": choose.choice(OTHER_KINDS) if n else "thread"
-            for n in range(len(ways))
+            f"lane {n}": choose.choice(OTHER_KINDS) if n else "thread" for n in range(len(ways))
         }
         make = CheckedSharedEngine if shape.real else CheckedEngine
         self.ranks: list[Rank] = []

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
+from moesched.batch import Batch, split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import Link, Machine, Tier, parse_machine
 from moesched.machines.local import unified_machine
-from moesched.plan import Batch, Plan, split_batch
+from moesched.plan import Plan
 from moesched.runs import plan_run, run
 from moesched.seams import Observer, Policy
 

@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 from _results import named_for_machine, write_result
 
+from moesched.batch import split_batch
 from moesched.errors import MoeschedError
 from moesched.machines import load_machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from moesched.step import Step

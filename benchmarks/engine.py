@@ -24,6 +24,7 @@ import simpy
 from _results import named_for_machine, write_result
 from rich.progress import track
 
+from moesched.batch import split_batch
 from moesched.cost import Roofline
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
@@ -32,7 +33,7 @@ from moesched.drivers.replay import CapturingEngine, Template, capture
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run, simulate
 from moesched.schedule import Schedule

@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 from _results import named_for_machine, write_result
 
+from moesched.batch import Batch, split_batch
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.machines import Machine, Tier, load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices

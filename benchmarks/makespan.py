@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 from _results import write_result
 
+from moesched.batch import Batch, split_batch
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices

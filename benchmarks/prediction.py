@@ -37,6 +37,7 @@ from _in_turn import Figures, InTurn, Run, calibrate_in_turn
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
+from moesched.batch import Batch, split_batch
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import cache_folder, local_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -45,7 +46,7 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.outcome import Report
-from moesched.plan import Batch, Plan, split_batch
+from moesched.plan import Plan
 from moesched.runs import plan_run, run, simulate
 from moesched.tasks import Task
 

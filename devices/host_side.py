@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from moesched.batch import KV_BLOCK_TOKENS
 from moesched.memory import Slot
 from moesched.models.layout import Page
-from moesched.plan import KV_BLOCK_TOKENS
 from moesched.tasks import PageTransfer, Task
 
 from .arena import aligned_bytes

@@ -13,13 +13,14 @@ except ImportError as error:
 import numpy.typing as npt
 import torch
 
+from moesched.batch import cached_tokens
 from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import global_shapes
-from moesched.plan import Plan, cached_tokens
+from moesched.plan import Plan
 from moesched.sampling import Sampling
 from moesched.seams import RoutingObserver, Transport
 from moesched.tasks import Collective, PageTransfer, Task

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from moesched.batch import cached_tokens
 from moesched.chunks import Chunk
 from moesched.models.config import ModelConfig
-from moesched.plan import cached_tokens
 
 from .micro_batch import MicroBatchState
 from .torch_kernels import KVView, Tensor

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from moesched.batch import Batch
 from moesched.drivers.pricing import nanoseconds
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.generation import Generation
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
-from moesched.plan import KV_ROLES, Batch, Plan, Role
+from moesched.plan import KV_ROLES, Plan, Role
 from moesched.runs import make_lanes, plan_run
 from moesched.sampling import Sampling
 from moesched.schedule import Kind, Schedule

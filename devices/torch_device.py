@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moesched.batch import KV_BLOCK_TOKENS
 from moesched.beams import BeamSearch
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
@@ -15,7 +16,7 @@ from moesched.machines import Machine, machine_names
 from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Plan
+from moesched.plan import KV_ROLES, Plan
 from moesched.sampling import Sampling
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
 from moesched.tasks import PageTransfer, Task

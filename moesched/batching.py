@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from moesched.batch import Batch, cached_tokens_of_beams
 from moesched.errors import BadInput
-from moesched.plan import Batch, cached_tokens_of_beams
 
 
 class Sizes(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from moesched.batch import Batch
 from moesched.beams import Standing
 from moesched.checking.validation import new_engine, new_shared_engine, watching
 from moesched.cost import cost_model
@@ -28,7 +29,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.networks import NETWORK
 from moesched.outcome import Outcome, Report, make_report
 from moesched.parallel.ranks import OfLanes, OnDevices, Rank
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.routing import SeededRouting
 from moesched.routing.previews import PREVIEW_ACCURACY, Previews
 from moesched.sampling import Sampling

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from operator import add
 from typing import Literal, NamedTuple
 
+from moesched.batch import KV_BLOCK_TOKENS
 from moesched.chunks import Chunk
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
@@ -16,7 +17,7 @@ from moesched.networks import NETWORK
 from moesched.parallel.node_tasks import NodeTasks
 from moesched.parallel.rank_tasks import RankTasks
 from moesched.parallel.stages import Stage
-from moesched.plan import KV_BLOCK_TOKENS, Plan
+from moesched.plan import Plan
 from moesched.tasks import Block, Lane, PageTransfer, Part, Task, Work
 
 STRIDE = 8

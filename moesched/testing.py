@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from moesched import plugins
+from moesched.batch import split_batch
 from moesched.checking.symbolic import SymbolicDevice, expected_tokens
 from moesched.checking.transports import check_transport as check_transport
 from moesched.checking.validation import CheckedEngine, CheckedSharedEngine, watching
@@ -39,7 +40,7 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.networks import load_network
 from moesched.parallel.ranks import OnDevices, Rank
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.runs import make_lanes, plan_run, run
 from moesched.schedule import Schedule
 from moesched.seams import Observer, Policy

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from moesched.batch import split_batch
 from moesched.cost import Roofline
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.virtual import VirtualDriver
@@ -14,7 +15,7 @@ from moesched.generation import Generation
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.routing import SeededRouting
 from moesched.runs import make_lanes

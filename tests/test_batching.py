@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moesched.batch import cached_tokens
 from moesched.batching import Sizes, batch_of, batches_of, place
 from moesched.errors import BadInput
-from moesched.plan import cached_tokens
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=60)
 SIZES = st.builds(

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moesched.batch import Batch, split_batch
 from moesched.calibration.calibrate import DTYPES, FULL, Extent, calibrate, measure, speed_beside, undisturbed
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, Exercise, Manner, Watch, small_model
@@ -24,7 +25,6 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Kept, Operations
 from moesched.models.shapes import SHAPES
-from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import moesched
+from moesched.batch import split_batch
 from moesched.cli.main import main
 from moesched.cost import Roofline
 from moesched.devices.dilated_clock import DilatedClock
@@ -25,7 +26,7 @@ from moesched.machines import Machine, parse_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.outcome import Report
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run, simulate
 from moesched.sampling import Sampling

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
+from moesched.batch import split_batch
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput
@@ -20,7 +21,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
 from moesched.policies.expert_placement import order_of, popularity_of

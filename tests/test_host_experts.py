@@ -12,6 +12,7 @@ from _damage import Damage, Damaged, Kind, end_of
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.activations import host_rows_bytes
+from moesched.batch import split_batch
 from moesched.cost import Roofline
 from moesched.devices.rehearsal import rehearse
 from moesched.devices.torch_device import TorchDevice
@@ -20,7 +21,7 @@ from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from moesched.seams import Policy

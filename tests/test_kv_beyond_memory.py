@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import moesched
+from moesched.batch import Batch
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from small_models import small_model

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from moesched.batch import split_batch
 from moesched.cli.main import main
 from moesched.cost import cost_model
 from moesched.devices.emulated_device import EmulatedDevice
@@ -22,7 +23,7 @@ from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, Role, split_batch
+from moesched.plan import Plan, Role
 from moesched.planner import Setting, plan_best
 from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find, make_policy

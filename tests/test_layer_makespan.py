@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesched.batch import split_batch
 from moesched.expert_latencies import ExpertLatencies
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.policies.layer_makespan import FEW, Choice, Layer, decide
 from moesched.runs import plan_run, simulate

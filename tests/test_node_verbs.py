@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moesched.batch import split_batch
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import Machine
 from moesched.machines.local import unified_machine
@@ -18,7 +19,7 @@ from moesched.models.layout import weight_layout
 from moesched.networks import NETWORK, Network
 from moesched.parallel.placement import Placement
 from moesched.parallel.ranks import Rank
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.step import Step

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import TaskFailed
 from moesched.machines import Machine
@@ -17,7 +18,6 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.networks import NETWORK
 from moesched.parallel.ranks import Rank
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run
 from moesched.tasks import Task

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from moesched import runs
+from moesched.batch import split_batch
 from moesched.checking.symbolic import SymbolicDevice
 from moesched.cost import Roofline
 from moesched.errors import BadInput, PolicyError
@@ -16,7 +17,7 @@ from moesched.machines.group import written_out
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.outcome import Report
-from moesched.plan import Plan, Role, split_batch
+from moesched.plan import Plan, Role
 from moesched.planner import plan_best
 from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run, simulate

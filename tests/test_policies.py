@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from moesched import plugins
+from moesched.batch import split_batch
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, Role, split_batch
+from moesched.plan import Plan, Role
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from moesched.seams import Policy

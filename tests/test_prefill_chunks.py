@@ -15,6 +15,7 @@ from hypothesis import strategies as some
 
 import moesched
 from commands import refused
+from moesched.batch import Batch
 from moesched.checking.symbolic import SymbolicDevice, expected_tokens
 from moesched.chunks import chunks_of
 from moesched.cost import Roofline
@@ -25,7 +26,7 @@ from moesched.generation import Generation
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.runs import make_lanes, plan_run
 from moesched.schedule import Schedule

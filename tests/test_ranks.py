@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import moesched
+from moesched.batch import split_batch
 from moesched.cli.main import main
 from moesched.cost import Roofline
 from moesched.devices.arena import aligned_bytes
@@ -24,7 +25,6 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Rank, open_devices
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, run
 from moesched.sampling import Sampling

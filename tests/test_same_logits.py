@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
+from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
@@ -17,7 +18,6 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run
 from moesched.tasks import Task

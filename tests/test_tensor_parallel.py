@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesched
+from moesched.batch import split_batch
 from moesched.checking.validation import CheckedEngine
 from moesched.cli.main import main
 from moesched.cost import Roofline
@@ -29,7 +30,7 @@ from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import tensor_shapes
 from moesched.parallel.accelerators import cut_over_ranks
-from moesched.plan import Plan, split_batch
+from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.routing import SeededRouting
 from moesched.runs import decide, make_lanes, plan_run, simulate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from moesched.batch import split_batch
 from moesched.errors import BadInput
 from moesched.machines import Machine, Wiring, load_machine, parse_machine
 from moesched.machines.toml_text import machine_toml
@@ -12,7 +13,6 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.networks import load_network
 from moesched.parallel.ranks import Rank
-from moesched.plan import split_batch
 from moesched.plugins import make_policy
 from moesched.reproduce.mac_wiring import sample_seconds
 from moesched.runs import plan_run, simulate

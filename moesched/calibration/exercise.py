@@ -11,12 +11,13 @@ from enum import Enum
 from pathlib import Path
 
 from moesched import plugins
+from moesched.batch import Batch
 from moesched.interrupts import interrupts_held
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import weight_layout
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.runs import plan_run, run
 from moesched.step import Step
 from moesched.tasks import Task

@@ -14,13 +14,14 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from moesched.batch import Batch
 from moesched.drivers.lanes import LaneKind
 from moesched.machines.group import numbered
 from moesched.memory import Slot, View
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page
 from moesched.parallel.node_tasks import ROWS, SUM, TOKENS
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.tasks import HostKernel, PageTransfer, Task
 
 Key = Hashable

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from moesched import runs
+from moesched.batch import Batch
 from moesched.batching import Sizes, batches_of
 from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
@@ -29,7 +30,7 @@ from moesched.models.layout import Page, room_for, weight_layout
 from moesched.networks import Network, load_network, network_names
 from moesched.parallel.accelerators import cut_over_ranks
 from moesched.parallel.ranks import Devices, Rank, open_devices
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
 from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.routing import SeededRouting

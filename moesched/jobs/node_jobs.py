@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched import plugins, runs
+from moesched.batch import Batch
 from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
 from moesched.interrupts import interrupts_held
@@ -21,7 +22,7 @@ from moesched.listeners import KindMeter
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
 from moesched.parallel.accelerators import cut_over_ranks
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.sampling import Sampling
 from moesched.seams import Policy, Transport
 from moesched.settings import check_settings

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from moesched.batch import Batch
 from moesched.cost import cost_model
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.generation import Generation
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.routing import SeededRouting
 from moesched.runs import decide, make_lanes
 from moesched.schedule import Schedule

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
+from moesched.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
 from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
-from moesched.plan import KV_BLOCK_TOKENS, KV_ROLES, Batch, Plan, cached_tokens_of_beams
+from moesched.plan import KV_ROLES, Plan
 from moesched.planner.candidate import Candidate, Seen
 from moesched.planner.preview import preview
 from moesched.planner.traits import Setting

@@ -12,12 +12,13 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
+from moesched.batch import Batch
 from moesched.batching import Sizes, batch_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import Batch, Plan
+from moesched.plan import Plan
 from moesched.runs import make_lanes, plan_run
 from moesched.schedule import Schedule
 from moesched.seams import CostModel, Policy

@@ -8,12 +8,12 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
+from moesched.batch import Batch, split_batch
 from moesched.machines import Machine, load_machine
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.networks import NETWORK, load_network
 from moesched.parallel.ranks import Rank
-from moesched.plan import Batch, split_batch
 from moesched.plugins import make_policy
 from moesched.runs import plan_run, simulate
 from moesched.tasks import Task
