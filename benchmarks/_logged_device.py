@@ -1,4 +1,4 @@
-"""The torch device, leaving its logits in a file: what nodes in processes of their own are compared by."""
+"""Devices that leave their logits in files: what nodes in processes of their own are compared by."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from moesched.devices.torch_device import TorchDevice
+from moesched import plugins
 
 
-class LoggedDevice(TorchDevice):
-    """Keeps all logits, and writes them to FOLDER/RANK.npy when it is closed; one row for each token, in their order.
+class LoggedDevice:
+    """A device that keeps all logits, and writes them to FOLDER/RANK.npy at the end; a row for each token, in order.
 
     Args:
         folder: where to write them.
+        device: what it is otherwise, `torch` or `mlx`.
     """
 
-    def __init__(self, checkpoint: Any, layout: Any, folder: str = "") -> None:
-        super().__init__(checkpoint, layout, keep_logits=True)
+    def __init__(self, checkpoint: Any, layout: Any, folder: str = "", device: str = "torch") -> None:
+        self._device = plugins.find("devices", device)(checkpoint, layout, keep_logits=True)
         self._folder = Path(folder)
         self._place = 0
 
-    def join(self, rank: int, transport: Any, first: Any) -> None:
-        """Learn which of several nodes this is."""
-        super().join(rank, transport, first)
-        self._place = rank
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
 
-    def close(self) -> None:
-        """Write what was kept."""
-        if self.logits:
-            rows = torch.cat([logits for _, logits in self.logits]).numpy()
+    def join(self, rank: int, transport: Any, first: LoggedDevice) -> None:
+        """Learn which of several nodes this is."""
+        self._place = rank
+        self._device.join(rank, transport, self._device if first is self else first._device)
+
+    async def aclose(self) -> None:
+        """Write what was kept, and free all else."""
+        logits = self._device.logits
+        if logits:
+            rows = np.concatenate([np.asarray(each) for _, each in logits])
             np.save(self._folder / f"{self._place}.npy", rows)
-        super().close()
+        await self._device.aclose()

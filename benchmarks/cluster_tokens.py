@@ -1,10 +1,11 @@
 """Processes on this machine, over ZeroMQ with CURVE: do they give one process's tokens, and each other's logits?
 
-    python benchmarks/cluster_tokens.py [--nodes 2 3 4] [--new-tokens 16]
+    python benchmarks/cluster_tokens.py [--devices torch mlx] [--nodes 2 3 4] [--new-tokens 16]
 
-Every policy for several nodes, centralised and decentralised, on random models of Mixtral's and DBRX's form. Tokens are
-compared with one process's as far as the gap between its first and second logit exceeds 1e-4; logits of the nodes that
-compute any are compared to the bit. The result is written to benchmarks/results/cluster_tokens-MACHINE.json.
+Every policy for several nodes, centralised and decentralised, on random models of Mixtral's and DBRX's form, on torch
+and on MLX. Tokens are compared with one process's on the same device as far as the gap between its first and second
+logit exceeds 1e-4; logits of the nodes that compute any are compared to the bit. The result is written to
+benchmarks/results/cluster_tokens-MACHINE.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -32,7 +34,8 @@ from moesched.models.shapes import SHAPES
 
 GAP = 1e-4
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90]]
-DEVICE = "_logged_device:LoggedDevice"
+LOGGED = "_logged_device:LoggedDevice"
+DEVICES = ("torch", "mlx")
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 
 MIXTRAL = msgspec.structs.replace(
@@ -55,6 +58,7 @@ class Reference(NamedTuple):
 def main() -> int:
     """Run all cases, print what came out, write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--new-tokens", type=int, default=16)
     options = parser.parse_args()
@@ -67,15 +71,11 @@ def main() -> int:
         for config in (MIXTRAL, DBRX):
             model = Path(name) / config.name
             write_random_model(config, model, dtype="float32")
-            reference = one_process(model, options.new_tokens)
-            cases = [
-                (nodes, policy, decentralised)
-                for nodes in options.nodes
-                for policy in POLICIES
-                for decentralised in (True, False)
-            ]
-            for case in track(cases, config.name):
-                rows.append(run_case(server, model, config, reference, options.new_tokens, *case))
+            cases = list(product(options.nodes, POLICIES, (True, False)))
+            for device in options.devices:
+                reference = one_process(model, device, options.new_tokens)
+                for case in track(cases, f"{config.name}, {device}"):
+                    rows.append(run_case(server, model, config, device, reference, options.new_tokens, *case))
     wrong = [row for row in rows if not (row["tokens_equal"] and row["logits_equal"])]
     path = write_result(
         named_for_machine("cluster_tokens"),
@@ -86,14 +86,14 @@ def main() -> int:
             "seconds": round(time.perf_counter() - started, 1),
             "cases": rows,
         },
-        "torch",
+        *options.devices,
         "pyzmq",
     )
     print(f"{len(rows)} runs, {len(wrong)} differ; {path}")
     return 1 if wrong else 0
 
 
-def one_process(model: Path, new_tokens: int) -> Reference:
+def one_process(model: Path, device: str, new_tokens: int) -> Reference:
     """What one process generates, and where its logits leave no doubt."""
     with TemporaryDirectory() as folder:
         report = moesched.run_model(
@@ -103,8 +103,8 @@ def one_process(model: Path, new_tokens: int) -> Reference:
             max_new_tokens=new_tokens,
             batch_size=len(PROMPTS),
             micro_batch_size=len(PROMPTS),
-            device=DEVICE,
-            device_settings={"folder": folder},
+            device=LOGGED,
+            device_settings={"folder": folder, "device": device},
         )
         logits = np.load(Path(folder) / "0.npy")
     top = np.sort(logits, axis=-1)[:, -2:]
@@ -117,6 +117,7 @@ def run_case(
     server: ForkServer,
     model: Path,
     config: ModelConfig,
+    device: str,
     reference: Reference,
     new_tokens: int,
     nodes: int,
@@ -136,8 +137,8 @@ def run_case(
             policy=policy,
             settings=settings,
             max_new_tokens=new_tokens,
-            device=DEVICE,
-            device_settings={"folder": folder},
+            device=LOGGED,
+            device_settings={"folder": folder, "device": device},
         )
         logits = [np.load(file) for file in sorted(Path(folder).glob("*.npy"))]
     equal = [
@@ -146,6 +147,7 @@ def run_case(
     ]
     return {
         "model": config.name,
+        "device": device,
         "nodes": nodes,
         "policy": policy,
         "decentralised": decentralised,

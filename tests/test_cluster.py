@@ -21,8 +21,8 @@ from clusters import LAUNCHER, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import Cluster, cluster_toml
 from moesched.cluster.control import Control
-from moesched.cluster.keys import SECRET_NAME, make_keys, write_keys
 from moesched.cluster.messages import Join, Welcome
+from moesched.curve.keys import SECRET_NAME, make_keys, write_keys
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.cluster_jobs import run_cluster, run_local
 from moesched.jobs.node_jobs import NodeRun

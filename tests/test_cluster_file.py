@@ -11,9 +11,9 @@ import pytest
 from clusters import NODES, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import cluster_toml, load_cluster, parse_cluster, require_known_hosts
-from moesched.cluster.keys import PUBLIC_NAME, SECRET_NAME, make_keys, read_keys, write_keys
 from moesched.cluster.members import keep_to, node_arguments, share_cores, ssh_command
 from moesched.cluster.surroundings import rank_given
+from moesched.curve.keys import PUBLIC_NAME, SECRET_NAME, make_keys, read_keys, write_keys
 from moesched.errors import BadInput
 
 
@@ -49,6 +49,7 @@ def test_a_key_that_is_none_is_refused_with_its_place() -> None:
     assert "hosts[1].key: it has 3 letters, a key has 40" in said_of(host(0), host(1, key="abc"))
     strange = NODES[1].public[:-1] + "~"
     assert "hosts[1].key: '~' is no letter of a key" in said_of(host(0), host(1, key=strange))
+    assert "hosts[1].key: '#####' stands for no four bytes" in said_of(host(0), host(1, key=8 * "#####"))
 
 
 def test_two_nodes_with_one_key_or_one_port_are_refused() -> None:

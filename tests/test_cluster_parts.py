@@ -17,7 +17,6 @@ from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.control import Control
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
-from moesched.cluster.keys import make_keys
 from moesched.cluster.link import Link
 from moesched.cluster.messages import (
     PROTOCOL,
@@ -32,6 +31,7 @@ from moesched.cluster.messages import (
 )
 from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
 from moesched.cluster.token_log import TokenLog
+from moesched.curve.keys import make_keys
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.trace import LaneName, MemorySample, Recording, Slice, merge_recordings

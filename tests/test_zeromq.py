@@ -484,8 +484,14 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (second, "the secret key does not belong to the public key of rank 0"),
         (Keys(first.secret, first.public[:1]), "1 public keys for 2 ranks"),
         (Keys(first.secret, [first.public[0]] * 2), "two ranks have the same public key"),
-        (Keys(first.secret, [first.public[0], "short"]), "the public key of rank 1 is none: 'short'"),
-        (Keys("no key", first.public), "the secret key is none; make one with `moesched keygen`"),
+        (
+            Keys(first.secret, [first.public[0], "short"]),
+            "the public key of rank 1 is none: it has 5 letters, a key has 40",
+        ),
+        (
+            Keys("no key", first.public),
+            "the secret key is none: it has 6 letters, a key has 40: make one with `moesched keygen`",
+        ),
     ):
         with pytest.raises(BadInput, match=said):
             ZeroMqTransport(addresses, 0, keys=keys)

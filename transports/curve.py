@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import zmq
-from zmq.utils import z85
 
+from moesched.curve.keys import key_problem, public_key
 from moesched.errors import BadInput
 
 
@@ -26,18 +26,6 @@ class Keys(NamedTuple):
         return f"Keys(secret=…, public={self.public!r})"
 
 
-def public_key(secret: str) -> str:
-    """The public key that belongs to a secret one.
-
-    Raises:
-        BadInput: it is no key.
-    """
-    try:
-        return zmq.curve_public(secret.encode()).decode()
-    except (zmq.ZMQError, ValueError):
-        raise BadInput("the secret key is none; make one with `moesched keygen`") from None
-
-
 def check_keys(keys: Keys, rank: int, ranks: int) -> None:
     """Whether a rank can use these keys.
 
@@ -47,19 +35,15 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
     if len(keys.public) != ranks:
         raise BadInput(f"{len(keys.public)} public keys for {ranks} ranks; each rank has one")
     for each, key in enumerate(keys.public):
-        if not _is_key(key):
-            raise BadInput(f"the public key of rank {each} is none: {key!r}; make one with `moesched keygen`")
+        problem = key_problem(key)
+        if problem:
+            raise BadInput(
+                f"the public key of rank {each} is none: {problem}: make one with `moesched keygen`"
+            )
     if len(set(keys.public)) < ranks:
         raise BadInput("two ranks have the same public key; make one for each with `moesched keygen`")
     if public_key(keys.secret) != keys.public[rank]:
         raise BadInput(f"the secret key does not belong to the public key of rank {rank}")
-
-
-def _is_key(key: str) -> bool:
-    try:
-        return len(key) == 40 and len(z85.decode(key)) == 32
-    except (ValueError, KeyError, ArithmeticError):
-        return False
 
 
 def seal(socket: zmq.Socket[bytes], keys: Keys, rank: int, peer: int | None) -> None:

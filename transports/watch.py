@@ -1,7 +1,7 @@
 """Watches over the connections of a mesh: who may come in, who came, who is gone, who was sent away.
 
-One thread, which sleeps but for handshakes and lost connections. It answers ZeroMQ's questions about keys (ZAP, RFC 27)
-and reads the monitors of all sockets.
+One thread, which sleeps but for handshakes and lost connections. It answers ZeroMQ's questions about keys and reads the
+monitors of all sockets.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import Any
 
 import structlog
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
+
+from moesched.curve.zap import LOGGED, KeyCheck
 
 _log = structlog.get_logger(__name__)
 
 MAPPED = "::ffff:"
 """What IPv6 puts before the address of a peer that came over IPv4."""
-
-LOGGED = 100
-"""Refusals beyond these are counted and no longer logged, so that a flood of them fills no disk."""
 
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known here",
@@ -52,13 +50,11 @@ class Watch:
         self._lost: dict[int, float] = {}
         self.trouble: dict[int, str] = {}
         self.refused = 0
-        self._public = public
         self._here: set[int] = set()
         self._address = "unknown"
         self._monitors: dict[Any, int | None] = {}
         self._watched: list[zmq.Socket[bytes]] = []
-        self._asked = context.socket(zmq.REP)
-        self._asked.bind("inproc://zeromq.zap.01")
+        self._keys = KeyCheck(context, {key: str(rank) for key, rank in (public or {}).items()})
         self._told, self._tell = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._told.bind("inproc://end of the watch")
         self._tell.connect("inproc://end of the watch")
@@ -79,7 +75,7 @@ class Watch:
         self._thread.join()
         for watched in self._watched:
             watched.disable_monitor()
-        for each in (self._asked, self._told, self._tell, *self._monitors):
+        for each in (self._keys.socket, self._told, self._tell, *self._monitors):
             each.close(0)
 
     def lost(self, rank: int, seconds: float) -> bool:
@@ -98,28 +94,16 @@ class Watch:
 
     def _work(self) -> None:
         poller = zmq.Poller()
-        for each in (self._told, self._asked, *self._monitors):
+        for each in (self._told, self._keys.socket, *self._monitors):
             poller.register(each, zmq.POLLIN)
         while True:
             for ready, _ in poller.poll():
                 if ready is self._told:
                     return
-                if ready is self._asked:
-                    self._answer()
+                if ready is self._keys.socket:
+                    self._address = self._keys.answer().address or "this machine"
                 else:
                     self._note(self._monitors[ready], recv_monitor_message(ready))
-
-    def _answer(self) -> None:
-        """Say whether a key may come in, and which rank it is."""
-        version, request, _, address, _, mechanism, *credentials = self._asked.recv_multipart()
-        rank = None
-        if self._public and mechanism == b"CURVE" and len(credentials) == 1:
-            rank = self._public.get(z85.encode(credentials[0]).decode())
-        self._address = address.decode(errors="replace") or "this machine"
-        if rank is None:
-            self._asked.send_multipart([version, request, b"400", b"unknown key", b"", b""])
-        else:
-            self._asked.send_multipart([version, request, b"200", b"", str(rank).encode(), b""])
 
     def _note(self, peer: int | None, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]

@@ -75,7 +75,7 @@ def keygen(
 ) -> None:
     """See KEYGEN_HELP."""
     from moesched.cli.output import print_json
-    from moesched.cluster.keys import SECRET_NAME, default_folder, write_keys
+    from moesched.curve.keys import SECRET_NAME, default_folder, write_keys
 
     folder = out or default_folder()
     keys = write_keys(folder)

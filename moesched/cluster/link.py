@@ -11,7 +11,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.cluster_file import Seat
-from moesched.cluster.keys import KeyPair
 from moesched.cluster.messages import (
     MOST_BYTES,
     Join,
@@ -27,6 +26,7 @@ from moesched.cluster.messages import (
     pack,
     read_launcher,
 )
+from moesched.curve.keys import KeyPair
 from moesched.errors import BadInput, MoeschedError
 
 _POLL_MILLISECONDS = 100

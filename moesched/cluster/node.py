@@ -18,7 +18,6 @@ import msgspec
 
 from moesched.cluster.cluster_file import Cluster, Host, listening_at, load_cluster
 from moesched.cluster.fingerprint import fingerprint
-from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.cluster.link import Link
 from moesched.cluster.meeting import meet
 from moesched.cluster.members import GRACE_SECONDS, keep_to
@@ -42,6 +41,7 @@ from moesched.cluster.messages import (
     Welcome,
 )
 from moesched.cluster.metered import Metered
+from moesched.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
 from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint

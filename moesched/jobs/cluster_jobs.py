@@ -23,7 +23,6 @@ from moesched.cluster.cluster_file import (
 from moesched.cluster.control import Control
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected
-from moesched.cluster.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.cluster.launcher import Events, Finished, Launch
 from moesched.cluster.meeting import way_of
 from moesched.cluster.members import (
@@ -39,6 +38,7 @@ from moesched.cluster.messages import Sizes, Welcome
 from moesched.cluster.node import RECORDING, REPORT
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
+from moesched.curve.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS

@@ -14,7 +14,7 @@ KEY_LENGTH = 40
 
 PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
 
-_LETTERS = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _ONLY_THE_OWNERS = 0o600
 
 
@@ -63,14 +63,26 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
     return keys
 
 
+def public_key(secret: str) -> str:
+    """The public key that belongs to a secret one.
+
+    Raises:
+        BadInput: it is no key.
+    """
+    import zmq
+
+    problem = key_problem(secret)
+    if problem:
+        raise BadInput(f"the secret key is none: {problem}: make one with `moesched keygen`")
+    return zmq.curve_public(secret.encode()).decode()
+
+
 def read_keys(secret_file: Path) -> KeyPair:
     """The pair whose secret key lies in a file; the public one follows from it.
 
     Raises:
         BadInput: the file cannot be read, holds no key, or others than its owner may read it.
     """
-    import zmq
-
     try:
         text = secret_file.read_text(encoding="ascii").strip()
         mode = stat.S_IMODE(secret_file.stat().st_mode)
@@ -85,7 +97,7 @@ def read_keys(secret_file: Path) -> KeyPair:
         raise BadInput(f"{secret_file} holds no secret key: {problem}: make one with `moesched keygen`")
     if mode & ~_ONLY_THE_OWNERS:
         raise BadInput(f"{secret_file} has mode {mode:04o}: others may read the key: chmod 600 {secret_file}")
-    return KeyPair(zmq.curve_public(text.encode()).decode(), text)
+    return KeyPair(public_key(text), text)
 
 
 def key_problem(text: str) -> str | None:
@@ -93,7 +105,19 @@ def key_problem(text: str) -> str | None:
     if len(text) != KEY_LENGTH:
         return f"it has {len(text)} letters, a key has {KEY_LENGTH}"
     strange = next((letter for letter in text if letter not in _LETTERS), None)
-    return None if strange is None else f"{strange!r} is no letter of a key"
+    if strange is not None:
+        return f"{strange!r} is no letter of a key"
+    groups = (text[start : start + 5] for start in range(0, KEY_LENGTH, 5))
+    beyond = next((group for group in groups if _number(group) >= 1 << 32), None)
+    return None if beyond is None else f"{beyond!r} stands for no four bytes"
+
+
+def _number(letters: str) -> int:
+    """What letters stand for, the first one counting most."""
+    number = 0
+    for letter in letters:
+        number = number * len(_LETTERS) + _LETTERS.index(letter)
+    return number
 
 
 def _mode(name: str) -> int:
