@@ -8,32 +8,10 @@ The page's words are its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
-from _pages import DOCS, fill, markdown
-from _reproduce_page import claims_and_notes
-from _results import RESULTS
-from _twiddler_page import across, plain
-
-RESULT = RESULTS / "reproduce-mac-cluster.json"
-PAGE = DOCS / "reproduce-mac-cluster.md"
-
-Row = dict[str, Any]
-
-
-def main() -> None:
-    """Write the page anew."""
-    fill(PAGE, tables(json.loads(RESULT.read_text())).get)
-
-
-def tables(result: Row) -> dict[str, str]:
-    """The tables of a result, by name."""
-    found = {"calibration": plain(result["calibration"])}
-    for section in result["sections"]:
-        found[section["name"]] = "\n".join([table(section), *claims_and_notes(section)])
-    return found
+from _pages import markdown
+from _reproduce_pages import ReproducePage, Row, across, calibration, plain
 
 
 def table(section: Row) -> str:
@@ -91,5 +69,7 @@ def percent(error: float | None) -> str:
     return "" if error is None else f"{error:+.1%}"
 
 
+PAGE = ReproducePage("mac-cluster", table, calibration)
+
 if __name__ == "__main__":
-    main()
+    PAGE.write()

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pages import filled
-from _reproduce_page import PAGE, RESULT, tables
+from _moe_lightning_page import PAGE
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
@@ -159,7 +158,7 @@ def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_c
 
 
 def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
-    result = json.loads(RESULT.read_text())
+    result = PAGE.result()
     assert result["accuracy"]["cells"] == 17
     assert result["accuracy"]["median_error"] <= 0.2
     assert result["accuracy"]["wrong"] == []
@@ -169,8 +168,7 @@ def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_results() -> None:
-    page = PAGE.read_text()
-    assert filled(page, tables(json.loads(RESULT.read_text())).get) == page
+    assert PAGE.text() == PAGE.file.read_text()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _mac_cluster_page import PAGE, RESULT, tables
-from _pages import filled
+from _mac_cluster_page import PAGE
 from msgspec.structs import replace
 
 from moesched.machines import load_machine
@@ -97,8 +96,7 @@ def test_a_calibrated_cell_lies_in_a_row_that_may_be_calibrated_to() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_results() -> None:
-    page = PAGE.read_text()
-    assert filled(page, tables(json.loads(RESULT.read_text())).get) == page
+    assert PAGE.text() == PAGE.file.read_text()
 
 
 @pytest.mark.parametrize("name", ["table-3", "table-4"])
@@ -139,5 +137,5 @@ def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: P
 
 
 def _section(name: str) -> dict[str, Any]:
-    sections: list[dict[str, Any]] = json.loads(RESULT.read_text())["sections"]
+    sections: list[dict[str, Any]] = PAGE.result()["sections"]
     return next(each for each in sections if each["name"] == name)

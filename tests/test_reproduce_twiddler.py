@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pages import filled
-from _twiddler_page import PAGE, RESULT, tables
+from _twiddler_page import PAGE
 
 from moesched.cost import cost_model
 from moesched.machines import load_machine
@@ -94,12 +93,11 @@ def test_time_between_simulated_passes_is_interpolated() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_results() -> None:
-    page = PAGE.read_text()
-    assert filled(page, tables(json.loads(RESULT.read_text())).get) == page
+    assert PAGE.text() == PAGE.file.read_text()
 
 
 def test_the_results_have_every_configuration_of_the_paper() -> None:
-    sections = {each["name"]: each["rows"] for each in json.loads(RESULT.read_text())["sections"]}
+    sections = {each["name"]: each["rows"] for each in PAGE.result()["sections"]}
     assert len(sections["generation"]) == 2 * 12 * 6
     assert len(sections["prefill"]) == 2 * 4 * 6
     assert len(sections["beams"]) == 2 * 3 * 5
@@ -142,5 +140,5 @@ def test_a_section_of_another_paper_is_refused(command: Any) -> None:
 
 
 def _section(name: str) -> dict[str, Any]:
-    sections: list[dict[str, Any]] = json.loads(RESULT.read_text())["sections"]
+    sections: list[dict[str, Any]] = PAGE.result()["sections"]
     return next(each for each in sections if each["name"] == name)

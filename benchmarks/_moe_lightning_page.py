@@ -1,73 +1,35 @@
 """Fills the tables of docs/reproduce-moe-lightning.md from the result file, so that no figure in them is typed by hand.
 
     moesched reproduce moe-lightning --report benchmarks/results/reproduce-moe-lightning.json
-    python benchmarks/_reproduce_page.py
+    python benchmarks/_moe_lightning_page.py
 
 The page's words are its own.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from _pages import DOCS, fill, markdown
-from _results import RESULTS
-
-RESULT = RESULTS / "reproduce-moe-lightning.json"
-PAGE = DOCS / "reproduce-moe-lightning.md"
-
-Row = dict[str, Any]
+from _pages import markdown
+from _reproduce_pages import ReproducePage, Row, plain
 
 
-def main() -> None:
-    """Write the page anew."""
-    fill(PAGE, tables(json.loads(RESULT.read_text())).get)
-
-
-def tables(result: Row) -> dict[str, str]:
-    """The tables of a result, by name; a result may lack sections."""
-    found = {"calibration": calibration(result), "accuracy": accuracy(result)}
-    return found | {section["name"]: "\n".join(parts(section)) for section in result["sections"]}
-
-
-def parts(section: Row) -> Iterator[str]:
-    """A section's table, its claims and its notes."""
+def table(section: Row) -> str:
+    """A section's rows."""
     rows = section["rows"]
     if section["name"].startswith("table"):
-        yield cells(rows)
-    elif "new_tokens" in rows[0]:
-        yield by_generation(rows)
-    elif section["name"] == "policy-map":
-        yield policies(rows)
-    else:
-        yield markdown([each.replace("_", " ") for each in rows[0]], [list(row.values()) for row in rows])
-    yield from claims_and_notes(section)
+        return cells(rows)
+    if "new_tokens" in rows[0]:
+        return by_generation(rows)
+    return policies(rows) if section["name"] == "policy-map" else plain(rows)
 
 
-def claims_and_notes(section: Row) -> Iterator[str]:
-    """What the paper states beside ours, and what is to be known of a section."""
-    if section["claims"]:
-        yield ""
-        yield markdown(
-            ["where", "claim", "paper", "ours", "agrees (ratios: within 20 %)"],
-            [
-                [
-                    each["where"],
-                    each["what"],
-                    each["paper"],
-                    each["ours"],
-                    "yes" if each["agrees"] else "**no**",
-                ]
-                for each in section["claims"]
-            ],
-        )
-    for note in section["notes"]:
-        yield f"\n{note}"
+def rates_and_accuracy(result: Row) -> dict[str, str]:
+    """The tables of the result as a whole."""
+    return {"calibration": rates(result), "accuracy": accuracy(result)}
 
 
-def calibration(result: Row) -> str:
+def rates(result: Row) -> str:
     """What was fitted to which cell."""
     rows = [
         [row["of"], f"{row['share']:.1%}", f"{row['gb_per_second']:g} GB/s", row["set_by"]]
@@ -147,5 +109,7 @@ def policies(rows: Sequence[Row]) -> str:
     )
 
 
+PAGE = ReproducePage("moe-lightning", table, rates_and_accuracy)
+
 if __name__ == "__main__":
-    main()
+    PAGE.write()
