@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from statistics import fmean, median
+from statistics import median
 
 from moesched.errors import BadInput
-from moesched.machines import INTERCONNECT, CostPoint, Machine, Processor
+from moesched.machines import ATTENTION, FEW_ROWS, INTERCONNECT, MANY_ROWS, CostPoint, Machine, Processor
 from moesched.networks import NETWORK
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
 
 DISPATCH, HOP = "dispatch", "hop"
-COMPUTE, ATTENTION = "compute", "attention"
 EXPERTS = ("expert", "kept expert", "experts", "kept experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
+WITHOUT_WEIGHTS = ("combine", "embed")
+MOST_FEW_ROWS = 16
+"""Up to so many rows a product takes as long as its weights are read, and so what it leaves of memory is little."""
 
 
 def cost_model(machine: Machine, dtype: str) -> CostModel:
@@ -118,7 +120,7 @@ class Calibrated:
                 seconds += part.times * self.seconds(part)
         if DISPATCH in self._surfaces:
             lead += self.seconds(Part(DISPATCH, 0))
-        sort = self._sort(work)
+        sort = sort_of(work)
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: Part) -> float:
@@ -135,20 +137,29 @@ class Calibrated:
             )
         return surface(part.size, part.rows)
 
-    def _sort(self, work: Work) -> str:
-        """What the work is, as far as others that run beside it are concerned: what its first part says."""
-        operation = work.parts[0].operation
-        if operation in ATTENTIONS:
-            return ATTENTION
-        return operation if operation == work.resource else COMPUTE
+
+def sort_of(work: Work) -> str:
+    """What a work with parts is, as far as others that run beside it are concerned."""
+    operation = work.parts[0].operation
+    if operation in ATTENTIONS:
+        return ATTENTION
+    if operation == work.resource:
+        return operation
+    rows = max(work.parts, key=_weights).rows
+    return FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
+
+
+def _weights(part: Part) -> float:
+    """Bytes of weights that a part reads."""
+    return 0.0 if part.operation in WITHOUT_WEIGHTS else part.size * part.times
 
 
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Times at one x count by their median. Where more was measured to be faster, both take their mean: what else ran
-    made the smaller one slow, or luck the larger one fast. Below the first point the first line goes on, down to half
-    of the first time; above the last, time grows as it did on the whole.
+    Times at one x count by their median. Where more was measured to be faster, all that this is true of take their
+    median: what else ran made the smaller one slow, or luck the larger one fast. Below the first point the first line
+    goes on, down to half of the first time; above the last, time grows as it did on the whole.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -192,14 +203,17 @@ def _reading_experts(work: Work, processor: Processor) -> float:
 
 
 def _rising(values: Iterable[float]) -> list[float]:
-    """The rising numbers that are closest to these: neighbours that fall become their mean (isotonic regression)."""
+    """The rising numbers that are closest to these: neighbours that fall become their median (isotonic regression).
+
+    A median, since one that was measured far too slow would draw all its neighbours up.
+    """
     pools: list[list[float]] = []
     for value in values:
         pools.append([value])
-        while len(pools) > 1 and fmean(pools[-2]) >= fmean(pools[-1]):
+        while len(pools) > 1 and median(pools[-2]) >= median(pools[-1]):
             last = pools.pop()
             pools[-1] += last
-    return [fmean(pool) for pool in pools for _ in pool]
+    return [median(pool) for pool in pools for _ in pool]
 
 
 def _demand(seconds: float, busy: Iterable[tuple[str, float]]) -> Demand:

@@ -110,7 +110,7 @@ def test_what_is_slowed_beside_others_is_held_against_weights_that_were_used_bef
     times.add(MODEL, "bfloat16", [task("route", 0, 3, layer=1)])
     times.add_fresh(MODEL, "bfloat16", [task("route", 0, 4, layer=1)])
     together = [task("route", 0, 4, layer=1), task("fetch", 0, 4, lane=DISK)]
-    assert times.rates(MODEL, "bfloat16", together)["compute", "disk->host"] == pytest.approx(0.75)
+    assert times.rates(MODEL, "bfloat16", together)["few rows", "disk->host"] == pytest.approx(0.75)
 
 
 def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None:
@@ -160,7 +160,7 @@ def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overl
     together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
     rates = times.rates(MODEL, "bfloat16", together)
     # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
-    assert rates == pytest.approx({("compute", "disk->host"): 0.5, ("disk->host", "compute"): 0.75})
+    assert rates == pytest.approx({("few rows", "disk->host"): 0.5, ("disk->host", "few rows"): 0.75})
 
 
 def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
@@ -168,8 +168,20 @@ def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -
     times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("route", 1, 2)])
     together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
     assert times.rates(MODEL, "bfloat16", together) == pytest.approx(
-        {("attention", "compute"): 0.5, ("compute", "attention"): 0.5}
+        {("attention", "few rows"): 0.5, ("few rows", "attention"): 0.5}
     )
+
+
+def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
+    times = TaskTimes()
+    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("attention", 1, 2, step=2)])
+    few = [task("cpu_attention", 0, 2, lane=HOST), task("post_attention", 0, 2, tokens=8)]
+    many = [
+        task("cpu_attention", 0, 1.25, lane=HOST, step=2),
+        task("post_attention", 0, 2, tokens=256, step=2),
+    ]
+    assert times.rates(MODEL, "bfloat16", few) == {("attention", "few rows"): pytest.approx(0.5)}
+    assert times.rates(MODEL, "bfloat16", many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
 def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
@@ -184,8 +196,8 @@ def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
         task("cpu_attention", 15, 20, lane=HOST),
     ]
     rates = times.rates(MODEL, "bfloat16", beside_the_fetch + beside_one_after_the_other)
-    assert rates["compute", "disk->host"] == pytest.approx(0.8, rel=0.01)
-    assert rates["compute", "attention"] == pytest.approx(0.4, rel=0.01)
+    assert rates["few rows", "disk->host"] == pytest.approx(0.8, rel=0.01)
+    assert rates["few rows", "attention"] == pytest.approx(0.4, rel=0.01)
 
 
 def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
@@ -197,24 +209,24 @@ def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
         task("cpu_attention", 0, 10, lane=HOST),
     ]
     assert times.rates(MODEL, "bfloat16", together) == {
-        ("compute", "attention + disk->host"): pytest.approx(0.4)
+        ("few rows", "attention + disk->host"): pytest.approx(0.4)
     }
 
 
 def test_rates_bring_the_tasks_to_the_right_sum() -> None:
     """Of tasks that a slow one is among, the mean counts, as the time of their lane is a sum."""
-    others = [Observed(1.0, took, {"compute": took}) for took in (1.0, 1.0, 4.0)]
-    assert rates_beside(others) == {"compute": pytest.approx(3 / 6)}
+    others = [Observed(1.0, took, {"few rows": took}) for took in (1.0, 1.0, 4.0)]
+    assert rates_beside(others) == {"few rows": pytest.approx(3 / 6)}
 
 
 def test_mixes_that_cannot_be_told_apart_have_one_rate() -> None:
-    always_alike = [Observed(1.0, 2.0, {"compute": 1.9, "attention + compute": 0.1})] * 5
+    always_alike = [Observed(1.0, 2.0, {"few rows": 1.9, "attention + few rows": 0.1})] * 5
     rates = rates_beside(always_alike)
-    assert rates == pytest.approx({"compute": 0.5, "attention + compute": 0.5})
+    assert rates == pytest.approx({"few rows": 0.5, "attention + few rows": 0.5})
 
 
 def test_a_mix_that_was_hardly_seen_has_the_rate_of_all() -> None:
-    tasks = [Observed(1.0, 2.0, {"compute": 2.0})] * 9 + [Observed(1e-5, 1e-4, {"attention": 1e-4})]
+    tasks = [Observed(1.0, 2.0, {"few rows": 2.0})] * 9 + [Observed(1e-5, 1e-4, {"attention": 1e-4})]
     assert rates_beside(tasks)["attention"] == pytest.approx(0.5, rel=0.02)
 
 
@@ -268,7 +280,7 @@ def test_measured_points_and_odd_names_are_read_back_too() -> None:
     fields = {field: getattr(machine, field) for field in machine.__struct_fields__}
     fields["name"] = 'a "quoted" name, \\ and ünïcode'
     fields["cost_table"] = [CostPoint(operation="route", size=2.5e9, seconds=1e-07, dtype="float32", rows=3)]
-    fields["contention"] = [Contention(work="compute", beside="disk->host", rate=0.5)]
+    fields["contention"] = [Contention(work="few rows", beside="attention", rate=0.5)]
     changed = Machine(**fields)
     assert parse_machine(machine_toml(changed).encode(), "text") == changed
 

@@ -117,9 +117,9 @@ def test_work_without_parts_is_left_to_the_roofline() -> None:
 def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
     costs = measured(
         contention=[
-            Contention(work="compute", beside="disk->host", rate=0.75),
-            Contention(work="compute", beside="attention", rate=0.5),
-            Contention(work="disk->host", beside="compute", rate=0.875),
+            Contention(work="few rows", beside="disk->host", rate=0.75),
+            Contention(work="few rows", beside="attention", rate=0.5),
+            Contention(work="disk->host", beside="few rows", rate=0.875),
         ]
     )
     kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
@@ -133,9 +133,9 @@ def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
 def test_several_sorts_at_once_slow_as_they_did_together_where_that_was_measured() -> None:
     costs = measured(
         contention=[
-            Contention(work="compute", beside="disk->host", rate=0.75),
-            Contention(work="compute", beside="attention", rate=0.5),
-            Contention(work="compute", beside="attention + disk->host", rate=0.25),
+            Contention(work="few rows", beside="disk->host", rate=0.75),
+            Contention(work="few rows", beside="attention", rate=0.5),
+            Contention(work="few rows", beside="attention + disk->host", rate=0.25),
         ]
     )
     kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
@@ -164,6 +164,11 @@ def test_a_curve_is_straight_between_points_and_goes_on_beyond_them() -> None:
 def test_a_curve_never_falls_where_it_was_measured_to_it_is_level() -> None:
     curve = Curve([(1, 3.0), (2, 2.0), (3, 1.0), (4, 4.0)])
     assert [curve(x) for x in (1, 2, 3, 4)] == [2.0, 2.0, 2.0, 4.0]
+
+
+def test_one_point_that_was_measured_far_too_slow_does_not_draw_its_neighbours_up() -> None:
+    curve = Curve([(1, 1.0), (2, 9.0), (3, 2.0), (4, 2.0), (5, 3.0)])
+    assert [curve(x) for x in (1, 2, 3, 4, 5)] == [1.0, 2.0, 2.0, 2.0, 3.0]
 
 
 def test_of_many_times_at_one_place_a_curve_takes_the_median() -> None:

@@ -142,6 +142,10 @@ BROKEN = [
         '[accelerator_group]\ninterconnect = { bandwidth = 1, paths = ["gpu->host", "wire"] }\n[roles]',
         r"accelerator_group\.interconnect\.paths\[1\]: 'wire' is not described: it is none of host->gpu, ",
     ),
+    (
+        "[roles]", '[[contention]]\nwork = "attention"\nbeside = "idling"\nrate = 1\n[roles]',
+        r"contention\[0\]: 'idling' is no sort of work: measure again with `moesched calibrate`",
+    ),
     ('name = "t4"', "name = t4", "not a machine"),
 ]  # fmt: skip
 

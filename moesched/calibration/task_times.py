@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, KEPT_LAYER
-from moesched.cost import ATTENTION, COMPUTE, DISPATCH, HOP
+from moesched.cost import DISPATCH, HOP, sort_of
 from moesched.machines import CostPoint
 from moesched.models.config import ModelConfig
 from moesched.seams import at_once
@@ -140,7 +140,7 @@ class TaskTimes:
             alone = self._alone.get(_same(model, dtype, task))
             if alone is not None and task.step > 0:
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
-                observed.setdefault(_sort(task), []).append(each)
+                observed.setdefault(sort_of(task.work), []).append(each)
         return {
             (sort, others): rate
             for sort, group in observed.items()
@@ -237,12 +237,6 @@ def _same(model: ModelConfig, dtype: str, task: Task) -> Same:
     return Same(model.name, dtype, task.step, verb, task.layer, task.micro_batch, task.expert)
 
 
-def _sort(task: Task) -> str:
-    if task.verb == "fetch":
-        return task.work.resource
-    return ATTENTION if task.verb in ("attention", "cpu_attention") else COMPUTE
-
-
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
     """Seconds of the task during which others ran on other lanes, by the sorts of those that ran at once."""
     others = [
@@ -253,7 +247,7 @@ def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
     changes = {task.start, task.end, *(each.start for each in others), *(each.end for each in others)}
     seconds: dict[str, float] = {}
     for start, end in pairwise(sorted(each for each in changes if task.start <= each <= task.end)):
-        sorts = [_sort(each) for each in others if each.start <= start and each.end >= end]
+        sorts = [sort_of(each.work) for each in others if each.start <= start and each.end >= end]
         if sorts:
             seconds[at_once(sorts)] = seconds.get(at_once(sorts), 0.0) + (end - start) / 1e9
     return seconds

@@ -64,10 +64,11 @@ class Launch:
 
     Args:
         roster: the nodes.
-        log: the prompts, and the tokens as they come.
+        log: the prompts; tokens are added as they come.
         sizes: those that were asked for.
 
     Attributes:
+        log: the prompts, and the tokens so far.
         finished: what nodes sent of their orders, in the order in which it came.
         epoch: how often the members changed.
         failure: why the run ended early, with the tokens so far; None where nothing was wrong.
@@ -78,7 +79,7 @@ class Launch:
         self.epoch = 0
         self.failure: str | None = None
         self._roster = roster
-        self._tokens = log
+        self.log = log
         self._sizes = sizes
         self._events = events
         self._order = -1
@@ -101,7 +102,7 @@ class Launch:
         self._wait_for(lambda: all(node.peer for node in self._roster.nodes), JOIN_SECONDS, "join")
         self._roster.members = list(self._roster.nodes)
         try:
-            while self.failure is None and (remainder := self._tokens.remainder()) is not None:
+            while self.failure is None and (remainder := self.log.remainder()) is not None:
                 self._carry_out(remainder)
         except KeyboardInterrupt:
             self._stop("the run was interrupted")
@@ -174,13 +175,13 @@ class Launch:
         self._gone = gone
         left = self._roster.members = [node for node in self._roster.members if node is not gone]
         self._stop(f"{gone.host} is lost")
-        if self._tokens.remainder() is None:
+        if self.log.remainder() is None:
             return  # it went when all was done
         everywhere = frozenset().union(*self._held.values())
         here = frozenset().union(*(self._held.get(node.host.rank, ()) for node in left))
         if not here or here < everywhere:
             raise NodeLost(
-                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts, {self._tokens.count} tokens "
+                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts, {self.log.count} tokens "
                 "were made",
                 gone.host.rank,
             )
@@ -272,7 +273,7 @@ class Launch:
 
     def _take_tokens(self, node: Node, message: Tokens) -> None:
         if node is self._roster.members[0]:
-            fresh = self._tokens.add(message.tokens, message.ended)
+            fresh = self.log.add(message.tokens, message.ended)
             if fresh:
                 self._events.tokens(fresh)
         slow = self._slow.computed(node.host.rank, message.seconds - message.waited)

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from moesched.cluster.cluster_file import (
@@ -23,7 +22,7 @@ from moesched.cluster.cluster_file import (
 from moesched.cluster.control import Control
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected
-from moesched.cluster.launcher import Events, Finished, Launch
+from moesched.cluster.launcher import Events, Launch
 from moesched.cluster.meeting import way_of
 from moesched.cluster.members import (
     Process,
@@ -35,23 +34,21 @@ from moesched.cluster.members import (
     start_here,
 )
 from moesched.cluster.messages import Sizes, Welcome
-from moesched.cluster.node import RECORDING, REPORT
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.curve.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.cluster_report import cluster_report, write_traces
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.jobs.node_jobs import NodeRun
-from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.jobs.report import ClusterReport
 from moesched.jobs.teller import Teller
-from moesched.jobs.trace_file import numbered, write_recording
 from moesched.listeners import Listener
 from moesched.machines.local import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.sampling import Sampling
-from moesched.trace import Clock, Recording, merge_recordings
 from moesched.trace.whole_file import require_writable
 from moesched.units import parse_bytes
 
@@ -187,15 +184,12 @@ def _launch(
     listener: Listener | None = None,
 ) -> ClusterReport:
     require_writable(trace, "trace")
-    if max_new_tokens < 1:
-        raise BadInput(f"--max-new-tokens is {max_new_tokens}: ask for at least 1 token")
+    require_some(max_new_tokens, "--max-new-tokens")
     way_of(transport)  # before anything is started
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
     tokenizer = find_tokenizer(checkpoint.directory)
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
-    if not encoded:
-        raise BadInput("no prompts were given: give at least one")
     run = NodeRun(
         policy=policy,
         settings=dict(settings or {}),
@@ -204,10 +198,7 @@ def _launch(
         device=device,
         device_settings=dict(device_settings or {}),
         machine=machine,
-        budgets={
-            name: parse_bytes(size) if isinstance(size, str) else size
-            for name, size in (budgets or {}).items()
-        },
+        budgets={memory: parse_bytes(size) for memory, size in (budgets or {}).items()},
         traced=trace is not None,
     )
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
@@ -215,19 +206,12 @@ def _launch(
     listener = listener or Listener()
     teller = Teller(listener, tokenizer, encoded, 0, config.stop_tokens, max_new_tokens)
     log = TokenLog(encoded, max_new_tokens, config.stop_tokens)
+    interrupted, lost = False, None
     with _control(cluster, cluster_file, keys) as (control, seated):
-        processes: list[Process] = []
-        try:
-            for host in seated.hosts:
-                processes.append(start(host, node_arguments(cluster_file, host, model.resolve())))
-        except BaseException:
-            for process in processes:
-                process.kill()
-            raise
         welcome = Welcome(run=run, lost_after=seated.lost_after, transport=transport)
+        processes = _start_all(start, seated, cluster_file, model)
         roster = Roster(seated, control, processes, expected, welcome)
         launch = Launch(roster, log, sizes, _Told(listener, teller))
-        interrupted, lost = False, None
         try:
             launch.run()
         except KeyboardInterrupt:
@@ -238,16 +222,29 @@ def _launch(
             roster.end()
     teller.finish_all()
     listener.ran()
-    report = _report(launch, roster, log, teller.texts, interrupted=interrupted, lost=lost)
+    report = cluster_report(launch, roster, teller.texts, interrupted=interrupted, lost=lost)
     if trace is not None and report is not None:
         with suppress(NotTraced) if lost else nullcontext():
-            _write_traces(Path(trace), launch, roster, report, listener)
+            write_traces(Path(trace), launch, roster, report, listener)
     if lost is not None:
         lost.report = report
         raise lost
     if report is None:
         raise KeyboardInterrupt
     return report
+
+
+def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) -> list[Process]:
+    """The nodes' processes; all or none."""
+    processes: list[Process] = []
+    try:
+        for host in cluster.hosts:
+            processes.append(start(host, node_arguments(cluster_file, host, model.resolve())))
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    return processes
 
 
 @contextmanager
@@ -278,90 +275,3 @@ class _Told(Events):
         for request, tokens in fresh.items():
             for token in tokens:
                 self._teller.tell({request: token})
-
-
-# ---------------------------------------------------------------- what comes out
-
-
-def _report(
-    launch: Launch,
-    roster: Roster,
-    log: TokenLog,
-    text: list[str] | None,
-    *,
-    interrupted: bool,
-    lost: NodeLost | None,
-) -> ClusterReport | None:
-    """What the nodes reported, as one; None where none of them came to that."""
-    by_order = _by_order(launch.finished, REPORT)
-    reports = {
-        order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
-        for order, found in by_order.items()
-    }
-    first = [report for found in reports.values() for rank, report in found if rank == found[0][0]]
-    if not first:
-        return None
-    merged = merge_reports(first, requests=len(log.tokens), batches=len(first))
-    fields = {name: getattr(merged, name) for name in merged.__struct_fields__}
-    failure = str(lost) if lost is not None else launch.failure
-    fields |= {
-        "tokens": log.tokens,
-        "text": text,
-        "interrupted": interrupted,
-        "failure": failure,
-        "scores": merged.scores,
-    }
-    clocks = roster.clocks
-    members = []
-    for host in (node.host for node in roster.nodes):
-        own = [report for found in reports.values() for rank, report in found if rank == host.rank]
-        clock = clocks.get(host.rank)
-        members.append(
-            NodeReport(
-                rank=host.rank,
-                name=host.name,
-                load_seconds=sum(each.load_seconds for each in own),
-                peak_bytes={
-                    memory: max(each.peak_bytes[memory] for each in own)
-                    for each in own[:1]
-                    for memory in each.peak_bytes
-                },
-                clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
-                clock_error_seconds=None if clock is None else clock.error / 1e9,
-                lost=roster.lost.get(host.rank),
-            )
-        )
-    return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
-
-
-def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """What nodes sent of one sort: for each order the ranks in their order, and each one's pieces as they came."""
-    found: dict[int, list[tuple[int, bytes]]] = {}
-    for each in finished:
-        if each.what == what:
-            found.setdefault(each.order, []).append((each.rank, each.data))
-    return {order: sorted(sent, key=lambda one: one[0]) for order, sent in sorted(found.items())}
-
-
-def _write_traces(
-    path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
-) -> None:
-    """One trace for each batch, of all nodes on the launcher's clock."""
-    number = 0
-    clocks = roster.clocks
-    for sent in _by_order(launch.finished, RECORDING).values():
-        by_rank: dict[int, list[Recording]] = {}
-        for rank, data in sent:
-            by_rank.setdefault(rank, []).append(msgspec.msgpack.decode(data, type=Recording))
-        for batch in range(max(map(len, by_rank.values()))):
-            recordings = {rank: found[batch] for rank, found in by_rank.items() if batch < len(found)}
-            merged = merge_recordings(recordings, {rank: clock.offset for rank, clock in clocks.items()})
-            told = {
-                str(rank): Clock(ahead=clocks[rank].offset, error=clocks[rank].error)
-                for rank in recordings
-                if rank in clocks
-            }
-            file = numbered(path, number)
-            assert file is not None
-            write_recording(file, merged, report, listener, told)
-            number += 1

@@ -83,8 +83,6 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
         if not workload.endswith(".jsonl"):
             return load_workload(workload)
         workload = read_prompts(Path(workload))
-    if not workload:
-        raise BadInput("no prompts were given: give at least one")
     has_folder = str(model) not in SHAPES
     if not has_folder and any(isinstance(prompt, str) for prompt in workload):
         raise BadInput(

@@ -18,7 +18,7 @@ from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import Reports
 from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
-from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.teller import Teller
 from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
@@ -94,13 +94,11 @@ def run_model(
         TaskFailed: a task raised on its lane.
     """
     require_writable(trace, "trace")
-    _require_some(max_new_tokens, "--max-new-tokens")
+    require_some(max_new_tokens, "--max-new-tokens")
     checkpoint = open_checkpoint(Path(model))
     config = checkpoint.config
     tokenizer = find_tokenizer(checkpoint.directory)
     encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
-    if not encoded:
-        raise BadInput("no prompts were given: give at least one")
     beams = 1 if sampling is None else sampling.beams
     _require_continuations(beams, config)
     machine = find_machine(machine, device, foreign=foreign_machine)
@@ -185,7 +183,7 @@ def simulate_model(
     if not isinstance(workload, Workload):
         workload = find_workload(workload, model, config)
     new_tokens = workload.new_tokens[0] if gen is None else gen
-    _require_some(new_tokens, "--gen")
+    require_some(new_tokens, "--gen")
     if requests is not None and requests < 1:
         raise BadInput(f"--requests is {requests}: ask for at least 1")
     all_told = requests or len(workload.prompt_tokens)
@@ -421,11 +419,6 @@ def _joined(machine: Machine, nodes: int | None, network: Network | str | None) 
     if nodes is None:
         raise BadInput("--network joins several nodes: say how many with --nodes")
     return replace(machine, network=load_network(network) if isinstance(network, str) else network)
-
-
-def _require_some(new_tokens: int, option: str) -> None:
-    if new_tokens < 1:
-        raise BadInput(f"{option} is {new_tokens}: ask for at least 1 token")
 
 
 def _require_continuations(beams: int, config: ModelConfig) -> None:

@@ -171,15 +171,23 @@ def _read_line(where: str, line: bytes) -> Prompt:
     return prompt
 
 
+def require_some(new_tokens: int, option: str) -> None:
+    """Raise BadInput where no tokens are asked for."""
+    if new_tokens < 1:
+        raise BadInput(f"{option} is {new_tokens}: ask for at least 1 token")
+
+
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, config: ModelConfig, new_tokens: int
 ) -> list[list[int]]:
     """The token ids of prompts, each checked against the model.
 
     Raises:
-        BadInput: a prompt is empty, has an id outside the vocabulary, leaves no room for `new_tokens` in the
-            model's context, or is text without a tokenizer to read it.
+        BadInput: there are no prompts, or one is empty, has an id outside the vocabulary, leaves no room for
+            `new_tokens` in the model's context, or is text without a tokenizer to read it.
     """
+    if not prompts:
+        raise BadInput("no prompts were given: give at least one")
     encoded = []
     for number, prompt in enumerate(prompts):
         ids = _encode(number, prompt, tokenizer)

@@ -28,6 +28,12 @@ from moesched.units import parse_bytes
 INTERCONNECT = "interconnect"
 """What carries all-reduces: the name of a lane and of a resource."""
 
+FEW_ROWS, MANY_ROWS, ATTENTION = "few rows", "many rows", "attention"
+"""Sorts of tasks that compute: products that wait for their weights, products that do not, and attention."""
+
+BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
+"""Operations that are timed by themselves, pair by pair: `gemv` is a product of one row, `read` is from the disk."""
+
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something that computes.
@@ -162,8 +168,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         work, beside: the sort, and what runs beside it, several sorts at once joined by " + " in alphabetical order. Of
-            tasks "compute", "attention", or a link as "source->destination"; of operations by themselves "stream",
-            "copy", "gemv" (a product of one row), "gemm" (of many), "read" (from the disk).
+            tasks FEW_ROWS, MANY_ROWS, ATTENTION, or a link as "source->destination"; or two of BY_THEMSELVES.
         rate: its speed, relative to being alone.
     """
 
@@ -283,6 +288,7 @@ def _problems(machine: Machine) -> Iterator[str]:
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
+    yield from _contention_problems(machine)
     roles = machine.roles
     yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
     yield from _unknown("roles.host", roles.host, machine.processors)
@@ -312,6 +318,15 @@ def _link_problems(machine: Machine) -> Iterator[str]:
         yield from _unknown(
             f"accelerator_group.interconnect.paths[{number}]", path, [link.lane for link in machine.links]
         )
+
+
+def _contention_problems(machine: Machine) -> Iterator[str]:
+    known = {FEW_ROWS, MANY_ROWS, ATTENTION, *BY_THEMSELVES}
+    known |= {f"{link.source}->{link.destination}" for link in machine.links}
+    for number, pair in enumerate(machine.contention):
+        for sort in (pair.work, *pair.beside.split(" + ")):
+            if sort not in known:
+                yield f"contention[{number}]: {sort!r} is no sort of work: measure again with `moesched calibrate`"
 
 
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
