@@ -49,8 +49,7 @@ class MicroBatchState:
         cache: the KV cache that has its requests.
         starts: each expert's first row of x_nD and y_nD, and their number of rows.
         logits_SV: those of a rank of several, until all ranks' are summed.
-        sum_TD: the weighted sum of a node's own experts, then of all nodes', float32.
-        told: what the first node tells the others in a centralised plan, arrays by what they are.
+        told: what nodes tell each other, by what it is.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class MicroBatchState:
         self.starts: list[int]
         self.on_host: HostRows | None = None
         self.logits_SV: Tensor
-        self.sum_TD: Tensor
         self.told: dict[str, Any] = {}
 
     @property

@@ -1,29 +1,26 @@
 """What a node of several does on MLX: sums of its own experts, and exchanges with the others, as numpy arrays.
 
-Exchanges are numpy to numpy, on the thread of the network's lane; kernels before and behind them turn arrays into the
-host's and back on the device's thread.
+Exchanges are numpy to numpy, on whatever thread; kernels before and behind them turn arrays into the host's and back on
+the device's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from moesched.parallel.node_tasks import ROWS, SUM, TOKENS
+from moesched.parallel.node_tasks import ROWS, SUM
 from moesched.plan import Plan
 from moesched.seams import Transport
-from moesched.tasks import Collective, Task
+from moesched.tasks import Task
 
 from .mlx_memory import ARRAY_DTYPES
 from .mlx_micro_batch import MlxBatch
 from .mlx_moe_layer import MlxMoELayer, Routed
-from .node_side import FIRST
-from .rank_side import exchange_of
+from .node_exchanges import NodeExchanges
 
 
 class MlxNodeSide:
@@ -32,6 +29,10 @@ class MlxNodeSide:
     Args:
         project_output: what comes before a layer's norm and router.
         sample: chooses a micro-batch's tokens, where the node attends.
+
+    Attributes:
+        verbs: what runs on the device's thread.
+        exchanges: what runs where the network's lane does.
     """
 
     def __init__(
@@ -43,64 +44,31 @@ class MlxNodeSide:
         project_output: Callable[[Task], None] | None,
         sample: Callable[[Task], list[int]] | None,
     ) -> None:
-        self._node = plan.node
-        self._centralised, self._attends = plan.centralised, plan.attends
         self._top_k = plan.layout.config.top_k
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
-        self._transport = transport
         self._batches = batches
         self._moe = moe
         self._project_output = project_output
-        self._sample = sample
-
-    @property
-    def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What runs on the device's thread."""
-        verbs: dict[str, Callable[[Any], Any]] = {
+        exchanges = NodeExchanges(plan, transport, [batch.told for batch in batches], np.asarray, sample)
+        self.exchanges = exchanges.verbs
+        self.verbs: dict[str, Callable[[Any], Any]] = {
             "partial_sum": self._partial_sum,
             "combine": self._add_residual,
+            **exchanges.token_verbs,
         }
-        if self._centralised and self._attends:
-            verbs |= {"route": self._route_for_all, "sample": self._sample_for_all}
-        elif self._centralised:
-            verbs |= {"route": self._take_rows, "sample": self._take_tokens}
-        return verbs
-
-    @property
-    def exchanges(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What runs on the thread of the lane."""
-        return {"all_reduce": self._all_reduce, "gather": self._gather, "broadcast": self._broadcast}
-
-    # -- sums --------------------------------------------------------------------------------------
+        if plan.centralised:
+            self.verbs["route"] = self._route_for_all if plan.attends else self._take_rows
 
     def _partial_sum(self, task: Task) -> None:
         """The weighted sum (T, D) of what this node's own experts made, float32."""
         batch = self._batches[task.micro_batch]
         batch.told[SUM] = np.array(self._moe.partial_sum(batch))
 
-    def _all_reduce(self, task: Collective) -> None:
-        told = self._batches[task.micro_batch].told
-        told[SUM] = self._transport.all_reduce(self._node, exchange_of(task), told[SUM])
-
-    def _gather(self, task: Collective) -> None:
-        told = self._batches[task.micro_batch].told
-        parts = self._transport.gather(self._node, exchange_of(task), told.pop(SUM), FIRST)
-        if parts is not None:
-            told[SUM] = reduce(add, parts)
-
     def _add_residual(self, task: Task) -> None:
         """The nodes' sum and the residual, rounded once, as one machine does."""
         batch = self._batches[task.micro_batch]
         batch.hidden_TD = (mx.array(batch.told.pop(SUM)) + batch.hidden_TD).astype(self._dtype)
         mx.eval(batch.hidden_TD)
-
-    # -- what the first node finds out, and the others are told --------------------------------------
-
-    def _broadcast(self, task: Collective) -> None:
-        told = self._batches[task.micro_batch].told
-        array = self._transport.broadcast(self._node, exchange_of(task), told.pop(task.operands, None), FIRST)
-        if self._node != FIRST:
-            told[task.operands] = array
 
     def _route_for_all(self, task: Task) -> dict[int, int]:
         assert self._project_output is not None, "the node attends"
@@ -121,13 +89,3 @@ class MlxNodeSide:
         )
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
         return self._moe.give_rows(batch, routed)
-
-    def _sample_for_all(self, task: Task) -> list[int]:
-        assert self._sample is not None, "the node attends"
-        tokens = self._sample(task)
-        self._batches[task.micro_batch].told[TOKENS] = np.array(tokens, dtype=np.int64)
-        return tokens
-
-    def _take_tokens(self, task: Task) -> list[int]:
-        tokens: list[int] = self._batches[task.micro_batch].told.pop(TOKENS).tolist()
-        return tokens

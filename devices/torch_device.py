@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,31 +12,27 @@ from moesched.beams import BeamSearch
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
-from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.plan import KV_ROLES, Plan
 from moesched.sampling import Sampling
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
-from moesched.tasks import PageTransfer, Task
+from moesched.tasks import Task
 
 from . import torch_kernels as kernels
-from .arena import Arena, aligned_bytes, copy_placed_alike
 from .bfloat16_support import has_bfloat16
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
 from .first_bad_tensor import FirstBadTensor
 from .host_experts import HostExperts
-from .host_side import HOST, HostSide, bring_home
-from .kept_pages import KeptPages, Weights
+from .host_side import HOST, HostSide
 from .kv_cache import BlockedKV
-from .mapped_pages import MappedPages
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
 from .next_tokens import Head, NextTokens
 from .node_side import NodeSide
-from .packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
-from .page_reader import DTYPES, PageReader
+from .packed_weights import cores_keep_bits, packing_pays
+from .page_reader import DTYPES
 from .products import Products, make_kernel, rows_for_kernel
 from .prompt_chunks import KVAtHand, chunk_states
 from .rank_side import RankSide
@@ -46,15 +41,10 @@ from .team import Team, usable_cores, use_cores
 from .token_ids import check_token_ids
 from .torch_kernels import KVView, Tensor
 from .watchers import Watchers
+from .weight_store import WeightStore
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
-
-MOST_ARRANGING = 3
-"""How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
-
-READS_IN_FLIGHT = 2
-"""How many pages of one transfer are read at a time: a disk that waits for the next read was measured 7 % slower."""
 
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
@@ -99,33 +89,33 @@ class TorchDevice:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self._keep_logits = keep_logits
-        self._reader = PageReader(checkpoint, layout, direct)
-        self._checkpoint = checkpoint
-        self._mapping = self._on_cpu and not direct and MappedPages.possible(self._reader)
-        self._mapped: MappedPages | None = None
         self._dtype = DTYPES[layout.dtype]
         transposed = self.config.transposed_down
-        self._packing = self._on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._cores = usable_cores()
+        self._store = WeightStore(
+            checkpoint,
+            layout,
+            self._accelerator,
+            direct=direct,
+            packing=self._on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed),
+            cores=self._cores,
+        )
         self._sharing = (
             self._on_cpu and self._cores > 1 and cores_keep_bits(self._dtype, self._cores, transposed)
         )
         self._threads_before = torch.get_num_threads()
-        self._team = self._readers = Team(1)
-        self._arenas: dict[Pool, Arena] = {}
+        self._team = Team(1)
         self._globals: dict[str, Tensor] = {}
         self._head: list[Tensor] = []
         self._started = False
-        self._kept = KeptPages(self._reader, self._arranged)
-        self._home: dict[int, Tensor] = {}
         self._states: list[MicroBatchState] = []
         self._number = 0
         self._transport: Transport | None = None
         self._watchers = Watchers()
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
-            "load": self._load,
-            "fetch": self._fetch,
-            "pin": self._fetch,
+            "load": self._store.load,
+            "fetch": self._store.fetch,
+            "pin": self._store.fetch,
             "embed": self._embed,
             "pre_attention": self._pre_attention,
             "attention": self._attention,
@@ -172,15 +162,15 @@ class TorchDevice:
     @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
-        return self._reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
+        return self._store.bytes_read
 
     def bytes_to_read(self, page: Page) -> int:
         """Bytes, in whole blocks, that bringing in a page asks of the files."""
-        return self._reader.bytes_to_read(page)
+        return self._store.reader.bytes_to_read(page)
 
     def slot_bytes(self, page: Page) -> int:
         """What a page takes in a slot."""
-        return self._reader.bytes_in_slot(page)
+        return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several from now on, with exchanges over a transport.
@@ -209,21 +199,13 @@ class TorchDevice:
         """
         check_token_ids(prompts, self.config.vocabulary)
         self._let_go()
+        self._store.accelerator = self._accelerator  # which of several GPUs, if there are any
         if not self._started:
             self._start(plan)
         if plan.attends and not self._head:
-            self._globals = {name: self._read_global(name) for name in ("embedding", "final_norm")}
+            self._globals = {name: self._store.read_global(name) for name in ("embedding", "final_norm")}
             self._head = self._split_head()
-        fast = plan.memory("accelerator")
-        missing = self._kept.retain(
-            page for pool in plan.kept if pool.memory is fast for page in pool.pages()
-        )
-        if self._mapping and plan.machine.unified:
-            self._mapped = self._mapped or MappedPages(self._checkpoint, self.layout, self._reader)
-        else:
-            self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
-        if missing:
-            self._kept.expect(missing, self._staging(missing, plan.staged))
+        self._store.begin(plan)
         self._first_request = plan.batch.first_request
         self._states = [
             MicroBatchState(requests, prompts, self._searches(plan, requests, sampling), plan.batch.beams)
@@ -236,9 +218,7 @@ class TorchDevice:
         self._moe = self._moe_layer()
         tokens = self._next_tokens(sampling) if plan.attends else None
         self._verbs = {**self._verbs, **self._moe.verbs, **(tokens.verbs if tokens else {})}
-        self._host = ""
         if not plan.machine.unified:
-            self._host = plan.memory("host").name
             self._verbs = {**self._verbs, **self._host_side(plan).verbs, **self._host_experts().verbs}
         if self._transport is not None and tokens is not None and self.config.ranks > 1:
             self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport, tokens)}
@@ -263,12 +243,11 @@ class TorchDevice:
 
     def _start(self, plan: Plan) -> None:
         """What is the same for all batches: threads, and who multiplies."""
-        if self._packing and self._rows_an_expert(plan) <= self._kernel_rows:
-            self._packing = False  # what is packed is torch's alone
-        if not self._packing:
+        if self._rows_an_expert(plan) <= self._kernel_rows:
+            self._store.packing = False  # what is packed is torch's alone
+        if not self._store.packing:
             self._products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
         self._team = Team(self._cores if self._sharing else 1)
-        self._readers = Team(READS_IN_FLIGHT)
         self._started = True
 
     def _rows_an_expert(self, plan: Plan) -> float:
@@ -278,11 +257,8 @@ class TorchDevice:
 
     def _let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
-        self._kept.close()
+        self._store.let_go()
         self._states = []
-        self._arenas = {}
-        if self._mapped is not None:
-            self._mapped.hide()
         self._verbs = self._verbs_of_one_memory
 
     def execute(self, task: Task) -> Any:
@@ -297,34 +273,12 @@ class TorchDevice:
     def close(self) -> None:
         """The same, where nothing can be awaited."""
         self._let_go()
-        self._kept.retain([])
-        self._home = {}
+        self._store.close()
         self._products.close()
         self._team.close()
-        self._readers.close()
-        if self._mapped is not None:
-            self._mapped.close()
-        self._reader.close()
         torch.set_num_threads(self._threads_before)
 
-    # -- weights -----------------------------------------------------------------------------------
-
-    def _load(self, task: PageTransfer) -> None:
-        for page, slot in zip(task.pages, task.slots, strict=True):
-            if slot.memory != self._host or page.id not in self._home:
-                self._kept.load(page)
-
-    def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
-        count = min(pages + 1, self._cores + 1, MOST_ARRANGING + 1, most)
-        size = self._reader.slot_bytes
-        unused = [
-            arena.slot(index)
-            for arena in self._arenas.values()
-            if arena.slot_bytes >= size and arena.on_cpu
-            for index in range(len(arena))
-        ]
-        return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
+    # -- what a batch is run with ------------------------------------------------------------------
 
     def _split_head(self) -> list[Tensor]:
         """The LM head as row blocks, one for each core of the team."""
@@ -332,40 +286,16 @@ class TorchDevice:
         if tied:
             head = self._globals["embedding"].chunk(self.config.ranks)[self._rank]
         else:
-            head = self._read_global("lm_head")
+            head = self._store.read_global("lm_head")
         blocks = head.chunk(self._team.cores)
-        return list(blocks) if tied else [self._arranged(block) for block in blocks]
-
-    def _arranged(self, matrix_ND: Tensor) -> Tensor:
-        if self._packing and matrix_ND.dim() == 2:
-            packed = pack(matrix_ND)
-            if packed_bytes(packed) <= matrix_ND.nbytes:
-                return packed
-        return copy_placed_alike(matrix_ND, self._accelerator)
-
-    def _fetch(self, task: PageTransfer) -> None:
-        pairs = list(zip(task.pages, task.slots, strict=True))
-        if self._mapped is not None:
-            for page, slot in pairs:
-                self._mapped.bring(page, slot)
-            return
-        self._readers.run([partial(self._reader.read, page, self._bytes(slot)) for page, slot in pairs])
-
-    def _read_global(self, name: str) -> Tensor:
-        return self._reader.read_tensor(name).to(self._accelerator)
-
-    def _arena(self, pool: Pool, plan: Plan) -> Arena:
-        fast = pool.memory is plan.memory("accelerator")
-        if fast:
-            return Arena(len(pool.slots), pool.slot_bytes, device=self._accelerator)
-        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._on_cpu)
+        return list(blocks) if tied else [self._store.arranged(block) for block in blocks]
 
     def _host_side(self, plan: Plan) -> HostSide:
         return HostSide(
             self._accelerator,
-            self._reader,
-            self._home_of_weights(plan),
-            self._bytes,
+            self._store.reader,
+            self._store.home(plan),
+            self._store.bytes,
             [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
             self._cached_on_host(plan),
@@ -401,7 +331,7 @@ class TorchDevice:
             self.config,
             self._on_cpu,
             self._states,
-            self._weights,
+            self._store.weights,
             self._residual,
             self._use_cores_for,
             self._team if self._sharing else None,
@@ -415,7 +345,7 @@ class TorchDevice:
             self.config,
             self._accelerator,
             self._states,
-            self._weights,
+            self._store.weights,
             self._use_cores_for,
             self._moe,
             self._products,
@@ -434,7 +364,7 @@ class TorchDevice:
             sampling,
             self._first_request,
             self.logits if self._keep_logits else None,
-            FirstBadTensor(self._reader, self.layout, self._accelerator).name,
+            FirstBadTensor(self._store.reader, self.layout, self._accelerator).name,
         )
 
     def _verbs_of_a_rank(
@@ -467,47 +397,6 @@ class TorchDevice:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
-    def _home_of_weights(self, plan: Plan) -> dict[int, Tensor]:
-        """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
-        fast, host = plan.memory("accelerator"), plan.memory("host")
-        if plan.home is not None:
-            pages = plan.home.pages()
-        elif plan.machine.roles.weights == host.name:
-            kept = {page.id for pool in plan.kept if pool.memory is fast for page in pool.pages()}
-            pages = [page for page in plan.pages if page.id not in kept]
-        else:
-            pages = [page for pool in plan.kept if pool.memory is host for page in pool.pages()]
-        self._home = bring_home(self._home, self._reader, pages)
-        return self._home
-
-    def _bytes(self, slot: Slot) -> Tensor:
-        if slot.fixed:
-            assert slot.page is not None
-            return self._home[slot.page.id]
-        return self._arenas[slot.pool].slot(slot.index)
-
-    def _weights(self, view: View[Any]) -> Weights:
-        """The tensors that a view shows, by their names within the layer."""
-        if view.bound is None:
-            merged: Weights = {}
-            for page, slot in zip(view.pages, view.slots, strict=True):
-                tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
-                for name, blocks in tensors.items():
-                    merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
-            view.bound = merged
-        bound: Weights = view.bound
-        return bound
-
-    def _staying(self, page: Page, slot: Slot) -> Weights:
-        if slot.memory == self._host:
-            return self._reader.views(self._home[page.id], page)
-        return self._kept[page]
-
-    def _streamed(self, page: Page, slot: Slot) -> Weights:
-        if self._mapped is not None:
-            return self._mapped.views(page)
-        return self._reader.views(self._bytes(slot), page)
-
     # -- a micro-batch through a layer -------------------------------------------------------------
 
     def _use_cores_for(self, tokens: int, weights: int) -> None:
@@ -533,7 +422,11 @@ class TorchDevice:
         state.hidden_TD = kernels.embed(ids_T, self._globals["embedding"])
 
     def _pre_attention(self, task: Task) -> None:
-        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        state, weights, config = (
+            self._states[task.micro_batch],
+            self._store.weights(task.operands),
+            self.config,
+        )
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._use_cores_for(len(state.hidden_TD), config.hidden * width)
         state.qkv = kernels.project_qkv(
@@ -571,7 +464,11 @@ class TorchDevice:
         return self._moe.choose_experts(task)
 
     def _project_output(self, task: Task) -> None:
-        state, weights, config = self._states[task.micro_batch], self._weights(task.operands), self.config
+        state, weights, config = (
+            self._states[task.micro_batch],
+            self._store.weights(task.operands),
+            self.config,
+        )
         self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
         state.hidden_TD = kernels.output_projection(
             state.attended_TX, weights["o"], self._residual(state), self._products.linear

@@ -1,8 +1,8 @@
-"""Writes the tables of docs/fidelity.md from the result files, so that no figure is typed by hand.
+"""Writes the tables of docs/fidelity.md and docs/transports.md from the result files: no figure is typed by hand.
 
-    python benchmarks/_fidelity_page.py
+    python benchmarks/_measured_pages.py
 
-The page's words are its own.
+The pages' words are their own.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 from _pages import DOCS, fill
 from _results import RESULTS
-from _summary import command, fidelity, machine, peak_memory
-
-PAGE = DOCS / "fidelity.md"
+from _summary import all_reduce, command, fidelity, machine, peak_memory
 
 Rows = Callable[[dict[str, Any]], Iterator[str]]
 
 
 def main() -> None:
     """Write every table anew from whichever result files there are."""
-    fill(PAGE, table)
+    for page in ("fidelity.md", "transports.md"):
+        fill(DOCS / page, table)
 
 
 def table(name: str) -> str:
@@ -105,6 +104,7 @@ TABLES: dict[str, tuple[str, Rows]] = {
     "ranks": ("fidelity", ranks),
     "predictions": ("prediction", predictions),
     "memory": ("peak_memory", peak_memory),
+    "all-reduce": ("all_reduce", all_reduce),
 }
 
 
