@@ -1,4 +1,4 @@
-"""Nodes from a fork server that has torch loaded already: a process takes milliseconds to start, not seconds."""
+"""Nodes from a fork server that has torch loaded already, so that they start in milliseconds; what kills them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.members import Process, Start
+from moesched.listeners import Listener
 
 PRELOADED = [
     "moesched.cli.main",
@@ -72,6 +74,26 @@ class ForkServer:
         process.start()
         self.nodes[rank] = ForkedProcess(process, errors)
         return self.nodes[rank]
+
+
+class Killer(Listener):
+    """Does something when so many tokens have come.
+
+    Attributes:
+        since: when it did, on the monotonic clock.
+    """
+
+    def __init__(self, at: int, act: Callable[[], object]) -> None:
+        self._left = at
+        self._act = act
+        self.since = 0.0
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """Count a token."""
+        self._left -= 1
+        if not self._left:
+            self.since = time.monotonic()
+            self._act()
 
 
 def _run(arguments: list[str], errors: str) -> None:

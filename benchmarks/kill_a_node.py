@@ -21,7 +21,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from _forked_nodes import ForkServer
+from _forked_nodes import ForkServer, Killer
 from _results import RESULTS, named_for_machine, write_result
 from cluster_tokens import DBRX, MIXTRAL, PROMPTS
 from rich.progress import track
@@ -30,29 +30,11 @@ import moesched
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.errors import NodeLost
 from moesched.jobs.cluster_jobs import run_local
-from moesched.listeners import Listener
 from moesched.models.random_model import write_random_model
 
 NEW_TOKENS = 12
 SECONDS_TO_END = 2.0
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
-
-
-class Killer(Listener):
-    """Kills a node when so many tokens have come."""
-
-    def __init__(self, server: ForkServer, rank: int, at: int) -> None:
-        self._server = server
-        self._rank = rank
-        self._left = at
-        self.since = 0.0
-
-    def generated(self, request: int, token: int, text: str) -> None:
-        """Count a token."""
-        self._left -= 1
-        if not self._left:
-            self.since = time.perf_counter()
-            self._server.nodes[self._rank].process.kill()
 
 
 def main() -> int:
@@ -106,7 +88,7 @@ def run_one(
     policy = draw.choice(POLICIES)
     settings = {"experts": 1} if policy == "ep_balanced" and draw.random() < 0.5 else {}
     at = draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 2))
-    killer = Killer(server, rank, at)
+    killer = Killer(at, lambda: server.nodes[rank].process.kill())
     right = False
     try:
         report = run_local(
@@ -130,7 +112,7 @@ def run_one(
         )
     except moesched.MoeschedError as error:
         ended = f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - killer.since
+    seconds = time.monotonic() - killer.since
     gone = all(node.process.exitcode is not None for node in server.nodes.values())
     return {
         "seed": seed,

@@ -7,13 +7,13 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from _forked_nodes import ForkServer
+from _forked_nodes import ForkServer, Killer
 from structlog.testing import capture_logs
 
 import moesched
@@ -26,7 +26,6 @@ from moesched.curve.keys import SECRET_NAME, make_keys, write_keys
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.cluster_jobs import run_cluster, run_local
 from moesched.jobs.node_jobs import NodeRun
-from moesched.listeners import Listener
 from moesched.trace import read_trace
 from small_models import SMALL, small_model
 
@@ -131,21 +130,6 @@ def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: P
 
 
 # ---------------------------------------------------------------- losses
-
-
-class Killer(Listener):
-    """Does something when so many tokens have come."""
-
-    def __init__(self, at: int, act: Callable[[], object]) -> None:
-        self._left = at
-        self._act = act
-        self.since = 0.0
-
-    def generated(self, request: int, token: int, text: str) -> None:
-        self._left -= 1
-        if not self._left:
-            self.since = time.monotonic()
-            self._act()
 
 
 @pytest.mark.parametrize("number", range(10))
