@@ -18,7 +18,7 @@ from .packed_weights import pack, packing_pays
 from .page_reader import DTYPES
 from .products import Products, make_kernel, rows_for_kernel
 from .team import Team
-from .torch_device import READS_IN_FLIGHT
+from .weight_store import READS_IN_FLIGHT
 
 Call = Callable[[], object]
 

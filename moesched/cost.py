@@ -11,7 +11,16 @@ from collections.abc import Iterable
 from statistics import median
 
 from moesched.errors import BadInput
-from moesched.machines import ATTENTION, FEW_ROWS, INTERCONNECT, MANY_ROWS, CostPoint, Machine, Processor
+from moesched.machines import (
+    ATTENTION,
+    ATTENTION_CALLS,
+    FEW_ROWS,
+    INTERCONNECT,
+    MANY_ROWS,
+    CostPoint,
+    Machine,
+    Processor,
+)
 from moesched.networks import NETWORK
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Part, Work
@@ -142,7 +151,8 @@ def sort_of(work: Work) -> str:
     """What a work with parts is, as far as others that run beside it are concerned."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
-        return ATTENTION
+        calls = sum(part.times for part in work.parts if part.operation == "attention call")
+        return ATTENTION_CALLS if calls > 1 else ATTENTION
     if operation == work.resource:
         return operation
     rows = max(work.parts, key=_weights).rows

@@ -184,6 +184,21 @@ def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
     assert times.rates(MODEL, "bfloat16", many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
+def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -> None:
+    times = TaskTimes()
+    one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
+    work = OPERATIONS.attention_step([4, 5, 6])
+    several.work = Work("attention", "cpu", work.flops, work.nbytes, 3, work.parts)
+    times.add(MODEL, "bfloat16", [one, several])
+    read = task("fetch", 0, 9, lane=DISK)
+    slowed = [task("attention", 0, 2), task("attention", 2, 6, step=2), read]
+    slowed[1].work = several.work
+    assert times.rates(MODEL, "bfloat16", slowed) == {
+        ("attention", "disk->host"): pytest.approx(0.5),
+        ("attention calls", "disk->host"): pytest.approx(0.25),
+    }
+
+
 def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
     times = TaskTimes()
     times.add(

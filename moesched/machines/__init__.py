@@ -28,8 +28,14 @@ from moesched.units import parse_bytes
 INTERCONNECT = "interconnect"
 """What carries all-reduces: the name of a lane and of a resource."""
 
-FEW_ROWS, MANY_ROWS, ATTENTION = "few rows", "many rows", "attention"
-"""Sorts of tasks that compute: products that wait for their weights, products that do not, and attention."""
+FEW_ROWS, MANY_ROWS = "few rows", "many rows"
+"""Sorts of tasks that compute: products that wait for their weights, and products that do not."""
+
+ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
+"""Attention over sequences of one length, which is one call, and over others, in several: what else runs on the
+processor comes between these."""
+
+SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
 """Operations that are timed by themselves, pair by pair: `gemv` is a product of one row, `read` is from the disk."""
@@ -168,7 +174,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         work, beside: the sort, and what runs beside it, several sorts at once joined by " + " in alphabetical order. Of
-            tasks FEW_ROWS, MANY_ROWS, ATTENTION, or a link as "source->destination"; or two of BY_THEMSELVES.
+            tasks one of SORTS, or a link as "source->destination"; or two of BY_THEMSELVES.
         rate: its speed, relative to being alone.
     """
 
@@ -321,7 +327,7 @@ def _link_problems(machine: Machine) -> Iterator[str]:
 
 
 def _contention_problems(machine: Machine) -> Iterator[str]:
-    known = {FEW_ROWS, MANY_ROWS, ATTENTION, *BY_THEMSELVES}
+    known = {*SORTS, *BY_THEMSELVES}
     known |= {f"{link.source}->{link.destination}" for link in machine.links}
     for number, pair in enumerate(machine.contention):
         for sort in (pair.work, *pair.beside.split(" + ")):
