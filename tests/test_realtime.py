@@ -38,7 +38,8 @@ class Machine:
         self.done: list[str] = []
         self.bodies = bodies or {}
         execute = self.execute_later if kind == "awaitable" else self.execute
-        kinds = {**dict.fromkeys(lanes, kind), **dict.fromkeys(guests, "guest")}
+        kinds: dict[str, LaneKind] = dict.fromkeys(lanes, kind)
+        kinds |= dict.fromkeys(guests, "guest")
         self.driver = RealtimeDriver([self.engine], execute, kinds=kinds, observers=[self])
 
     def execute(self, task: Task) -> Any:

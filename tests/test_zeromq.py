@@ -25,12 +25,12 @@ from structlog.testing import capture_logs
 
 from fuzzed_frames import fuzzed_frames
 from meshes import FIRST, ONE, at_once, closing, keys_of, mesh_of, ports, sockets_in, sums
+from moesched.curve.zap import LOGGED
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
 from moesched.transports.curve import Keys
 from moesched.transports.frames import DTYPES, TEXT_BYTES, BadFrame, Frame, Kind, cut, pack, unpack
 from moesched.transports.inbox import AHEAD_FRAMES
-from moesched.transports.watch import LOGGED
 from moesched.transports.zeromq import ZeroMqTransport
 
 # -- the wire format -------------------------------------------------------------------------------
