@@ -36,7 +36,7 @@ from moesched.calibration.other_load import OtherLoad
 from moesched.calibration.task_times import TaskTimes, point, rounded
 from moesched.cost import Surface
 from moesched.errors import BadInput
-from moesched.machines import Contention, CostPoint, Machine
+from moesched.machines import ATTENTION, ATTENTION_CALLS, Contention, CostPoint, Machine
 from moesched.machines.local import (
     available_memory,
     calibrated_file,
@@ -346,10 +346,12 @@ class _Calibration:
         return partial(self._take_rates, manner, tasks)
 
     def _take_rates(self, manner: Manner, tasks: Sequence[Task]) -> None:
-        dtype = DTYPES[0]
-        self._take_pairs(self.tasks.rates(self.extent.models[-1], dtype, tasks))
-        if manner is not Manner.SHARING:
+        rates = self.tasks.rates(self.extent.models[-1], DTYPES[0], tasks)
+        if manner is Manner.SHARING:  # attention is the accelerator's there, and beside little
+            rates = {pair: rate for pair, rate in rates.items() if not any(map(_has_attention, pair))}
+        else:
             self.tasks.add_gaps(tasks)
+        self._take_pairs(rates)
 
     # -- the outcome -------------------------------------------------------------------------------
 
@@ -430,6 +432,10 @@ def speed_beside(call: Call, other: Call, seconds: float) -> float:
         ended.set()
         thread.join()
     return max(LEAST_RATE, min(1.0, alone / together))
+
+
+def _has_attention(sorts: str) -> bool:
+    return not {ATTENTION, ATTENTION_CALLS}.isdisjoint(sorts.split(" + "))
 
 
 def _best_bandwidth(table: Sequence[CostPoint], operation: str) -> float:
