@@ -60,7 +60,8 @@ SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
 
 The last keeps time from being dilated a hundred times, since starting a product takes this machine some 100 µs.
 """
-NOT_SCHEDULES = ("adversarial",)
+LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
+"""No schedule, and schedules for several nodes, which on one are what `resident` is."""
 MEASURES = ("decode", "total")
 EMULATED = "moesched.devices.emulated_device:EmulatedDevice"
 
@@ -345,7 +346,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [name for name in plugins.names("policies") if name not in NOT_SCHEDULES]
+    every = [name for name in plugins.names("policies") if name not in LEFT_OUT]
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=SETTINGS, metavar="PART")
     parser.add_argument("--policies", nargs="+", default=every)
     parser.add_argument("--repeats", type=int)
