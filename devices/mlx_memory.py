@@ -25,20 +25,21 @@ class Bytes:
     Whoever writes to them sees to it that no kernel that reads them is under way.
 
     Attributes:
+        array: all of them, uint8, and some more on both sides.
         tensor: what the page reader writes to, uint8.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._array = mx.zeros((nbytes + ALIGNMENT,), dtype=mx.uint8)
-        mx.eval(self._array)
-        memory = np.array(self._array, copy=False)
+        self.array = mx.zeros((nbytes + ALIGNMENT,), dtype=mx.uint8)
+        mx.eval(self.array)
+        memory = np.array(self.array, copy=False)
         self._skip = -memory.ctypes.data % ALIGNMENT
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
     def show(self, items: torch.Tensor, dtype: str) -> Array:
         """The same part of the bytes as an MLX array. items: a contiguous view of `tensor`, of that dtype."""
         start = self._skip + items.data_ptr() - self.tensor.data_ptr()
-        part = self._array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
+        part = self.array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
         return part.reshape(tuple(items.shape))
 
 

@@ -29,8 +29,14 @@ class Key(NamedTuple):
 
 
 class Stacked(Protocol):
-    """Pages in few arrays. missing: the ids of those that are still to come."""
+    """Pages in few arrays.
 
+    Attributes:
+        arrays: all of them.
+        missing: the ids of pages that are still to come.
+    """
+
+    arrays: list[Array]
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
@@ -59,6 +65,7 @@ class StackedLayer:
         for index, part, shape in _blocks(layout):
             array, self._tensors[index, part] = shared((config.experts, *shape), layout.dtype)
             arrays[part].append(array)
+        self.arrays = [array for blocks in arrays.values() for array in blocks]
         self._stack = Stack(**arrays, transposed_down=config.transposed_down)
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
@@ -85,6 +92,7 @@ class StackedExpert:
             self._spans[block] = (start, end)
         layers = range(layout.config.layers)
         self._array, self._tensor = shared((len(layers), end), layout.dtype)
+        self.arrays = [self._array]
         self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:

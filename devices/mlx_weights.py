@@ -90,6 +90,11 @@ class MlxWeights:
         bound: Weights = view.bound
         return bound
 
+    def arrays(self) -> list[Array]:
+        """Those of the pages that stay."""
+        stacked = [array for stack in self._stacks.values() for array in stack.arrays]
+        return [memory.array for memory in self._kept.values()] + stacked
+
     def _bind(self, view: View[Any]) -> Weights:
         dense: dict[str, list[Array]] = {}
         experts: dict[int, tuple[Stack, int]] = {}

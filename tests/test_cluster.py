@@ -21,8 +21,9 @@ from clusters import LAUNCHER, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import Cluster, cluster_toml
 from moesched.cluster.control import Control
-from moesched.cluster.messages import Join, Welcome
+from moesched.cluster.messages import Join, Quit, Welcome
 from moesched.curve.keys import SECRET_NAME, make_keys, write_keys
+from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput, NodeLost
 from moesched.jobs.cluster_jobs import run_cluster, run_local
 from moesched.jobs.node_jobs import NodeRun
@@ -283,6 +284,42 @@ def test_a_node_ends_when_its_launcher_is_gone(
     control.close()
     assert node.wait(10) == 1
     assert "is gone" in node.last_words()
+
+
+class StandingDevice(TorchDevice):
+    """Leaves a file where it stood by."""
+
+    def __init__(self, checkpoint: Any, layout: Any, file: str) -> None:
+        super().__init__(checkpoint, layout)
+        self._file = Path(file)
+
+    def stand_by(self) -> None:
+        self._file.touch()
+
+
+def test_the_device_of_a_node_that_waits_for_something_to_do_stands_by(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path, tmp_path: Path
+) -> None:
+    file, described = seated
+    stood = tmp_path / "stood by"
+    control = Control(
+        "127.0.0.1", described.launcher.port, LAUNCHER, {each.key: each.name for each in described.hosts}
+    )
+    arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
+    node = server.start(0, arguments, file.parent / "err")
+    while not (heard := list(control.hear(5))):
+        pass
+    run = NodeRun(
+        policy="ep_naive", device="test_cluster:StandingDevice", device_settings={"file": str(stood)}
+    )
+    control.say(heard[0].peer, Welcome(run=run, lost_after=5.0, transport="zeromq"))
+    until = time.monotonic() + 10
+    while not stood.exists() and time.monotonic() < until:
+        list(control.hear(0.1))
+    control.say(heard[0].peer, Quit())
+    assert node.wait(10) == 0
+    control.close()
+    assert stood.exists()
 
 
 # ---------------------------------------------------------------- bad input

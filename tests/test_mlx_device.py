@@ -182,6 +182,17 @@ def test_the_next_batch_finds_the_weights_that_stay(
     asyncio.run(device.aclose())
 
 
+def test_standing_by_between_batches_uses_the_weights_that_stay_and_changes_nothing(
+    checkpoint: Checkpoint, layout: WeightLayout, expected: Generated
+) -> None:
+    device = MlxDevice(checkpoint, layout, keep_logits=True)
+    assert device.stand_by() == 0
+    for _ in range(2):
+        assert same_bits(generate_by("resident", device).logits_RSV, expected.logits_RSV)
+        assert device.stand_by() > checkpoint.config.layers
+    asyncio.run(device.aclose())
+
+
 @pytest.mark.parametrize("policy", ["resident", "cgopipe"])
 def test_long_prompts_pass_in_chunks(no_text: Path, policy: str) -> None:
     prompts = [[*range(1, 71)], [*range(5, 18)], [*range(9, 54)]]

@@ -99,13 +99,16 @@ class Link:
             self._require_handshake()
         raise BadInput(f"no launcher at {self._where} in {patience:g} s: start `moesched launch` there")
 
-    def next(self) -> LauncherSays:
-        """The next message for the node, waiting for it.
+    def next(self, seconds: float) -> LauncherSays | None:
+        """The next message for the node; None where none comes in that time.
 
         Raises:
             LauncherGone: there will be none.
         """
-        message = self._inbox.get()
+        try:
+            message = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            return None
         if message is None:
             raise LauncherGone(f"the launcher at {self._where} is gone")
         return message

@@ -47,6 +47,8 @@ from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
 JOIN_SECONDS = 60.0
+STAND_BY_SECONDS = 0.25
+"""Metal was seen to give up memory that lay idle for more than half a second (RACS'24, Finding 2)."""
 REPORT, RECORDING = "report", "recording"
 """What nodes send in pieces."""
 
@@ -129,8 +131,10 @@ class _Node:
 
     def _obey(self, job: NodeJob, welcome: Welcome) -> None:
         while True:
-            message = self._link.next()
+            message = self._link.next(STAND_BY_SECONDS)
             match message:
+                case None:
+                    job.stand_by()
                 case Order():
                     self._order = message
                     self._try(partial(self._prepare, job, message))

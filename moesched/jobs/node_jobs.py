@@ -144,6 +144,12 @@ class NodeJob:
         for batch in self._batches(ask, sizes):
             yield self._run_batch(ask, batch)
 
+    def stand_by(self) -> None:
+        """Told several times a second that there is nothing to do: a device may have to keep weights at hand."""
+        stand_by = getattr(self._device, "stand_by", None)
+        if stand_by is not None:
+            stand_by()
+
     def close(self) -> None:
         """Let go of the device."""
         with interrupts_held():
