@@ -100,8 +100,8 @@ class Device(Protocol):
     returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
 
     A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
-    `emulation()`, how that went; `own_bytes`, what it takes beside what plans reserve; `stand_by()`, called several times
-    a second while a node waits for something to do; `join(rank, transport, first)`,
+    `emulation()`, how that went; `own_bytes`, what it takes beside what plans reserve; `stand_by()`, called several
+    times a second while a node waits for something to do; `join(rank, transport, first)`,
     called once, before the first batch, where it is one of several ranks that a model is cut over, or of several nodes
     that share its experts, `first` being the first one in this process, which begins each batch last; on its class
     `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
