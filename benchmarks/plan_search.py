@@ -39,8 +39,8 @@ CASES = [
     ("mixtral-8x22b", "t4x4", 128, False),
 ]
 """Model, machine, tokens to generate, whether prompts are padded to the longest."""
-MICRO_BATCHES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
+MICRO_BATCHES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+COUNTS = (1, 2, 4, 8, 16, 32)
 SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 MOST_REQUESTS = 4096
 
