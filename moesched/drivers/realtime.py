@@ -258,7 +258,7 @@ class RealtimeDriver:
             for task in started:
                 task.taken = since
                 runner = self._runners[task.lane.index]
-                if runner is mine:
+                if runner is mine and kept is None:  # lanes of the loop have one runner
                     kept = task
                 elif runner.guest and guest is None and mine is not None and mine.host:
                     guest = task
