@@ -289,7 +289,7 @@ def test_a_node_ends_when_its_launcher_is_gone(
 class StandingDevice(TorchDevice):
     """Leaves a file where it stood by."""
 
-    def __init__(self, checkpoint: Any, layout: Any, file: str) -> None:
+    def __init__(self, checkpoint: Any, layout: Any, file: str = "") -> None:
         super().__init__(checkpoint, layout)
         self._file = Path(file)
 
@@ -317,8 +317,9 @@ def test_the_device_of_a_node_that_waits_for_something_to_do_stands_by(
     while not stood.exists() and time.monotonic() < until:
         list(control.hear(0.1))
     control.say(heard[0].peer, Quit())
-    assert node.wait(10) == 0
+    code = node.wait(10)
     control.close()
+    assert (code, node.last_words()) == (0, "")
     assert stood.exists()
 
 
