@@ -54,12 +54,12 @@ def command(file: Path, result: dict[str, Any]) -> str:
 
 def cluster_tokens(result: dict[str, Any]) -> Iterator[str]:
     """Processes against one process."""
-    yield "model | policy | nodes | tokens of one process | logits alike on all nodes"
-    yield "--- | --- | --- | --- | ---"
+    yield "model | device | policy | nodes | tokens of one process | logits alike on all nodes"
+    yield "--- | --- | --- | --- | --- | ---"
     for each in result["cases"]:
         policy = f"`{each['policy']}`, {'de' if each['decentralised'] else ''}centralised"
         tokens, logits = ("yes" if each[key] else "no" for key in ("tokens_equal", "logits_equal"))
-        yield f"{each['model']} | {policy} | {each['nodes']} | {tokens} | {logits}"
+        yield f"{each['model']} | {each['device']} | {policy} | {each['nodes']} | {tokens} | {logits}"
 
 
 def kill_a_node(result: dict[str, Any]) -> Iterator[str]:
