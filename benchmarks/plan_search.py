@@ -3,14 +3,16 @@
     python benchmarks/plan_search.py
 
 For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
-chooses from is looked at with every size of micro-batches, every number of them and, where it splits the KV cache,
-several shares of that on the accelerator, on a grid as wide as memory allows. Mixtral 8x22B over four T4s is there for
-the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the planner's choice.
+chooses from is looked at with every size of micro-batches and, where it splits the KV cache, several shares of that on
+the accelerator, each with as many micro-batches as memory has room for and with fewer. Mixtral 8x22B over four T4s is
+there for the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the
+planner's choice.
 Writes results/plan_search-<machine>.json.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import product
 from statistics import median
@@ -40,7 +42,9 @@ CASES = [
 ]
 """Model, machine, tokens to generate, whether prompts are padded to the longest."""
 MICRO_BATCHES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-COUNTS = (1, 2, 4, 8, 16, 32)
+MOST_MICRO_BATCHES = 48
+PARTS = (1.0, 0.75, 0.5, 0.25)
+"""Of the most micro-batches that fit."""
 SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
 MOST_REQUESTS = 4096
 
@@ -130,17 +134,14 @@ def grid(
 
 
 def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Iterator[dict[str, Any]]:
-    """All numbers of micro-batches of a size that fit; a share that comes to no whole micro-batch is left out."""
-    for count in COUNTS:
-        if size * count > len(setting.lengths):
-            break
+    """Several numbers of micro-batches of a size; a share that comes to no whole micro-batch is left out."""
+    counts = range(1, min(MOST_MICRO_BATCHES, len(setting.lengths) // size) + 1)
+    most = bisect_left(counts, True, key=lambda count: not _fits(setting, count, size, share))
+    for count in sorted({max(1, round(part * most)) for part in PARTS}) if most else ():
         if share and not round(share * count):
             continue
         batch = setting.batch(count, size)
-        try:
-            plan, policy = setting.plan(batch, kv_on_gpu=share)
-        except BadInput:
-            break
+        plan, policy = setting.plan(batch, kv_on_gpu=share)
         yield {
             "policy": name,
             "micro_batch_size": size,
@@ -148,6 +149,14 @@ def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Ite
             "kv_on_gpu": round(plan.kv_on_gpu, 3),
             "tokens_per_second": round(preview(plan, policy, setting.cost).tokens_per_second(batch), 2),
         }
+
+
+def _fits(setting: Setting, count: int, size: int, share: float | None) -> bool:
+    try:
+        setting.plan(setting.batch(count, size), kv_on_gpu=share)
+    except BadInput:
+        return False
+    return True
 
 
 if __name__ == "__main__":
