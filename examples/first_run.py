@@ -105,8 +105,10 @@ def calibrate(file: Path) -> moesched.Machine:
     if not file.exists():
         with progress("calibrating, two or three minutes") as update:
             moesched.calibrate_machine(file, update)
+    machine = moesched.load_machine(str(file))
+    console.print(machine.description)
     console.print(f"measured rates are in {file}; remove it to measure again")
-    return moesched.load_machine(str(file))
+    return machine
 
 
 def measure(policy: str, model: Path, traces: Path, shared: dict[str, Any]) -> moesched.JobReport:
