@@ -28,7 +28,7 @@ from moesched.tasks import Part, Work
 DISPATCH, HOP = "dispatch", "hop"
 EXPERTS = ("expert", "kept expert", "experts", "kept experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
-WITHOUT_WEIGHTS = ("combine", "embed")
+ONLY_MOVING = ("combine", "embed")
 MOST_FEW_ROWS = 16
 """Up to so many rows a product takes as long as its weights are read, and so what it leaves of memory is little."""
 
@@ -161,7 +161,7 @@ def sort_of(work: Work) -> str:
 
 def _weights(part: Part) -> float:
     """Bytes of weights that a part reads."""
-    return 0.0 if part.operation in WITHOUT_WEIGHTS else part.size * part.times
+    return 0.0 if part.operation in ONLY_MOVING else part.size * part.times
 
 
 class Curve:

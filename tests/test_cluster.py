@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from _forked_nodes import ForkServer, Killer
+from _forked_nodes import ForkedProcess, ForkServer, Killer
 from structlog.testing import capture_logs
 
 import moesched
@@ -268,9 +268,10 @@ def test_a_node_that_stands_still_is_lost_after_the_time_that_the_file_says(
     assert server.nodes[1].process.exitcode is not None
 
 
-def test_a_node_ends_when_its_launcher_is_gone(
+def first_node(
     seated: tuple[Path, Cluster], server: ForkServer, models: Path
-) -> None:
+) -> tuple[Control, ForkedProcess, Any]:
+    """A launcher's control channel, a node that wants to join, and what it says."""
     file, described = seated
     control = Control(
         "127.0.0.1", described.launcher.port, LAUNCHER, {each.key: each.name for each in described.hosts}
@@ -279,8 +280,15 @@ def test_a_node_ends_when_its_launcher_is_gone(
     node = server.start(0, arguments, file.parent / "err")
     while not (heard := list(control.hear(5))):
         pass
-    assert isinstance(heard[0].message, Join)
-    control.say(heard[0].peer, Welcome(run=NodeRun(policy="ep_naive"), lost_after=0.5, transport="zeromq"))
+    return control, node, heard[0]
+
+
+def test_a_node_ends_when_its_launcher_is_gone(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    control, node, joined = first_node(seated, server, models)
+    assert isinstance(joined.message, Join)
+    control.say(joined.peer, Welcome(run=NodeRun(policy="ep_naive"), lost_after=0.5, transport="zeromq"))
     control.close()
     assert node.wait(10) == 1
     assert "is gone" in node.last_words()
@@ -300,23 +308,16 @@ class StandingDevice(TorchDevice):
 def test_the_device_of_a_node_that_waits_for_something_to_do_stands_by(
     seated: tuple[Path, Cluster], server: ForkServer, models: Path, tmp_path: Path
 ) -> None:
-    file, described = seated
     stood = tmp_path / "stood by"
-    control = Control(
-        "127.0.0.1", described.launcher.port, LAUNCHER, {each.key: each.name for each in described.hosts}
-    )
-    arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
-    node = server.start(0, arguments, file.parent / "err")
-    while not (heard := list(control.hear(5))):
-        pass
+    control, node, joined = first_node(seated, server, models)
     run = NodeRun(
         policy="ep_naive", device="test_cluster:StandingDevice", device_settings={"file": str(stood)}
     )
-    control.say(heard[0].peer, Welcome(run=run, lost_after=5.0, transport="zeromq"))
+    control.say(joined.peer, Welcome(run=run, lost_after=5.0, transport="zeromq"))
     until = time.monotonic() + 10
     while not stood.exists() and time.monotonic() < until:
         list(control.hear(0.1))
-    control.say(heard[0].peer, Quit())
+    control.say(joined.peer, Quit())
     code = node.wait(10)
     control.close()
     assert (code, node.last_words()) == (0, "")
