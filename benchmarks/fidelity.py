@@ -116,7 +116,7 @@ def emulated(config: ModelConfig, share: float, sizes: tuple[int, int, int]) -> 
 
 
 SETTINGS = {
-    "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 6)),
+    "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 20)),
     "disk-tight": on_disk(SLIM, "bfloat16", 0.6, (16, 8, 6)),
     "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 4)),
     "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 3)),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
-from moesched.sampling import Sampling, sample
+from moesched.sampling import Sampling, sample, traced
 from moesched.tasks import Task
 
 from . import mlx_kernels as kernels
@@ -74,11 +74,7 @@ class MlxNextTokens:
         try:
             tokens = sample(logits_SV, self._sampling, of_run, positions)
         except NotFinite as error:
-            when = f"decode step {task.step}" if task.step else "prefill"
-            raise NotFinite(
-                f"{when}: {error}, and the first bad tensor is {self._first_bad()}: generation stops there; "
-                "copy the checkpoint again, or try --dtype float32"
-            ) from error
+            raise traced(error, task.step, self._first_bad()) from error
         whole = batch.whole
         for request, token in zip(requests, tokens, strict=True):
             whole.new[whole.requests.index(request)] = [token]

@@ -11,7 +11,7 @@ import torch
 from moesched.beams import Standing
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
-from moesched.sampling import Sampling, require_numbers, sample
+from moesched.sampling import Sampling, require_numbers, sample, traced
 from moesched.tasks import Task
 
 from . import torch_kernels as kernels
@@ -91,11 +91,7 @@ class NextTokens:
         try:
             return self._draw(state, logits_SV)
         except NotFinite as error:
-            step = f"decode step {task.step}" if task.step else "prefill"
-            raise NotFinite(
-                f"{step}: {error}, and the first bad tensor is {self._first_bad(state)}: generation stops there; "
-                "copy the checkpoint again, or try --dtype float32"
-            ) from error
+            raise traced(error, task.step, self._first_bad(state)) from error
 
     def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()

@@ -167,24 +167,28 @@ def _weights(part: Part) -> float:
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Times at one x count by their median. Where more was measured to be faster, all that this is true of take their
-    median: what else ran made the smaller one slow, or luck the larger one fast. Below the first point the first line
-    goes on, down to half of the first time; above the last, time grows as it did on the whole.
+    Times at one x count by their median. Below the first point the first line goes on, down to half of the first time;
+    above the last, time grows as it did on the whole.
+
+    Args:
+        rising: where more was measured to be faster, all that this is true of take their median: what else ran made the
+            smaller one slow, or luck the larger one fast.
     """
 
-    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+    def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:
         by_x: dict[float, list[float]] = {}
         for x, seconds in points:
             by_x.setdefault(x, []).append(seconds)
         self._xs = sorted(by_x)
-        self._seconds = _rising([median(by_x[x]) for x in self._xs])
+        seconds_at = [median(by_x[x]) for x in self._xs]
+        self._seconds = _rising(seconds_at) if rising else seconds_at
 
     def __call__(self, x: float) -> float:
         xs, seconds = self._xs, self._seconds
         if len(xs) == 1:
             return seconds[0]
         if x >= xs[-1]:
-            return seconds[-1] + (x - xs[-1]) * (seconds[-1] - seconds[0]) / (xs[-1] - xs[0])
+            return seconds[-1] + (x - xs[-1]) * max(0.0, seconds[-1] - seconds[0]) / (xs[-1] - xs[0])
         right = max(1, bisect_right(xs, x))
         left = right - 1
         at = seconds[left] + (x - xs[left]) * (seconds[right] - seconds[left]) / (xs[right] - xs[left])
@@ -192,7 +196,10 @@ class Curve:
 
 
 class Surface:
-    """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them."""
+    """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them.
+
+    More rows take no less time; larger weights may, since a device takes more cores from some size on.
+    """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:
         by_size: dict[float, list[tuple[float, float]]] = {}
@@ -201,7 +208,8 @@ class Surface:
         self._curves = {size: Curve(measured) for size, measured in by_size.items()}
 
     def __call__(self, size: float, rows: float) -> float:
-        return Curve((each, curve(rows)) for each, curve in self._curves.items())(size)
+        through = ((each, curve(rows)) for each, curve in self._curves.items())
+        return Curve(through, rising=False)(size)
 
 
 def _reading_experts(work: Work, processor: Processor) -> float:

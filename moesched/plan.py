@@ -10,16 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from moesched.activations import (
-    exchanged_bytes,
-    expert_workspace_bytes,
-    host_rows_bytes,
-    layer_bytes,
-    mask_bytes,
-    staying_bytes,
-    workspace_bytes,
-)
-from moesched.batch import Batch, cached_tokens
+from moesched.batch import Batch
+from moesched.batch_bytes import BatchBytes
 from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
@@ -88,6 +80,7 @@ class Plan:
         self.kept_experts_on_host = False
         self.home: Home | None = None
         self.staged = STAGED
+        self._takes = BatchBytes(batch, self.chunks, self.operations)
         self._layers_reserved = False
         self._needed = self._reserve_what_all_need()
 
@@ -169,7 +162,7 @@ class Plan:
     @property
     def process_bytes(self) -> int:
         """What a process takes at its peak, beyond what it took before, if all memories are the host's."""
-        kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * self._workspace)
+        kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * self._takes.workspace)
         return self.ranks * (sum(memory.peak for memory in self.memories.values()) + kept_back)
 
     def free(self, role: Role, stage: int = 0) -> int:
@@ -279,7 +272,7 @@ class Plan:
         for stage, layers in enumerate(self.stages if role == "accelerator" else (self.layers,)):
             nbytes = tokens * len(layers) * self.operations.kv_bytes
             self.memory(role, stage).reserve(f"KV cache of {tokens} tokens", nbytes)
-        if role != "accelerator":
+        if role != "accelerator" and not self.machine.unified:
             self._reserve_at_hand(chosen)
         for number in chosen:
             self.kv_roles[number] = role
@@ -290,12 +283,12 @@ class Plan:
         Say it after `limit_in_flight`, and before `place_kv`.
         """
         self._reserve_layers()
-        at_hand = sum(map(self._at_hand_bytes, self.micro_batches))
-        left = min(self.free("accelerator", stage) for stage in range(len(self.stages))) - beside - at_hand
+        left = min(self.free("accelerator", stage) for stage in range(len(self.stages)))
+        left -= beside + self._takes.at_hand(self.micro_batches)
         layers = max(map(len, self.stages))
         fitting = []
         for number, requests in enumerate(self.batch.micro_batches):
-            left += self._at_hand_bytes(number)
+            left += self._takes.at_hand([number])
             left -= self.batch.tokens_at_end(requests) * layers * self.operations.kv_bytes
             if left < 0:
                 break
@@ -336,14 +329,11 @@ class Plan:
         self.experts_on_host = True
         if self.machine.unified:
             return
-        tokens = sorted(self._rows, reverse=True)
-        within = sum(host_rows_bytes(self.operations, each) for each in tokens[: self.in_flight])
-        decode = sum(host_rows_bytes(self.operations, rows) for rows in self._decode_rows)
         host = self.memory("host")
-        host.reserve("rows of experts on the host", max(within, decode))
-        host.reserve("workspace of experts on the host", expert_workspace_bytes(self.operations, tokens[0]))
+        host.reserve("rows of experts on the host", self._takes.host_rows(self.in_flight))
+        host.reserve("workspace of experts on the host", self._takes.host_workspace)
         for fast in self.accelerators:
-            fast.reserve("hidden states on their way to the host", tokens[0] * self.operations.hidden_bytes)
+            fast.reserve("hidden states on their way to the host", self._takes.hidden)
 
     def run_kept_experts_on_host(self) -> None:
         """Have the host run experts that stay in an accelerator, too, where weights come from the host's own memory.
@@ -406,13 +396,8 @@ class Plan:
             self._reserve_home()
         for fast, nbytes in zip(self.accelerators, global_bytes(layout, len(self.stages)), strict=True):
             fast.reserve("embedding, final norm and LM head", nbytes * self.attends)
-            rows = [*self._rows, *self._decode_rows] if self.chunked else self._rows
-            stay = sum(staying_bytes(self.operations, tokens) for tokens in rows)
-            fast.reserve("hidden states of all micro-batches", stay)
-            self._workspace = workspace_bytes(self.operations, max(self._rows), max(self._decode_rows))
-            if self.chunked:
-                self._workspace += mask_bytes(max(self._rows), max(self.batch.prompts))
-            fast.reserve("workspace of the largest micro-batch's kernels", self._workspace)
+            fast.reserve("hidden states of all micro-batches", self._takes.staying)
+            fast.reserve("workspace of the largest micro-batch's kernels", self._takes.workspace)
         return self._used()
 
     def _reserve_home(self) -> None:
@@ -420,26 +405,10 @@ class Plan:
         if self.weights_on_host:
             self.memory("host").reserve("all weights", sum(map(self.slot_bytes, self.pages)))
 
-    @property
-    def _decode_rows(self) -> list[int]:
-        return list(map(self.batch.sequences, self.batch.micro_batches))
-
-    @property
-    def _rows(self) -> list[int]:
-        """Tokens of each micro-batch in prefill, or in decode where these are more."""
-        prefill = [sum(chunk.tokens) for chunk in self.chunks.values()]
-        return prefill if self.chunked else list(map(max, prefill, self._decode_rows))
-
-    def _at_hand_bytes(self, micro_batch: int) -> int:
-        """One layer's keys and values of a micro-batch's prompts, where these are cut into chunks."""
-        cut = any(chunk.micro_batch == micro_batch and chunk.before >= 0 for chunk in self.chunks.values())
-        prompts = [self.batch.prompts[request] for request in self.batch.micro_batches[micro_batch]]
-        return sum(map(cached_tokens, prompts)) * self.operations.kv_bytes if cut else 0
-
     def _reserve_at_hand(self, micro_batches: Iterable[int]) -> None:
         """Room for one layer's keys and values of prompts in chunks whose KV cache is not the accelerator's."""
-        nbytes = sum(map(self._at_hand_bytes, micro_batches))
-        if nbytes and not self.machine.unified:
+        nbytes = self._takes.at_hand(micro_batches)
+        if nbytes:
             for fast in self.accelerators:
                 fast.reserve("keys and values of a layer of prompts in chunks", nbytes)
 
@@ -448,19 +417,16 @@ class Plan:
         if self._layers_reserved:
             return
         self._layers_reserved = True
-        largest_first = sorted(self._rows, reverse=True)
-        count = len(largest_first)
+        takes, count = self._takes, len(self.chunks)
         self.in_flight = count if self.in_flight is None else min(self.in_flight, count)
-        prefill = sum(layer_bytes(self.operations, tokens) for tokens in largest_first[: self.in_flight])
-        decode = sum(layer_bytes(self.operations, rows) for rows in self._decode_rows)
         for fast in self.accelerators:
-            fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", prefill)
+            within = takes.in_prefill(self.in_flight)
+            fast.reserve(f"activations of {self.in_flight} micro-batches within a layer", within)
             if self.in_flight < count or self.chunked:
-                fast.reserve("activations of all micro-batches in decode", decode)
+                fast.reserve("activations of all micro-batches in decode", takes.in_decode)
         if self.nodes > 1:
-            rows = max(sum(largest_first[: self.in_flight]), sum(self._decode_rows))
             for memory in {id(each): each for each in (*self.accelerators, self.memory("host"))}.values():
-                memory.reserve("sums on their way between nodes", rows * exchanged_bytes(self.operations))
+                memory.reserve("sums on their way between nodes", takes.exchanged(self.in_flight))
 
     def _check_loading(self) -> None:
         """Count pages on their way to where they stay: they need memory of their own where no pool has slots yet.

@@ -79,6 +79,15 @@ def require_numbers(logits_SV: Logits, requests: Sequence[int], positions: Seque
         raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are no numbers")
 
 
+def traced(error: NotFinite, step: int, first_bad: str) -> NotFinite:
+    """The error of bad logits in a step (0 is prefill), with the tensor that the bad numbers began in."""
+    when = f"decode step {step}" if step else "prefill"
+    return NotFinite(
+        f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; "
+        "copy the checkpoint again, or try --dtype float32"
+    )
+
+
 def uniform(seed: int, request: int, position: int) -> float:
     """The random number in [0, 1) of a token, from a counter-based generator."""
     bits = np.random.Philox(key=seed, counter=[0, 0, position, request])

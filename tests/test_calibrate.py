@@ -31,6 +31,7 @@ from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
+BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, vocabulary=80)
 OPERATIONS = Operations(MODEL, "bfloat16", Kept(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 
@@ -45,6 +46,7 @@ A_LITTLE = Extent(
     stream=1 << 16,
     scratch=1 << 24,
     models=(MODEL, LARGER),
+    between=(BETWEEN,),
     groups=((3,), (2, 3), (5, 5, 5)),
     longest=((9,),),
     long=(1,),

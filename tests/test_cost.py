@@ -190,6 +190,16 @@ def test_a_surface_with_one_point_costs_the_same_everywhere() -> None:
     assert surface(5, 1) == surface(50, 7) == 0.5
 
 
+def test_more_rows_take_no_less_time_but_larger_weights_may() -> None:
+    measured = {(10, 1): 2.0, (10, 4): 1.0, (20, 1): 8.0, (30, 1): 4.0}
+    surface = Surface(
+        CostPoint(operation="x", size=size, rows=rows, seconds=seconds)
+        for (size, rows), seconds in measured.items()
+    )
+    assert surface(10, 1) == surface(10, 4) == 1.5
+    assert [surface(size, 1) for size in (20, 25, 30)] == [8.0, 6.0, 4.0]
+
+
 # -- the parts of works
 
 

@@ -71,6 +71,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
         copies, reads, stream, scratch: bytes.
         pieces: of reads at once, as a transfer of several pages.
         models: the small models, smaller first; a cost is interpolated between them.
+        between: one more for float32, whose products change from one core to all of them between those two.
         groups: prompt lengths of the micro-batches that they are run with.
         longest: more of them, for the smaller model only.
         long: the micro-batches, by their places in `groups`, that the host attends for.
@@ -92,6 +93,9 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelConfig, ModelConfig] = (
         small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144),
         small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=24_576),
+    )
+    between: tuple[ModelConfig, ...] = (
+        small_model("calibration-middle", hidden=1024, intermediate=2048, heads=16, vocabulary=12_288),
     )
     groups: tuple[tuple[int, ...], ...] = (
         (5,),
@@ -223,18 +227,18 @@ class _Calibration:
     def _runs(self, turn: int) -> Iterable[Step]:
         """Runs of the small models."""
         extent = self.extent
-        for size in range(len(extent.models)):
-            yield partial(self._serial, size, "bfloat16", turn)
+        for model in self._models("bfloat16"):
+            yield partial(self._serial, model, "bfloat16", turn)
         if turn < extent.turns_fresh:
             for dtype in DTYPES:
-                for size in range(len(extent.models)):
-                    yield partial(self._fresh, size, dtype, turn)
+                for model in self._models(dtype):
+                    yield partial(self._fresh, model, dtype, turn)
         if turn < extent.turns_together:
             for manner in (Manner.READING, Manner.ATTENDING, Manner.SHARING):
                 yield partial(self._together, manner)
         if turn < extent.turns_float32:
-            for size in range(len(extent.models)):
-                yield partial(self._serial, size, "float32", turn)
+            for model in self._models("float32"):
+                yield partial(self._serial, model, "float32", turn)
 
     # -- operations by themselves ------------------------------------------------------------------
 
@@ -318,31 +322,34 @@ class _Calibration:
 
     # -- tasks of small models ---------------------------------------------------------------------
 
-    def _gym(self, size: int, dtype: DType) -> Gym:
-        path = self.folder / self.extent.models[size].name
+    def _models(self, dtype: DType) -> tuple[ModelConfig, ...]:
+        return self.extent.models if dtype == "bfloat16" else self.extent.models + self.extent.between
+
+    def _gym(self, model: ModelConfig, dtype: DType) -> Gym:
+        path = self.folder / model.name
         if not path.exists():
-            write_random_model(self.extent.models[size], path)
-        return Gym(
-            path,
-            dtype,
-            self.extent.groups if size else self.extent.groups + self.extent.longest,
-            self.extent.long,
-        )
+            write_random_model(model, path)
+        groups = self.extent.groups
+        if model is self.extent.models[0]:
+            groups += self.extent.longest
+        return Gym(path, dtype, groups, self.extent.long)
 
-    def _serial(self, size: int, dtype: DType, turn: int) -> Call:
-        tasks = self._gym(size, dtype).run(self._machine(), Manner.SERIAL, turn, self._steps_in(dtype))
-        return partial(self.tasks.add, self.extent.models[size], dtype, tasks)
+    def _serial(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
+        tasks = self._gym(model, dtype).run(self._machine(), Manner.SERIAL, turn, self._steps_in(dtype))
+        return partial(self.tasks.add, model, dtype, tasks)
 
-    def _fresh(self, size: int, dtype: DType, turn: int) -> Call:
-        tasks = self._gym(size, dtype).run(self._machine(), Manner.FRESH, turn, self._steps_in(dtype))
-        return partial(self.tasks.add_fresh, self.extent.models[size], dtype, tasks)
+    def _fresh(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
+        tasks = self._gym(model, dtype).run(self._machine(), Manner.FRESH, turn, self._steps_in(dtype))
+        return partial(self.tasks.add_fresh, model, dtype, tasks)
 
     def _steps_in(self, dtype: DType) -> int:
         return self.extent.steps if dtype == "bfloat16" else self.extent.steps_float32
 
     def _together(self, manner: Manner) -> Call:
         """How much tasks of the larger model slow each other down."""
-        tasks = self._gym(-1, DTYPES[0]).run(self._machine(), manner, 0, self.extent.steps)
+        tasks = self._gym(self.extent.models[-1], DTYPES[0]).run(
+            self._machine(), manner, 0, self.extent.steps
+        )
         return partial(self._take_rates, manner, tasks)
 
     def _take_rates(self, manner: Manner, tasks: Sequence[Task]) -> None:
