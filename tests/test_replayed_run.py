@@ -14,13 +14,25 @@ from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs import simulate
-from moesched.tasks import PREFETCH, Block, Collective, Discipline, Kernel, Lane, PageTransfer, Task, Work
+from moesched.tasks import (
+    IDLE,
+    PREFETCH,
+    Block,
+    Collective,
+    Discipline,
+    Kernel,
+    Lane,
+    PageTransfer,
+    Task,
+    Work,
+)
 from moesched.trace import Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 from traces import run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
+    "cpu_ffn", "twiddler", "twiddler_makespan", "layer_split", "lru_offload", "prefetch_gate", "expert_cache",
 )  # fmt: skip
 
 
@@ -103,6 +115,26 @@ def test_a_demand_still_overtakes_a_prefetch() -> None:
         submit(engine, "copies", "demand", 5)
 
     assert timetable(replay_recording(recorded(graph)))["demand"] == (5, 10)
+
+
+def test_what_nobody_needed_yet_keeps_its_place_on_its_lane() -> None:
+    """It ran in a gap that a slower task before it closes; had it not, it would have been given up."""
+
+    async def policy(engine: Engine) -> None:
+        submit(engine, "copies", "fetch", 10)
+        submit(engine, "copies", "foretold", 5, transfer_class=IDLE)
+        await submit(engine, "gpu", "route", 12)
+        submit(engine, "copies", "needed", 5)
+
+    recording = recorded(policy)
+    longer = [
+        3 + each.end - each.start if each.verb == "fetch" else each.end - each.start
+        for each in recording.slices
+    ]
+    assert timetable(recording)["needed"] == (15, 20)
+    assert timetable(replay_recording(recording, longer)) == {
+        "fetch": (0, 13), "route": (0, 12), "foretold": (13, 18), "needed": (18, 23),
+    }  # fmt: skip
 
 
 def test_a_collective_still_waits_for_the_last_rank() -> None:

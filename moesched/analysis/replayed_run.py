@@ -5,6 +5,9 @@ for whom, the lanes with their discipline and the transfers' classes, and at whi
 submitted more. Start times are not taken. So the time of such a replay is what graph and durations explain of the
 recorded time; the rest passed between tasks.
 
+What nobody needed yet ran where its lane had nothing else to do, and what was given up before that is not in the
+recording. So what came after it on its lane comes after it in the replay: it would else find another gap, or none.
+
 What passes between tasks was measured, too, and with `handovers` counts with its means (`moesched.analysis.handovers`).
 """
 
@@ -19,8 +22,8 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.seams import Demand
-from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
-from moesched.trace.recording import LaneName, Recording
+from moesched.tasks import IDLE, Block, Collective, Kernel, Lane, Task, Work
+from moesched.trace.recording import LaneName, Recording, Slice
 
 
 def replay_recording(
@@ -100,6 +103,7 @@ class _Replay:
         self._lanes = lanes
         self._minds = minds
         self._handovers = mean_handovers(recording) if handovers else [Handover()] * len(recording.slices)
+        self._idle_before = _idle_before(recording.slices)
         self._results = [Block("result") for _ in recording.slices]
         self._tasks: list[Task | None] = [None] * len(recording.slices)
 
@@ -136,7 +140,8 @@ class _Replay:
         each = self._recording.slices[index]
         nanoseconds = max(1, self._durations[index])
         work = _work(each.kind, each.resource, nanoseconds, self._handovers[index].dispatch)
-        reads = [self._results[producer] for producer in self._recording.producers[index]]
+        before = (*self._recording.producers[index], *self._idle_before[index])
+        reads = [self._results[producer] for producer in before]
         if any(block.writer is None for block in reads):
             raise BadInput(
                 f"{each.label}, task {each.id}, waits for a task that came after it: record the run again"
@@ -154,6 +159,21 @@ class _Replay:
         task = self._tasks[index]
         assert task is not None
         return task
+
+
+def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
+    """By slice, the last one on its lane that nobody needed, of those that were submitted and began before it."""
+    found: list[tuple[int, ...]] = [()] * len(slices)
+    idle: dict[LaneName, list[int]] = {}
+    for index in sorted(range(len(slices)), key=lambda index: slices[index].start):
+        each = slices[index]
+        earlier = idle.setdefault(each.lane, [])
+        last = next((before for before in reversed(earlier) if slices[before].id < each.id), None)
+        if last is not None:
+            found[index] = (last,)
+        if each.link_class == IDLE:
+            earlier.append(index)
+    return found
 
 
 def _work(kind: str, resource: str, nanoseconds: int, lead: int = 0) -> Work:
