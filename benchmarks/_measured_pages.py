@@ -52,8 +52,11 @@ def replays(result: dict[str, Any], error: str = "replay_error_percent") -> Iter
 
 def ranks(result: dict[str, Any]) -> Iterator[str]:
     """How far the simulated order is the measured one, setting by setting."""
-    yield "setting | of | pairs beyond noise | in order | fastest | chosen by the simulator | regret | not in order"
-    yield "--- | --- | ---: | ---: | --- | --- | ---: | ---"
+    yield (
+        "setting | of | pairs beyond noise | in order | fastest | chosen by the simulator | regret | beyond noise "
+        "| not in order"
+    )
+    yield "--- | --- | ---: | ---: | --- | --- | ---: | ---: | ---"
     for name, setting in result["settings"].items():
         for what, order in setting["ranking"].items():
             wrong = "; ".join(
@@ -61,9 +64,12 @@ def ranks(result: dict[str, Any]) -> Iterator[str]:
                 f"({pair['measured_percent']:+.1f} %, predicted {pair['predicted_percent']:+.1f} %)"
                 for pair in order["discordant"]
             )
+            regret = order.get("regret_beyond_noise_percent")  # older results have none
+            beyond_noise = "" if regret is None else f"{regret:.1f} %"
             yield (
                 f"{name} | {what} | {order['pairs_beyond_noise']} | {order['concordant']} | {order['fastest']} "
-                f"| {order['chosen']} | {order['regret_percent']:.1f} % | {wrong}"
+                f"| {order['chosen']} | {order['regret_percent']:.1f} % "
+                f"| {beyond_noise} | {wrong}"
             )
 
 

@@ -34,22 +34,23 @@ def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
     A pair of policies counts when its medians are further apart than the two interquartile ranges together: of two
     policies with the same normally distributed times, five runs each, one pair in twenty does; with the larger range
     alone it would be one in seven. The regret is how much slower the policy that is predicted to be the fastest was
-    than the one that was.
+    than the one that was; beyond noise only those count as faster that are by more than the two ranges together.
     """
     pairs: list[dict[str, Any]] = []
     for one, other in combinations(sorted(times, key=lambda name: times[name].median), 2):
         faster, slower = times[one], times[other]
-        if slower.median - faster.median > faster.spread + slower.spread:
+        if _differ(faster, slower):
             pairs.append(
                 {
                     "faster": one,
                     "slower": other,
-                    "measured_percent": round(100 * (slower.median / faster.median - 1), 2),
-                    "predicted_percent": round(100 * (slower.predicted / faster.predicted - 1), 2),
+                    "measured_percent": _slower(slower.median, faster.median),
+                    "predicted_percent": _slower(slower.predicted, faster.predicted),
                 }
             )
     chosen = min(times, key=lambda name: times[name].predicted)
     fastest = min(times, key=lambda name: times[name].median)
+    surely_faster = [each.median for each in times.values() if _differ(each, times[chosen])]
     return {
         "pairs": len(times) * (len(times) - 1) // 2,
         "pairs_beyond_noise": len(pairs),
@@ -57,5 +58,17 @@ def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
         "discordant": [pair for pair in pairs if pair["predicted_percent"] <= 0],
         "chosen": chosen,
         "fastest": fastest,
-        "regret_percent": round(100 * (times[chosen].median / times[fastest].median - 1), 2),
+        "regret_percent": _slower(times[chosen].median, times[fastest].median),
+        "regret_beyond_noise_percent": _slower(
+            times[chosen].median, min(surely_faster, default=times[chosen].median)
+        ),
     }
+
+
+def _differ(faster: Times, slower: Times) -> bool:
+    return slower.median - faster.median > faster.spread + slower.spread
+
+
+def _slower(seconds: float, than: float) -> float:
+    """By how many percent."""
+    return round(100 * (seconds / than - 1), 2)

@@ -31,3 +31,12 @@ def test_regret_is_what_the_predicted_choice_costs() -> None:
     told = ranking({"a": Times([1.0], 3.0), "b": Times([1.1], 2.0)})
     assert (told["chosen"], told["fastest"], told["regret_percent"]) == ("b", "a", 10.0)
     assert ranking({"a": Times([1.0], 1.0)})["regret_percent"] == 0.0
+
+
+def test_beyond_noise_only_those_count_that_were_surely_faster() -> None:
+    noisy = Times([0.8, 1.0, 1.2], predicted=3.0)
+    chosen = Times([1.1], predicted=1.0)
+    told = ranking({"noisy": noisy, "chosen": chosen})
+    assert (told["regret_percent"], told["regret_beyond_noise_percent"]) == (10.0, 0.0)
+    told = ranking({"noisy": noisy, "chosen": chosen, "fast": Times([0.88], predicted=2.0)})
+    assert told["regret_beyond_noise_percent"] == 25.0
