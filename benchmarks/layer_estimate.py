@@ -104,8 +104,8 @@ def layers_of(tasks: Sequence[Task], policy: Any) -> list[dict[str, float]]:
         missing = sorted(
             (n for e, n in task.value.items() if (task.layer, e) not in policy.at_gpu), reverse=True
         )
-        expected = policy.known.get((kept, tuple(missing)))
-        if expected is not None:
+        expected = policy.decided(kept, tuple(missing), 1)
+        if expected.seconds:
             measured = (ends[task.step, task.layer] - task.end) / 1e9
             found.append({"expected": expected.seconds, "measured": measured})
     return found

@@ -94,7 +94,7 @@ def test_tokens_are_the_same_wherever_the_cache_lies(tmp_path: Path, policy: str
         "device_settings": {"dilation": 1},
         **wanted,
     }
-    budgets = {}
+    budgets: dict[float, int] = {}
     for budget in range(250_000, 660_000, 17_000):
         share = share_that_stays(model, prompts, policy, budget, chunk)
         if share is not None:
