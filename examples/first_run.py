@@ -103,7 +103,7 @@ def calibrate(file: Path) -> moesched.Machine:
     """What this machine can do."""
     console.rule("this machine")
     if not file.exists():
-        with progress("calibrating, two or three minutes") as update:
+        with progress("calibrating, three or four minutes") as update:
             moesched.calibrate_machine(file, update)
     machine = moesched.load_machine(str(file))
     console.print(machine.description)

@@ -139,7 +139,7 @@ class Probe(Protocol):
 
 
 def calibrate(out: Path | None = None, progress: Progress | None = None, extent: Extent = FULL) -> Machine:
-    """Measure this machine, in about three minutes, and write its file; cut short, it leaves the old one.
+    """Measure this machine, in three or four minutes, and write its file; cut short, it leaves the old one.
 
     Args:
         out: where to; by default the place where `--machine auto` finds it.
