@@ -372,12 +372,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write(name: str, settings: Mapping[str, Any]) -> None:
-    """The settings that are there, in the order of `SETTINGS`."""
+    """The settings that are there, in the order of `SETTINGS`; those that it has no more are dropped."""
+    known = {each: settings[each] for each in SETTINGS if each in settings}
     report = {
         "command": "python benchmarks/fidelity.py",
         "noise": "a pair counts when its medians differ by more than its interquartile ranges together",
-        "summary": summary(settings),
-        "settings": {known: settings[known] for known in SETTINGS if known in settings},
+        "summary": summary(known),
+        "settings": known,
     }
     print(write_result(name, report, "torch"), flush=True)
 
