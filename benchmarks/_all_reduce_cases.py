@@ -20,7 +20,7 @@ import uvloop
 import zmq
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
-from moesched.networks import NETWORK
+from moesched.machines.networks import NETWORK
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work

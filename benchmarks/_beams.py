@@ -10,14 +10,14 @@ import torch
 from _small_runs import ONE_MEMORY, fast_memory
 from msgspec.structs import replace
 
-from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
-from moesched.sampling import Sampling
+from moesched.requests.batch import split_batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.runs import plan_run, run
 
 
 def searched(

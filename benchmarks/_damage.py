@@ -10,10 +10,10 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from moesched.errors import PolicyError
-from moesched.memory import Pool
-from moesched.plan import Plan
 from moesched.seams import Policy
-from moesched.step import Step
+from moesched.steps.memory import Pool
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 Kind = Literal["drop", "repeat", "swap", "exchange", "mistake", "insist"]
 KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange", "mistake", "insist")
@@ -43,12 +43,12 @@ VERBS = (
     "combine",
     "sample",
     "fetch",
-    "pin",
-    "lift",
+    "copy_to_pinned",
+    "promote",
     "cancel",
     "evict",
 )
-MOVES = ("fetch", "pin", "lift", "cancel", "evict")
+MOVES = ("fetch", "copy_to_pinned", "promote", "cancel", "evict")
 """The verbs that take pages and a pool."""
 
 

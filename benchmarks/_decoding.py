@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moesched import plugins
-from moesched.batch import split_batch
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.outcome import Report
-from moesched.plan import Plan
-from moesched.runs import plan_run, run
+from moesched.requests.batch import split_batch
+from moesched.runs.outcome import Report
+from moesched.runs.runs import plan_run, run
+from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
 BUDGET_SHARE = 0.4
@@ -80,7 +80,7 @@ class Uses:
         busy = sum(max(0.0, min(end, until) - max(start, since)) for start, end in self.busy[lane])
         return busy / (until - since)
 
-    def touched(self, step: int, page: Page) -> bool:
+    def warmed(self, step: int, page: Page) -> bool:
         """Whether the step used a page: the dense part always, an expert if a token was routed to it."""
         return page.expert < 0 or (page.layer, page.expert) in self.experts[step]
 
@@ -92,7 +92,7 @@ class Decoded(NamedTuple):
     report: Report
     needed: list[int]  # bytes, by counted step
     read: list[int]
-    touched: list[int]  # needed, and what stays
+    warmed: list[int]  # needed, and what stays
     utilization: dict[str, float]  # by lane, over the counted steps
 
     @property
@@ -121,16 +121,16 @@ def decode(
     split = split_batch(lengths, steps, micro_batch)
     plan = plan_run(local_machine(), model.layout, split, chosen, budgets, device.slot_bytes)
     report = run(plan, chosen, device, prompts, observers=[uses])
-    kept = [page for fixed in plan.kept for page in fixed.pages()]
+    kept = [page for fixed in plan.resident for page in fixed.pages()]
     check_count(device, kept, uses)
     streamed = set(range(len(model.layout.pages))) - {page.id for page in kept}
     counted = range(1, steps)[COUNTED]
-    used = [[page for page in model.layout.pages if uses.touched(step, page)] for step in counted]
+    used = [[page for page in model.layout.pages if uses.warmed(step, page)] for step in counted]
     needed = [sum(page.nbytes for page in pages if page.id in streamed) for pages in used]
-    touched = [model.head_bytes + sum(page.nbytes for page in pages) for pages in used]
+    warmed = [model.head_bytes + sum(page.nbytes for page in pages) for pages in used]
     read = [sum(map(device.bytes_to_read, uses.fetched[step])) for step in counted]
     utilization = {lane: uses.utilization(lane, counted) for lane in report.lanes}
-    return Decoded(plan, report, needed, read, touched, utilization)
+    return Decoded(plan, report, needed, read, warmed, utilization)
 
 
 def check_count(device: Any, kept: Iterable[Page], uses: Uses) -> None:

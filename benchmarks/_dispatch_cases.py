@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from moesched.outcome import Report
-from moesched.sampling import Sampling
+from moesched.requests.sampling import Sampling
+from moesched.runs.outcome import Report
 
 POLICIES = {
     "twiddler": "moesched.policies.twiddler:Twiddler",

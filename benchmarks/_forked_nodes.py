@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.members import Process, Start
-from moesched.listeners import Listener
+from moesched.runs.listeners import Listener
 
 PRELOADED = [
     "moesched.cli.main",

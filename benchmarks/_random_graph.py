@@ -19,8 +19,8 @@ from _random_program import GARBAGE, TYPES, Rank, Record, Trouble, digest
 from _random_verdict import Verdict, judge
 from _thread_streams import ThreadStreams
 
-from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand, Exchange

@@ -7,13 +7,13 @@ from random import Random
 from _random_graph import Shape
 from _random_verdict import Problem, Verdict
 
-from moesched.checking.symbolic import SymbolicDevice
 from moesched.errors import BadInput, TaskCancelled, TaskFailed
-from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.seams import Policy
+from moesched.steps.plan import Plan
 from moesched.tasks import CANCELLED, DONE, FAILED, Task
 from moesched.testing import Case, Clock, policy_cases, run_on_symbols
+from moesched.testing.symbolic import SymbolicDevice
 
 POLICIES = (
     "adversarial",

@@ -7,10 +7,10 @@ from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from moesched.checking.validation import CheckedEngine
+from moesched.drivers.validation import CheckedEngine
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
-from moesched.memory import Memory, Pool, Views
 from moesched.models.layout import Page
+from moesched.steps.memory import Memory, Pool, Views
 from moesched.tasks import (
     Block,
     Collective,
@@ -81,7 +81,7 @@ class Rank:
         engine.watch(self.memories, [self.pool], [self.views])
         self._secrets = list(graph.secrets)
         self._statements: list[Callable[[], None]] = [self.compute] * 8 + [self.allocate, self.read_pages] * 3
-        self._statements += [self.release, self.move_pages, self.move_pages, self.lift]
+        self._statements += [self.release, self.move_pages, self.move_pages, self.promote]
         self._statements += [self.cancel] * graph.shape.troubled
 
     async def main(self) -> None:
@@ -149,7 +149,7 @@ class Rank:
             if pool.replacement == "none" and not pool.empty_slots:
                 self._evict()
             try:
-                slots.append(pool.place(page, self.engine))
+                slots.append(pool.assign(page, self.engine))
             except PolicyError:
                 assert page in pool, f"{pool.name} refuses a page that it does not hold"
         if slots:
@@ -187,11 +187,11 @@ class Rank:
             raise
         self.records.append(record)
 
-    def lift(self) -> None:
+    def promote(self) -> None:
         """A transfer becomes urgent."""
         transfers = [record.task for record in self.records[-8:] if isinstance(record.task, PageTransfer)]
         if transfers:
-            self.engine.lift(self.choose.choice(transfers), 0)
+            self.engine.promote(self.choose.choice(transfers), 0)
 
     def cancel(self) -> None:
         """A task is no longer wanted."""

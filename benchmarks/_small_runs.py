@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from moesched.batch import Batch, split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import Link, Machine, Tier, parse_machine
 from moesched.machines.local import unified_machine
-from moesched.plan import Plan
-from moesched.runs import plan_run, run
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.runs import plan_run, run
 from moesched.seams import Observer, Policy
+from moesched.steps.plan import Plan
 
 if TYPE_CHECKING:
     from moesched.devices.mlx_device import MlxDevice

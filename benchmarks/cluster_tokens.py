@@ -27,7 +27,7 @@ from rich.progress import track
 
 import moesched
 from moesched.cli.logs import send_logs_to_stderr
-from moesched.jobs.cluster_jobs import run_local
+from moesched.cluster.cluster_jobs import run_local
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES

@@ -30,15 +30,15 @@ import msgspec
 from _results import named_for_machine, write_result
 from rich.progress import track
 
-from moesched.batch import split_batch
 from moesched.errors import MoeschedError
 from moesched.machines import load_machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
-from moesched.runs import plan_run
-from moesched.step import Step
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run
+from moesched.steps.step import Step
 
 MACHINE = load_machine("rtx6000")
 MANY = msgspec.structs.replace(

@@ -36,7 +36,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.workloads import given_lengths
+from moesched.requests.workloads import given_lengths
 
 SMALLER = 32
 BIG = SHAPES["mixtral-8x7b"]

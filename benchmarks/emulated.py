@@ -36,7 +36,6 @@ import msgspec
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
-from moesched.batching import Sizes, batch_of
 from moesched.calibration.other_load import OtherLoad
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
@@ -44,18 +43,19 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.outcome import Report
-from moesched.plan import Plan
 from moesched.planner import KV_SHARE, plan_best, splits_kv
-from moesched.runs import plan_run, run, simulate
+from moesched.requests.batching import BatchSizes, batch_of
+from moesched.runs.outcome import Report
+from moesched.runs.runs import plan_run, run, simulate
 from moesched.seams import Policy
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 SHORTER = 32
 """How many times the hidden size, the experts and the lengths are smaller than Mixtral 8x7B's and MTBench's."""
 PROMPT, NEW_TOKENS = 418 // SHORTER, 1 + 128 // SHORTER
 """The prefill gives the first token: 127 decode steps are 4 of a 32nd of the length."""
-PUBLISHED = Sizes(1112, 8)
+PUBLISHED = BatchSizes(1112, 8)
 MOST_REQUESTS = 2048
 COMPARED_REQUESTS = 64
 LINK = "host->gpu"
@@ -115,7 +115,7 @@ class Bench:
         kind = plugins.find("devices", "moesched.devices.emulated_device:EmulatedDevice")
         return kind(self.checkpoint, self.layout, dilation=self._dilation)
 
-    def best(self, policy: str) -> Sizes:
+    def best(self, policy: str) -> BatchSizes:
         """The sizes of the best plan of a policy."""
         found = plan_best(
             self.machine,
@@ -126,16 +126,16 @@ class Bench:
             slot_bytes=self.device().slot_bytes,
         )
         seen = found.seen
-        return Sizes(seen.batch_size, seen.micro_batch_size, kv_on_gpu=seen.kv_on_gpu)
+        return BatchSizes(seen.batch_size, seen.micro_batch_size, kv_on_gpu=seen.kv_on_gpu)
 
-    def sizes(self, case: str) -> Sizes:
+    def sizes(self, case: str) -> BatchSizes:
         """The sizes of a case."""
         part, policy = case.split("/")
         if part == "published":
             return self._most(policy, PUBLISHED)
         return self.best(policy if part == "own" else "flexgen")
 
-    def plan(self, name: str, sizes: Sizes) -> tuple[Plan, Policy]:
+    def plan(self, name: str, sizes: BatchSizes) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan.
 
         Raises:
@@ -145,7 +145,7 @@ class Bench:
         policy = plugins.make_policy(name, {KV_SHARE: sizes.kv_on_gpu} if self._splits(name, sizes) else {})
         return plan_run(self.machine, self.layout, batch, policy, None, self.device().slot_bytes), policy
 
-    def measure(self, name: str, sizes: Sizes) -> Measured:
+    def measure(self, name: str, sizes: BatchSizes) -> Measured:
         """One run, and the simulation of the same plan."""
         gc.collect()
         link = Link()
@@ -156,19 +156,19 @@ class Bench:
         again, policy = self.plan(name, sizes)
         return Measured(report, simulate(again, policy), link.figures(plan, report), other_cores)
 
-    def _splits(self, policy: str, sizes: Sizes) -> bool:
+    def _splits(self, policy: str, sizes: BatchSizes) -> bool:
         return sizes.kv_on_gpu is not None and splits_kv(plugins.find("policies", policy), self.machine)
 
-    def _most(self, policy: str, sizes: Sizes) -> Sizes:
+    def _most(self, policy: str, sizes: BatchSizes) -> BatchSizes:
         """As many micro-batches of that size as fit, up to so many requests."""
         for count in range(sizes.micro_batches, 1, -1):
-            fewer = Sizes(min(count * sizes.micro_batch_size, sizes.batch_size), sizes.micro_batch_size)
+            fewer = BatchSizes(min(count * sizes.micro_batch_size, sizes.batch_size), sizes.micro_batch_size)
             try:
                 self.plan(policy, fewer)
             except BadInput:
                 continue
             return fewer
-        return Sizes(sizes.micro_batch_size, sizes.micro_batch_size)
+        return BatchSizes(sizes.micro_batch_size, sizes.micro_batch_size)
 
 
 class Link:
@@ -190,7 +190,7 @@ class Link:
         ends = [report.load_seconds]
         for seconds in report.step_seconds:
             ends.append(ends[-1] + seconds)
-        kept = {page.id for each in plan.kept for page in each.pages()}
+        kept = {page.id for each in plan.resident for page in each.pages()}
         streamed = sum(page.nbytes for page in plan.layout.pages if page.id not in kept)
         attended = 0
         if not plan.kv_slots:
@@ -307,7 +307,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     plan, emulation, link = result["plan"], result["emulation"][-1], result["link"]
     yield (
         f"{result['case']} {plan['batch_size']} / {plan['micro_batch_size']}: "
-        f"{result['throughput_tokens_per_second']:.2f} tokens/s; {plan['kept_pages']} pages stay, "
+        f"{result['throughput_tokens_per_second']:.2f} tokens/s; {plan['resident_pages']} pages stay, "
         f"{plan['streamed_pages']} stream; link {100 * link['busy_share']:.1f} % busy in decode; dilated by "
         f"{emulation['dilation']['prefill']:g} in prefill, {emulation['dilation']['decode']:g} in decode, cores "
         f"{100 * emulation['core_load']:.0f} % busy, others on {max(result['other_cores']):.1f} cores"

@@ -24,20 +24,20 @@ import simpy
 from _results import named_for_machine, write_result
 from rich.progress import track
 
-from moesched.batch import split_batch
-from moesched.cost import Roofline
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.replay import CapturingEngine, Template, capture
 from moesched.machines import load_machine
+from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import make_lanes, plan_run, simulate
-from moesched.schedule import Schedule
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import make_lanes, plan_run, simulate
 from moesched.seams import Policy
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
 from moesched.tasks import Block, Kernel, Lane, Task, Work
 from moesched.trace import Recorder
 
@@ -146,8 +146,8 @@ def captured() -> tuple[list[Template], Roofline]:
     """The graph of a few steps, and what prices it."""
     plan, policy = planned(SIMPY_STEPS)
     lanes = make_lanes(plan)
-    schedule = Schedule(plan, CapturingEngine(lanes.values()), lanes)
-    return capture(schedule, policy), Roofline(plan.machine, plan.layout.dtype)
+    run_state = RunState(plan, CapturingEngine(lanes.values()), lanes)
+    return capture(run_state, policy), Roofline(plan.machine, plan.layout.dtype)
 
 
 def run_in_simpy(steps: list[Template], cost: Roofline) -> int:

@@ -49,7 +49,7 @@ from moesched.devices.torch_device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.sampling import Sampling
+from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
 Tensor = torch.Tensor

@@ -42,7 +42,6 @@ from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
-from moesched.batch import split_batch
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
 from moesched.machines.local import cache_folder, local_machine
@@ -51,8 +50,9 @@ from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
-from moesched.runs import plan_run, run, simulate
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, run, simulate
+from moesched.steps.plan import Plan
 from moesched.trace import Recorder, Recording
 
 REPEATS, EMULATED_REPEATS = 5, 3

@@ -27,7 +27,6 @@ from _results import named_for_machine, write_result
 from gpu_offload import GB, PINNED, TINY, capped, layers_that_fit
 
 from moesched import plugins
-from moesched.batch import Batch
 from moesched.devices.cuda_device import CudaDevice
 from moesched.devices.random_weights import random_checkpoint
 from moesched.errors import BadInput, MoeschedError
@@ -36,9 +35,10 @@ from moesched.machines.local import available_memory
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
-from moesched.runs import plan_run, run, simulate
+from moesched.requests.batch import Batch
+from moesched.runs.runs import plan_run, run, simulate
 from moesched.seams import Policy
+from moesched.steps.plan import Plan
 
 SCENARIOS = (
     Scenario(64, 33),

@@ -31,7 +31,6 @@ from _results import named_for_machine, write_result
 from emulated import Link, figures
 
 from moesched import plugins
-from moesched.batching import Sizes, batch_of
 from moesched.devices.cuda_device import CudaDevice
 from moesched.devices.random_weights import random_checkpoint
 from moesched.errors import BadInput, MoeschedError
@@ -40,12 +39,13 @@ from moesched.machines.local import available_memory
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.outcome import Report
-from moesched.plan import Plan
 from moesched.planner import plan_best
-from moesched.runs import plan_run, run, simulate
+from moesched.requests.batching import BatchSizes, batch_of
+from moesched.requests.workloads import load_workload
+from moesched.runs.outcome import Report
+from moesched.runs.runs import plan_run, run, simulate
 from moesched.seams import Policy
-from moesched.workloads import load_workload
+from moesched.steps.plan import Plan
 
 POLICIES = ("cgopipe", "flexgen", "layer_streaming")
 CLASSES = {
@@ -79,7 +79,7 @@ class Bench:
         self.prompts = [[chance.randrange(config.vocabulary) for _ in range(n)] for n in self.lengths]
         self.device = CudaDevice(random_checkpoint(config), self.layout)
 
-    def plan(self, machine: Machine, name: str, sizes: Sizes) -> tuple[Plan, Policy]:
+    def plan(self, machine: Machine, name: str, sizes: BatchSizes) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""
         batch = batch_of(self.lengths, self.new_tokens, sizes)
         policy = _policy(name)
@@ -99,7 +99,7 @@ class Bench:
             policies=(CLASSES[name],),
             slot_bytes=self.device.slot_bytes,
         )
-        sizes = Sizes(best.seen.batch_size, best.seen.micro_batch_size)
+        sizes = BatchSizes(best.seen.batch_size, best.seen.micro_batch_size)
         plan, policy = self.plan(machine, name, sizes)
         predicted = simulate(plan, policy)
         seconds = sum(predicted.step_seconds)
@@ -161,7 +161,7 @@ def check(machine: Machine, new_tokens: int = 8) -> dict[str, Any]:
     for name in ("resident", *POLICIES):
         device = CudaDevice(random_checkpoint(config), layout, keep_logits=True)
         policy = _policy(name)
-        batch = batch_of([len(prompt) for prompt in prompts], new_tokens, Sizes(12, 4))
+        batch = batch_of([len(prompt) for prompt in prompts], new_tokens, BatchSizes(12, 4))
         budgets = {} if name == "resident" else {"gpu": _little(layout)}
         plan = plan_run(machine, layout, batch, policy, budgets, device.slot_bytes)
         report = run(plan, policy, device, prompts)

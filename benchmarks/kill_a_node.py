@@ -28,8 +28,8 @@ from rich.progress import track
 
 import moesched
 from moesched.cli.logs import send_logs_to_stderr
+from moesched.cluster.cluster_jobs import run_local
 from moesched.errors import NodeLost
-from moesched.jobs.cluster_jobs import run_local
 from moesched.models.random_model import write_random_model
 
 NEW_TOKENS = 12

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moesched.batch import split_batch
-from moesched.expert_latencies import ExpertLatencies
+from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.pictures import drawing, require_picture, write_picture
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, simulate
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, simulate
 from moesched.tasks import Task
 
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"], "bfloat16")

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 from _results import named_for_machine, write_result
 
-from moesched.batch import Batch, split_batch
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.machines import Machine, Tier, load_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -31,11 +30,12 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
+from moesched.requests.batch import Batch, split_batch
+from moesched.requests.sampling import Sampling
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import LikeMixtral
-from moesched.runs import plan_run, run, simulate
-from moesched.sampling import Sampling
+from moesched.runs.runs import plan_run, run, simulate
 from moesched.tasks import Task
 
 MIXTRAL = SHAPES["mixtral-8x7b"]

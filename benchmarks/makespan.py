@@ -18,16 +18,16 @@ from typing import Any
 import msgspec
 from _results import write_result
 
-from moesched.batch import Batch, split_batch
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
+from moesched.requests.batch import Batch, split_batch
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import LikeMixtral, expected_profile
 from moesched.routing.profile import write_profile
-from moesched.runs import plan_run, simulate
+from moesched.runs.runs import plan_run, simulate
 
 SHAPE = SHAPES["mixtral-8x7b"]
 LAYOUT = weight_layout(SHAPE, "bfloat16")

@@ -102,14 +102,14 @@ def disk_figures(decoded: Decoded, bandwidth: float) -> dict[str, Any]:
         "needed_bytes": needed,
         "read_bytes": median(decoded.read),
         "step_over_disk": median(
-            step * bandwidth / touched for step, touched in zip(decoded.steps, decoded.needed, strict=True)
+            step * bandwidth / warmed for step, warmed in zip(decoded.steps, decoded.needed, strict=True)
         ),
         "read_over_needed": sum(decoded.read) / sum(decoded.needed),
         "disk_lane_utilization": decoded.utilization["disk->host"],
         "accelerator_lane_utilization": decoded.utilization["accelerator"],
         "load_seconds": report.load_seconds,
         "prefill_seconds": report.prefill_seconds,
-        "kept_bytes": sum(page.nbytes for fixed in plan.kept for page in fixed.pages()),
+        "kept_bytes": sum(page.nbytes for fixed in plan.resident for page in fixed.pages()),
         "buffer_bytes": sum(len(pool.slots) * pool.slot_bytes for pool in plan.pools),
         "peak_bytes": report.peak_bytes["host"],
         "steps": decoded.steps,
@@ -122,7 +122,7 @@ def part_page_cache(model: Model, advance: Callable[[str], None]) -> dict[str, A
     peers = missing_peers()
     ours: dict[str, list[dict[str, float]]] = defaultdict(list)
     theirs: dict[str, list[dict[str, float]]] = defaultdict(list)
-    bandwidths, touched = [], []
+    bandwidths, warmed = [], []
     for _ in range(ROUNDS["page_cache"]):
         bandwidths.append(memory_bandwidth(model))
         for policy, micro_batch, settings in POLICIES:
@@ -131,13 +131,13 @@ def part_page_cache(model: Model, advance: Callable[[str], None]) -> dict[str, A
             decoded = decode(model, policy, BATCH, micro_batch, settings, budget=model.budget, direct=False)
             share = {"transfer_share": decoded.utilization["disk->host"]}
             ours[name].append(timed(decoded.report.step_seconds, COUNTED) | share)
-            touched += decoded.touched
+            warmed += decoded.warmed
         for experts in EXPERT_SETTINGS if peers is None else ():
             advance(f"Accelerate, {experts}, page cache")
             prefill, steps = decode_from_disk(model, experts, model.prompts(BATCH), STEPS)
             theirs[experts].append(timed([prefill, *steps], COUNTED))
     figures = compared(ours, theirs, peers)
-    figures |= {"memory_bytes_per_second": max(bandwidths), "touched_bytes": median(touched)}
+    figures |= {"memory_bytes_per_second": max(bandwidths), "touched_bytes": median(warmed)}
     figures["fastest_step_seconds"] = figures["touched_bytes"] / figures["memory_bytes_per_second"]
     if theirs:
         fastest_theirs = min(runs["step_seconds"] for runs in figures["hugging_face"].values())

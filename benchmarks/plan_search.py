@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 from _results import named_for_machine, write_result
 from rich.progress import track
 
-from moesched.cost import cost_model
 from moesched.errors import BadInput
+from moesched.inputs.accelerators import cut_over_ranks
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.parallel.accelerators import cut_over_ranks
 from moesched.planner import POLICIES, Best, Setting, plan_best, splits_kv
-from moesched.planner.preview import preview
+from moesched.planner.trial_run import trial_run
 from moesched.plugins import find
-from moesched.workloads import load_workload
+from moesched.requests.workloads import load_workload
 
 CASES = [
     ("mixtral-8x7b", "t4", 128, False),
@@ -147,7 +147,7 @@ def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Ite
             "micro_batch_size": size,
             "batch_size": len(batch.prompts),
             "kv_on_gpu": round(plan.kv_on_gpu, 3),
-            "tokens_per_second": round(preview(plan, policy, setting.cost).tokens_per_second(batch), 2),
+            "tokens_per_second": round(trial_run(plan, policy, setting.cost).tokens_per_second(batch), 2),
         }
 
 

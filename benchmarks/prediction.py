@@ -37,7 +37,6 @@ from _in_turn import Figures, InTurn, Run, calibrate_in_turn
 from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
-from moesched.batch import Batch, split_batch
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import cache_folder, local_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -45,9 +44,10 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.outcome import Report
-from moesched.plan import Plan
-from moesched.runs import plan_run, run, simulate
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.outcome import Report
+from moesched.runs.runs import plan_run, run, simulate
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 REPEATS = 5

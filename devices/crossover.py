@@ -35,17 +35,17 @@ TURNS = 9
 @cache
 def most_rows(variant: str) -> int:
     """The number of rows up to which the kernel wins; from the file in the cache folder, measured where it has none."""
-    kept = _kept()
+    resident = _resident()
     here = _here(variant)
-    if here not in kept:
-        kept[here] = measure_most_rows(variant)
-        _keep(kept)
-    return kept[here]
+    if here not in resident:
+        resident[here] = measure_most_rows(variant)
+        _keep(resident)
+    return resident[here]
 
 
 def measure_again(variant: str) -> None:
     """Measure anew, and keep that for all runs to come."""
-    _keep(_kept() | {_here(variant): measure_most_rows(variant)})
+    _keep(_resident() | {_here(variant): measure_most_rows(variant)})
     most_rows.cache_clear()
 
 
@@ -121,7 +121,7 @@ def _file() -> Path:
     return cache_folder() / "expert-kernel.json"
 
 
-def _kept() -> dict[str, int]:
+def _resident() -> dict[str, int]:
     try:
         return msgspec.json.decode(_file().read_bytes(), type=dict[str, int])
     except (OSError, msgspec.MsgspecError):

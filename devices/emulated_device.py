@@ -13,18 +13,18 @@ from math import inf
 from time import perf_counter, perf_counter_ns, process_time
 from typing import Any, NoReturn
 
-from moesched.cost import cost_model
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds
 from moesched.errors import BadInput
 from moesched.machines import INTERCONNECT, Machine
+from moesched.machines.cost import cost_model
 from moesched.machines.local import available_memory
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.outcome import Dilations, EmulatedLane, Emulation
-from moesched.plan import Plan
-from moesched.sampling import Sampling
+from moesched.requests.sampling import Sampling
+from moesched.runs.outcome import Dilations, EmulatedLane, Emulation
 from moesched.seams import CostModel, Transport
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.units import format_bytes
 

@@ -12,9 +12,9 @@ from moesched.models.layout import Page, WeightLayout
 from . import torch_kernels as kernels
 from .arena import aligned_bytes
 from .copies import indices, moved
-from .kept_pages import Weights
 from .micro_batch import MicroBatchState
 from .page_reader import PageReader
+from .resident_pages import Weights
 from .torch_kernels import KVView, Tensor
 
 

@@ -11,10 +11,10 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import HostKernel, Task
 
 from .copies import moved
+from .device_observers import DeviceObservers
 from .micro_batch import HostRows, MicroBatchState
 from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
 from .products import Products
-from .watchers import Watchers
 
 HOST = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class HostExperts:
         use_cores_for: UseCores,
         there: MoELayer,
         products: Products,
-        watchers: Watchers,
+        device_observers: DeviceObservers,
     ) -> None:
         self._expert_weights = config.hidden * config.intermediate
         self._pinned = accelerator.type != "cpu"
@@ -52,7 +52,7 @@ class HostExperts:
         self._use_cores_for = use_cores_for
         self._there = there
         self._products = products
-        self._watchers = watchers
+        self._device_observers = device_observers
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "offload_routed": self._offload,
             "run_expert": self._run_expert,
@@ -71,7 +71,7 @@ class HostExperts:
             return
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         assert state.on_host is not None, "the step saw to it that the rows are there"
-        self._watchers.applied(task.layer, state, [task.expert], weights)
+        self._device_observers.applied(task.layer, state, [task.expert], weights)
         x_nD, y_nD = state.on_host.rows(pinned=self._pinned)
         rows = state.rows_of(task.expert)
         self._use_cores_for(len(rows), self._expert_weights)

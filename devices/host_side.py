@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from moesched.batch import KV_BLOCK_TOKENS
-from moesched.memory import Slot
 from moesched.models.layout import Page
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.steps.memory import Slot
 from moesched.tasks import PageTransfer, Task
 
 from .arena import aligned_bytes
 from .copies import copied, locked, wait_for_copies
 from .micro_batch import MicroBatchState
 from .page_reader import PageReader
-from .prompt_chunks import KVAtHand
+from .prompt_chunks import DeviceKV
 from .torch_kernels import KVView, Tensor
 
 HOST = torch.device("cpu")
@@ -47,7 +47,7 @@ class HostSide:
         kv_slots: Sequence[Tensor],
         states: Sequence[MicroBatchState],
         cached_here: Container[int],
-        at_hand: Mapping[int, KVAtHand],
+        device_kv: Mapping[int, DeviceKV],
         attend: Attend,
         attend_there: Callable[[Task], None],
     ) -> None:
@@ -57,13 +57,13 @@ class HostSide:
         self._loaded: dict[int, list[KVView]] = {}
         self._states = states
         self._cached_here = cached_here
-        self._at_hand = at_hand
+        self._device_kv = device_kv
         self._attend = attend
         self._attend_there = attend_there
         self._reader = reader
         self._home = home
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "pin": self._bring,
+            "copy_to_pinned": self._bring,
             "fetch": self._bring,
             "offload_qkv": self._offload_qkv,
             "cpu_attention": self._cpu_attention,
@@ -136,9 +136,9 @@ class HostSide:
         """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
-        at_hand = self._at_hand.get(task.micro_batch)
-        if at_hand is not None:
-            state.attended_TX = self._attend(state, q_THd, at_hand.extended(state, k_TKd, v_TKd))
+        device_kv = self._device_kv.get(task.micro_batch)
+        if device_kv is not None:
+            state.attended_TX = self._attend(state, q_THd, device_kv.extended(state, k_TKd, v_TKd))
             return
         views = []
         start = 0

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from moesched.errors import BadInput, MoeschedError
-from moesched.memory import Slot
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
+from moesched.steps.memory import Slot
 
-from .kept_pages import Weights
 from .page_reader import DTYPES, PageReader, Run
+from .resident_pages import Weights
 
 POPULATE_READ = 22  # Python's mmap module has no name for it
 DONT_NEED = 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesched.beams import BeamSearch
+from moesched.requests.beams import BeamSearch
 
 from .kv_cache import BlockedKV, KVStep
 from .torch_kernels import Grouping, Tensor

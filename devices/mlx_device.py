@@ -13,23 +13,23 @@ except ImportError as error:
 import numpy.typing as npt
 import torch
 
-from moesched.batch import cached_tokens
 from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import global_shapes
-from moesched.plan import Plan
-from moesched.sampling import Sampling
+from moesched.requests.batch import cached_tokens
+from moesched.requests.sampling import Sampling
 from moesched.seams import RoutingObserver, Transport
+from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
 from .first_bad_tensor import FirstBadTensor
 from .mlx_attention import MlxAttention
 from .mlx_kernels import Array
 from .mlx_kv_cache import RequestsKV
-from .mlx_machine import WiredMemory, require_unified, with_metal
+from .mlx_machine import WiredPages, require_unified, with_metal
 from .mlx_memory import ARRAY_DTYPES, shared
 from .mlx_micro_batch import MlxBatch, batches_of
 from .mlx_moe_layer import MlxMoELayer
@@ -70,7 +70,7 @@ class MlxDevice:
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
         self._thread = OneThread("mlx")
-        self._wired = WiredMemory.here()
+        self._wired = WiredPages.here()
         self._cache_limit: int | None = None
         self._globals: dict[str, Array] = {}
         self._observer: RoutingObserver | None = None
@@ -160,7 +160,7 @@ class MlxDevice:
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self._verbs, self._exchanges = {}, {}  # and with them all that the batch before had
         self._limit_memory(plan)
-        self._weights.begin(plan.pools, [page for pool in plan.kept for page in pool.pages()])
+        self._weights.begin(plan.pools, [page for pool in plan.resident for page in pool.pages()])
         batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
         first = plan.batch.first_request
         moe = MlxMoELayer(self.config, batches, self._weights.show, self._observer, first)

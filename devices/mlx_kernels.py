@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from moesched.activations import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
 from moesched.models.config import ModelConfig, NormKind
+from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
 
 Array = mx.array
 Blocks = Sequence[Array]

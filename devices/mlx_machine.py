@@ -58,7 +58,7 @@ def require_unified(machine: Machine) -> None:
         )
 
 
-class WiredMemory:
+class WiredPages:
     """How much memory Metal may keep wired, so that weights that lie idle need not be wired again.
 
     The limit is the process's: whoever sets it gives it back. Without Metal MLX takes the call and does nothing.
@@ -74,9 +74,9 @@ class WiredMemory:
         self._before: int | None = None
 
     @staticmethod
-    def here() -> WiredMemory:
+    def here() -> WiredPages:
         """This process's."""
-        return WiredMemory(mx.set_wired_limit, _recommended())
+        return WiredPages(mx.set_wired_limit, _recommended())
 
     def set(self, nbytes: int) -> None:
         """Have so many bytes wired, as far as the system recommends it."""

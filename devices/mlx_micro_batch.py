@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from moesched.chunks import Chunk
+from moesched.requests.chunks import Chunk
 
 from .mlx_kernels import Array
 from .mlx_kv_cache import KVStep

@@ -55,7 +55,7 @@ class MlxMoELayer:
         return {
             "preview_route": self.preview_route,
             "run_expert": self.run_expert,
-            "touch_expert": self.touch_expert,
+            "warm_expert": self.warm_expert,
             "combine": self.combine,
         }
 
@@ -116,7 +116,7 @@ class MlxMoELayer:
         self._apply(batch, task.expert, *weights.experts[task.expert])
         mx.eval(batch.outputs[task.expert])
 
-    def touch_expert(self, task: Task) -> None:
+    def warm_expert(self, task: Task) -> None:
         """One expert on a row of zeros, for nothing but that its weights are read."""
         stack, place = self._weights(task.operands).experts[task.expert]
         x_1D = mx.zeros_like(self._batches[task.micro_batch].x_nD[:1])

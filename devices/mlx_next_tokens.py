@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
-from moesched.sampling import Sampling, sample, traced
+from moesched.requests.sampling import Sampling, sample, traced
 from moesched.tasks import Task
 
 from . import mlx_kernels as kernels
@@ -42,7 +42,7 @@ class MlxNextTokens:
         head: Head,
         sampling: Sampling,
         first_request: int,
-        kept: list[tuple[tuple[int, ...], npt.NDArray[Any]]] | None,
+        resident: list[tuple[tuple[int, ...], npt.NDArray[Any]]] | None,
         first_bad: Callable[[], str],
     ) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class MlxNextTokens:
         self._head = head
         self._sampling = sampling
         self._first_request = first_request
-        self._kept = kept
+        self._resident = resident
         self._first_bad = first_bad
 
     @property
@@ -67,8 +67,8 @@ class MlxNextTokens:
         batch = self._batches[task.micro_batch]
         logits_SV = self._logits(batch)
         requests = [batch.requests[end] for end in batch.ends]
-        if self._kept is not None:
-            self._kept.append((tuple(requests), logits_SV))
+        if self._resident is not None:
+            self._resident.append((tuple(requests), logits_SV))
         positions = [batch.step.past[end] + batch.step.new[end] for end in batch.ends]
         of_run = [self._first_request + request for request in requests]
         try:

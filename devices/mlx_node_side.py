@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from moesched.parallel.node_tasks import ROWS, SUM
-from moesched.plan import Plan
 from moesched.seams import Transport
+from moesched.steps.node_tasks import ROWS, SUM
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from .mlx_memory import ARRAY_DTYPES

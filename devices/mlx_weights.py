@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moesched.memory import Pool, Slot, View
 from moesched.models.layout import Page, WeightLayout
+from moesched.steps.memory import Pool, Slot, View
 
 from .arena import aligned_bytes
 from .mlx_kernels import Array, Stack
@@ -40,24 +40,25 @@ class MlxWeights:
         self._reader = reader
         self._layout = layout
         self._slots: dict[Pool, list[Bytes]] = {}
-        self._kept: dict[int, Bytes] = {}
+        self._resident: dict[int, Bytes] = {}
         self._read: set[int] = set()
         self._stacks: dict[Key, Stacked] = {}
         self._key_of: dict[int, Key] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, pools: Iterable[Pool], kept: Iterable[Page]) -> None:
+    def begin(self, pools: Iterable[Pool], resident: Iterable[Page]) -> None:
         """Allocate slots, and room for pages that stay; those that stayed before are kept where they stay still."""
         self._slots = {}
-        pages = {page.id: page for page in kept}
+        pages = {page.id: page for page in resident}
         self._key_of = stacks_for(self._layout, pages.values())
         keys, singles = set(self._key_of.values()), pages.keys() - self._key_of.keys()
         self._stacks = {key: stack for key, stack in self._stacks.items() if key in keys}
-        self._kept = {number: memory for number, memory in self._kept.items() if number in singles}
-        self._read &= self._kept.keys()
+        self._resident = {number: memory for number, memory in self._resident.items() if number in singles}
+        self._read &= self._resident.keys()
         self._stacks |= {key: open_stack(self._layout, key) for key in keys - self._stacks.keys()}
-        self._kept |= {
-            number: Bytes(self._reader.bytes_in_slot(pages[number])) for number in singles - self._kept.keys()
+        self._resident |= {
+            number: Bytes(self._reader.bytes_in_slot(pages[number]))
+            for number in singles - self._resident.keys()
         }
         self._slots = {pool: [Bytes(pool.slot_bytes) for _ in pool.slots] for pool in pools}
         self._stage(self._reader.slot_bytes if self._is_incomplete() else 0)
@@ -71,7 +72,7 @@ class MlxWeights:
         key = self._key_of.get(page.id)
         if key is None:
             if page.id not in self._read:
-                self._reader.read(page, self._kept[page.id].tensor)
+                self._reader.read(page, self._resident[page.id].tensor)
                 self._read.add(page.id)
         elif page.id in self._stacks[key].missing:
             self._reader.read(page, self._staging)
@@ -93,7 +94,7 @@ class MlxWeights:
     def arrays(self) -> list[Array]:
         """Those of the pages that stay."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
-        return [memory.array for memory in self._kept.values()] + stacked
+        return [memory.array for memory in self._resident.values()] + stacked
 
     def _bind(self, view: View[Any]) -> Weights:
         dense: dict[str, list[Array]] = {}
@@ -105,7 +106,7 @@ class MlxWeights:
                 if page.index == 0:
                     experts[page.expert] = self._stacks[key].find(page)
                 continue
-            memory = self._kept[page.id] if slot.fixed else self._slots[slot.pool][slot.index]
+            memory = self._resident[page.id] if slot.fixed else self._slots[slot.pool][slot.index]
             views = self._reader.views(memory.tensor, page)
             if page.expert < 0:
                 for name, blocks in views.items():

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moesched.activations import EXPERT_TILE
 from moesched.models.config import ModelConfig
+from moesched.models.footprint import EXPERT_TILE
 from moesched.tasks import Task
 
 from . import torch_kernels as kernels
-from .kept_pages import Weights
+from .device_observers import DeviceObservers
 from .micro_batch import MicroBatchState
 from .products import Products
+from .resident_pages import Weights
 from .team import Team, use_cores
 from .torch_kernels import Tensor
-from .watchers import Watchers
 
 MOST_UNGROUPED = 128
 """Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
@@ -63,7 +63,7 @@ class MoELayer:
         use_cores_for: UseCores,
         team: Team | None,
         products: Products,
-        watchers: Watchers,
+        device_observers: DeviceObservers,
         first_request: int,
     ) -> None:
         self._config = config
@@ -74,22 +74,26 @@ class MoELayer:
         self._use_cores_for = use_cores_for
         self._team = team
         self._products = products
-        self._watchers = watchers
+        self._device_observers = device_observers
         self._first_request = first_request
         self.verbs: Mapping[str, Callable[[Any], Any]] = {
             "preview_route": self.preview_route,
             "run_expert": self.run_expert,
-            "touch_expert": self.touch_expert,
+            "warm_expert": self.warm_expert,
             "combine": self.combine,
         }
 
     def run_all(self, task: Task) -> dict[int, int]:
         """What follows the output projection: router, all experts, combine."""
         state = self._states[task.micro_batch]
-        few = not self._on_cpu and len(state.hidden_TD) <= MOST_UNGROUPED and not self._watchers.activations
+        few = (
+            not self._on_cpu
+            and len(state.hidden_TD) <= MOST_UNGROUPED
+            and not self._device_observers.activations
+        )
         counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
-        self._watchers.applied(task.layer, state, counts, weights)
+        self._device_observers.applied(task.layer, state, counts, weights)
         shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
         for expert in counts.keys() - shared:
             self._use_cores_for_expert(counts[expert])
@@ -108,7 +112,7 @@ class MoELayer:
         """Norm and router."""
         state = self._states[task.micro_batch]
         routed = self._route(state.hidden_TD, self._weights(task.operands))
-        self._watchers.routed(task.layer, state, self._first_request, routed.experts_Tk)
+        self._device_observers.routed(task.layer, state, self._first_request, routed.experts_Tk)
         return routed
 
     def give_rows(
@@ -142,11 +146,11 @@ class MoELayer:
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        self._watchers.applied(task.layer, state, [task.expert], weights)
+        self._device_observers.applied(task.layer, state, [task.expert], weights)
         self._use_cores_for_expert(state.grouping.counts[task.expert])
         self._apply(state, task.expert, weights)
 
-    def touch_expert(self, task: Task) -> None:
+    def warm_expert(self, task: Task) -> None:
         """One expert on a row of zeros, for nothing but that its weights are read."""
         gate, up, down = expert_weights(self._weights(task.operands), task.expert)
         self._use_cores_for_expert(1)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moesched.beams import Standing
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
-from moesched.sampling import Sampling, require_numbers, sample, traced
+from moesched.requests.beams import Standing
+from moesched.requests.sampling import Sampling, require_numbers, sample, traced
 from moesched.tasks import Task
 
 from . import torch_kernels as kernels
@@ -53,7 +53,7 @@ class NextTokens:
         products: Products,
         sampling: Sampling,
         first_request: int,
-        kept: list[tuple[tuple[int, ...], Tensor]] | None,
+        resident: list[tuple[tuple[int, ...], Tensor]] | None,
         first_bad: Callable[[MicroBatchState], str],
     ) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class NextTokens:
         self._products = products
         self._sampling = sampling
         self._first_request = first_request
-        self._kept = kept
+        self._resident = resident
         self._first_bad = first_bad
         self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
 
@@ -96,8 +96,8 @@ class NextTokens:
     def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
         ends = range(len(state.sequences)) if state.ends is None else state.ends
-        if self._kept is not None:
-            self._kept.append((tuple(state.sequences[end] for end in ends), logits_SV))
+        if self._resident is not None:
+            self._resident.append((tuple(state.sequences[end] for end in ends), logits_SV))
         positions = [state.step.past[end] + state.step.new[end] for end in ends]
         mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
         rows = len(positions) // len(mine)

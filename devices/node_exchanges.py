@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesched.parallel.node_tasks import SUM, TOKENS
-from moesched.plan import Plan
 from moesched.seams import Transport
+from moesched.steps.node_tasks import SUM, TOKENS
+from moesched.steps.plan import Plan
 from moesched.tasks import Collective, Task
 
 from .rank_side import exchange_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moesched.parallel.node_tasks import ROWS, SUM
-from moesched.plan import Plan
 from moesched.seams import Transport
+from moesched.steps.node_tasks import ROWS, SUM
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from .micro_batch import MicroBatchState

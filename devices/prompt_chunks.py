@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from moesched.batch import cached_tokens
-from moesched.chunks import Chunk
 from moesched.models.config import ModelConfig
+from moesched.requests.batch import cached_tokens
+from moesched.requests.chunks import Chunk
 
 from .micro_batch import MicroBatchState
 from .torch_kernels import KVView, Tensor
@@ -32,7 +32,7 @@ def chunk_states(
     return list(states.values())
 
 
-class KVAtHand:
+class DeviceKV:
     """Keys and values of one layer at a time, of a micro-batch's prompts, while the KV cache is elsewhere.
 
     Each sequence begins with a block of its own, as in the cache.

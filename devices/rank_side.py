@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from moesched.parallel.rank_tasks import HIDDEN, LOGITS
 from moesched.seams import Exchange, Transport
+from moesched.steps.rank_tasks import HIDDEN, LOGITS
 from moesched.tasks import Collective, Task
 
 from .micro_batch import MicroBatchState

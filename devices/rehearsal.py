@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from moesched.batch import Batch
 from moesched.drivers.pricing import nanoseconds
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.generation import Generation
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
-from moesched.plan import KV_ROLES, Plan, Role
-from moesched.runs import make_lanes, plan_run
-from moesched.sampling import Sampling
-from moesched.schedule import Kind, Schedule
+from moesched.requests.batch import Batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes, plan_run
 from moesched.seams import CostModel, Exchange, Policy
-from moesched.step import Step
+from moesched.steps.plan import KV_ROLES, Plan, Role
+from moesched.steps.run_state import Kind, RunState
+from moesched.steps.step import Step
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
 
 from .torch_device import TorchDevice
@@ -73,10 +73,10 @@ def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None
     """Run a plan on the virtual clock, with the real work of each task done as it ends."""
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
-    with closing(Schedule(plan, engine, lanes)) as schedule:
+    with closing(RunState(plan, engine, lanes)) as run_state:
         types = (Kernel, HostKernel, PageTransfer, Decision, Collective)
         driver = VirtualDriver([engine], cost, perform=dict.fromkeys(types, watch.perform))
-        driver.run(Generation(schedule, policy).run())
+        driver.run(Generation(run_state, policy).run())
 
 
 class _Alone:
@@ -114,15 +114,15 @@ class _OneLayer:
                 plan.keep([page for page in pages if page.expert >= 0], "host")
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
+        await self._run(step)
 
     async def decode(self, step: Step) -> None:
-        await self._schedule(step)
+        await self._run(step)
 
-    async def _schedule(self, step: Step) -> None:
+    async def _run(self, step: Step) -> None:
         pages = step.pages(0)
         if self._pinned is not None:
-            step.pin(pages, self._pinned)
+            step.copy_to_pinned(pages, self._pinned)
         await step.fetch(pages, self._buffer, source=self._pinned)
         for j in step.micro_batches:
             step.embed(j)

@@ -7,22 +7,23 @@ from typing import Any
 
 import torch
 
-from moesched.batch import KV_BLOCK_TOKENS
-from moesched.beams import BeamSearch
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import KV_ROLES, Plan
-from moesched.sampling import Sampling
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.requests.beams import BeamSearch
+from moesched.requests.sampling import Sampling
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
+from moesched.steps.plan import KV_ROLES, Plan
 from moesched.tasks import Task
 
 from . import torch_kernels as kernels
 from .bfloat16_support import has_bfloat16
 from .copies import indices, moved, wait_for_copies
 from .cuda_streams import CudaStreams
+from .device_observers import DeviceObservers
 from .first_bad_tensor import FirstBadTensor
 from .host_experts import HostExperts
 from .host_side import HOST, HostSide
@@ -34,13 +35,12 @@ from .node_side import NodeSide
 from .packed_weights import cores_keep_bits, packing_pays
 from .page_reader import DTYPES
 from .products import Products, make_kernel, rows_for_kernel
-from .prompt_chunks import KVAtHand, chunk_states
+from .prompt_chunks import DeviceKV, chunk_states
 from .rank_side import RankSide
 from .row_tiles import CODE_BYTES
 from .team import Team, usable_cores, use_cores
 from .token_ids import check_token_ids
 from .torch_kernels import KVView, Tensor
-from .watchers import Watchers
 from .weight_store import WeightStore
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
@@ -111,11 +111,11 @@ class TorchDevice:
         self._states: list[MicroBatchState] = []
         self._number = 0
         self._transport: Transport | None = None
-        self._watchers = Watchers()
+        self._device_observers = DeviceObservers()
         self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
             "load": self._store.load,
             "fetch": self._store.fetch,
-            "pin": self._store.fetch,
+            "copy_to_pinned": self._store.fetch,
             "embed": self._embed,
             "pre_attention": self._pre_attention,
             "attention": self._attention,
@@ -183,11 +183,11 @@ class TorchDevice:
 
     def observe_routing(self, observer: RoutingObserver) -> None:
         """Tell somebody which experts the routers choose, from now on."""
-        self._watchers.routing = observer
+        self._device_observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
         """Tell somebody what the experts' SiLU lets through, from now on; it is computed a second time for that."""
-        self._watchers.activations = observer
+        self._device_observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Allocate all that the plan says, and take in the prompts' token ids.
@@ -299,7 +299,7 @@ class TorchDevice:
             [self._kv_slot(plan) for _ in range(plan.kv_slots)],
             self._states,
             self._cached_on_host(plan),
-            self._at_hand(plan),
+            self._device_kv(plan),
             self._attend,
             self._attention,
         )
@@ -310,10 +310,10 @@ class TorchDevice:
         chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
         return frozenset([*wholes, *chunks])
 
-    def _at_hand(self, plan: Plan) -> dict[int, KVAtHand]:
+    def _device_kv(self, plan: Plan) -> dict[int, DeviceKV]:
         """Room for a layer's keys and values of prompts in chunks whose KV cache is on the host, by chunk."""
-        rooms: dict[int, KVAtHand] = {}
-        found: dict[int, KVAtHand] = {}
+        rooms: dict[int, DeviceKV] = {}
+        found: dict[int, DeviceKV] = {}
         for number, chunk in plan.chunks.items():
             if chunk.before < 0 and not chunk.last and plan.kv_roles[chunk.micro_batch] == "host":
                 whole = self._states[chunk.micro_batch]
@@ -321,7 +321,7 @@ class TorchDevice:
                     sequence: plan.batch.prompts[request]
                     for request, sequence in zip(whole.requests, whole.sequences, strict=True)
                 }
-                rooms[chunk.micro_batch] = KVAtHand(self.config, lengths, self._dtype, self._accelerator)
+                rooms[chunk.micro_batch] = DeviceKV(self.config, lengths, self._dtype, self._accelerator)
             if chunk.micro_batch in rooms:
                 found[number] = rooms[chunk.micro_batch]
         return found
@@ -336,7 +336,7 @@ class TorchDevice:
             self._use_cores_for,
             self._team if self._sharing else None,
             self._products,
-            self._watchers,
+            self._device_observers,
             self._first_request,
         )
 
@@ -349,7 +349,7 @@ class TorchDevice:
             self._use_cores_for,
             self._moe,
             self._products,
-            self._watchers,
+            self._device_observers,
         )
 
     def _next_tokens(self, sampling: Sampling) -> NextTokens:

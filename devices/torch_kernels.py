@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from moesched.activations import QUERY_TILE
 from moesched.models.config import NormKind
+from moesched.models.footprint import QUERY_TILE
 
 from .packed_weights import packed_linear
 from .plain_weights import plain_linear

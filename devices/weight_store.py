@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from moesched.memory import Pool, Slot, View
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import Plan
+from moesched.steps.memory import Pool, Slot, View
+from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer
 
 from .arena import Arena, aligned_bytes, copy_placed_alike
 from .host_side import bring_home
-from .kept_pages import KeptPages, Weights
 from .mapped_pages import MappedPages
 from .packed_weights import pack, packed_bytes
 from .page_reader import PageReader
+from .resident_pages import ResidentPages, Weights
 from .team import Team
 from .torch_kernels import Tensor
 
@@ -62,7 +62,7 @@ class WeightStore:
         self._mapping = self._on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
         self._cores = cores
-        self._kept = KeptPages(self.reader, self.arranged)
+        self._resident = ResidentPages(self.reader, self.arranged)
         self._arenas: dict[Pool, Arena] = {}
         self._home: dict[int, Tensor] = {}
         self._host = ""
@@ -76,20 +76,20 @@ class WeightStore:
     def begin(self, plan: Plan) -> None:
         """Allocate what a batch's plan says, for pages that `load` and `fetch` bring; some that stay may be here."""
         fast = plan.memory("accelerator")
-        missing = self._kept.retain(
-            page for pool in plan.kept if pool.memory is fast for page in pool.pages()
+        missing = self._resident.retain(
+            page for pool in plan.resident if pool.memory is fast for page in pool.pages()
         )
         if self._mapping and plan.machine.unified:
             self._mapped = self._mapped or MappedPages(self._checkpoint, self._layout, self.reader)
         else:
             self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
         if missing:
-            self._kept.expect(missing, self._staging(missing, plan.staged))
+            self._resident.expect(missing, self._staging(missing, plan.staged))
         self._host = "" if plan.machine.unified else plan.memory("host").name
 
     def let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
-        self._kept.close()
+        self._resident.close()
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
@@ -97,7 +97,7 @@ class WeightStore:
     def close(self) -> None:
         """Give back all, and close the files."""
         self.let_go()
-        self._kept.retain([])
+        self._resident.retain([])
         self._home = {}
         if self._reading is not None:
             self._reading.close()
@@ -111,10 +111,10 @@ class WeightStore:
         if plan.home is not None:
             pages = plan.home.pages()
         elif plan.machine.roles.weights == host.name:
-            kept = {page.id for pool in plan.kept if pool.memory is fast for page in pool.pages()}
-            pages = [page for page in plan.pages if page.id not in kept]
+            resident = {page.id for pool in plan.resident if pool.memory is fast for page in pool.pages()}
+            pages = [page for page in plan.pages if page.id not in resident]
         else:
-            pages = [page for pool in plan.kept if pool.memory is host for page in pool.pages()]
+            pages = [page for pool in plan.resident if pool.memory is host for page in pool.pages()]
         self._home = bring_home(self._home, self.reader, pages)
         return self._home
 
@@ -122,7 +122,7 @@ class WeightStore:
         """Bring in pages that stay."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or page.id not in self._home:
-                self._kept.load(page)
+                self._resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
         """Bring pages into slots."""
@@ -187,7 +187,7 @@ class WeightStore:
     def _staying(self, page: Page, slot: Slot) -> Weights:
         if slot.memory == self._host:
             return self.reader.views(self._home[page.id], page)
-        return self._kept[page]
+        return self._resident[page]
 
     def _streamed(self, page: Page, slot: Slot) -> Weights:
         if self._mapped is not None:

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from moesched.analysis.compare import compare as compare_runs
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
-    from moesched.analysis.sparsity import sparsity_of
     from moesched.calibration.calibrate import calibrate as calibrate_machine
+    from moesched.cluster.cluster_jobs import run_cluster, run_local
     from moesched.errors import BadInput, MoeschedError, NodeLost, PolicyError, TaskFailed
-    from moesched.jobs.cluster_jobs import run_cluster, run_local
     from moesched.jobs.model_jobs import run_model, simulate_model
+    from moesched.jobs.profiling import profile_routing
     from moesched.jobs.report import JobReport, write_report
-    from moesched.listeners import Listener
+    from moesched.jobs.sparsity import sparsity_of
     from moesched.machines import Machine, load_machine
     from moesched.machines.local import local_machine
     from moesched.models.layout import Page
     from moesched.models.prestack import prestack_model
     from moesched.models.random_model import write_random_model
-    from moesched.plan import Plan
     from moesched.planner import plan_model
     from moesched.reproduce import reproduce as reproduce_paper
+    from moesched.requests.sampling import Sampling
+    from moesched.requests.workloads import Workload, given_lengths, load_workload
     from moesched.routing.profile import read_profile as read_routing_profile
-    from moesched.routing.profiling import profile_routing
-    from moesched.sampling import Sampling
-    from moesched.step import Step
+    from moesched.runs.listeners import Listener
+    from moesched.steps.plan import Plan
+    from moesched.steps.step import Step
     from moesched.trace import check_trace, read_trace
-    from moesched.workloads import Workload, given_lengths, load_workload
 
 _HOMES = {
     # what the commands do
     "run_model": "moesched.jobs.model_jobs",
-    "run_local": "moesched.jobs.cluster_jobs",
-    "run_cluster": "moesched.jobs.cluster_jobs",
+    "run_local": "moesched.cluster.cluster_jobs",
+    "run_cluster": "moesched.cluster.cluster_jobs",
     "simulate_model": "moesched.jobs.model_jobs",
     "write_random_model": "moesched.models.random_model",
     "prestack_model": "moesched.models.prestack",
@@ -53,18 +53,18 @@ _HOMES = {
     "plan_model": "moesched.planner",
     "roofline_of": "moesched.analysis.roofline",
     "draw_roofline": "moesched.analysis.roofline_picture",
-    "profile_routing": "moesched.routing.profiling",
-    "sparsity_of": "moesched.analysis.sparsity",
+    "profile_routing": "moesched.jobs.profiling",
+    "sparsity_of": "moesched.jobs.sparsity",
     # what they take and give
     "JobReport": "moesched.jobs.report",
-    "Listener": "moesched.listeners",
+    "Listener": "moesched.runs.listeners",
     "Machine": "moesched.machines",
-    "Sampling": "moesched.sampling",
-    "Workload": "moesched.workloads",
+    "Sampling": "moesched.requests.sampling",
+    "Workload": "moesched.requests.workloads",
     "check_trace": "moesched.trace",
-    "given_lengths": "moesched.workloads",
+    "given_lengths": "moesched.requests.workloads",
     "load_machine": "moesched.machines",
-    "load_workload": "moesched.workloads",
+    "load_workload": "moesched.requests.workloads",
     "local_machine": "moesched.machines.local",
     "read_routing_profile": "moesched.routing.profile:read_profile",
     "read_trace": "moesched.trace",
@@ -72,8 +72,8 @@ _HOMES = {
     "write_report": "moesched.jobs.report",
     # what a policy sees
     "Page": "moesched.models.layout",
-    "Plan": "moesched.plan",
-    "Step": "moesched.step",
+    "Plan": "moesched.steps.plan",
+    "Step": "moesched.steps.step",
     # what goes wrong
     "BadInput": "moesched.errors",
     "MoeschedError": "moesched.errors",

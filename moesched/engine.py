@@ -80,7 +80,7 @@ class Engine:
         """Where joins are kept for a trace, which draws edges through them; None keeps none."""
         self.awaits: list[tuple[int, int]] | None = None
         """Where it is kept for a trace what the policy waited for: a task's id, and how many were submitted by then."""
-        self.thoughts: list[tuple[int, int]] | None = None
+        self.submit_delays: list[tuple[int, int]] | None = None
         """Where it is kept for a trace how long the policy made idle lanes wait: a task's id, and nanoseconds."""
         self.submitted = 0
         self.settled = 0
@@ -215,7 +215,7 @@ class Engine:
             self._withdraw(task)
         return True
 
-    def lift(self, task: Task, transfer_class: int) -> None:
+    def promote(self, task: Task, transfer_class: int) -> None:
         """Raise a transfer that has not started to a more urgent class."""
         key = priority(transfer_class, task.id)
         if key >= task.key or task.state >= RUNNING:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from moesched.drivers.lanes import LaneKind, Streams
-    from moesched.plan import Plan
-    from moesched.sampling import Sampling
-    from moesched.step import Step
+    from moesched.requests.sampling import Sampling
+    from moesched.steps.plan import Plan
+    from moesched.steps.step import Step
     from moesched.tasks import Task, Work
 
     Array = npt.NDArray[Any]

@@ -92,7 +92,7 @@ class Lane:
         return f"<Lane {self.name}>"
 
 
-class Part(NamedTuple):
+class WorkPart(NamedTuple):
     """Operations of one sort within a work, as measured cost tables know them.
 
     Attributes:
@@ -129,7 +129,7 @@ class Work(msgspec.Struct, eq=False):
     flops: float = 0.0
     nbytes: float = 0.0
     tokens: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WorkPart, ...] = ()
     nanoseconds: int = -1
     lead: int = 0
     demand: Any = None

@@ -6,12 +6,11 @@ page between the micro-batches' activations, first into pinned memory, then onto
 
 from __future__ import annotations
 
-from moesched.memory import Pool
+from moesched.dispatch.page_placement import double_buffered, split_kv
 from moesched.models.layout import DENSE, Page
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .placement import double_buffered, split_kv
+from moesched.steps.memory import Pool
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class CGOPipe:
@@ -98,7 +97,7 @@ class CGOPipe:
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
         if pages and self.pinned:
-            step.pin(pages, self.pinned)
+            step.copy_to_pinned(pages, self.pinned)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
         if pages:

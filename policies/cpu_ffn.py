@@ -6,13 +6,13 @@ for the weights to be worth their way, so in prefill experts stream to the GPU.
 
 from __future__ import annotations
 
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.dispatch.expert_placement import keep_dense, leave_on_host
+from moesched.dispatch.page_placement import split_kv
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.tasks import Task
 
-from .expert_placement import keep_dense, leave_on_host
 from .expert_streaming import ExpertStreaming
-from .placement import split_kv
 
 
 class CpuFFN(ExpertStreaming):

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moesched.dispatch.node_placement import assign_by_rows, best_placement
+from moesched.dispatch.node_steps import (
+    LeastRecent,
+    NodeExperts,
+    experts_that_fit,
+    plan_dense,
+    run_own,
+    warm_spare,
+)
 from moesched.errors import BadInput
-from moesched.parallel.placement import assign_by_rows, best_placement
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .node_experts import LeastRecent, NodeExperts, experts_that_fit, plan_dense, run_own, touch_spare
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 IDLE_TOKENS = 3
 """After so many tokens an expert that none has used is used: on M2 Ultras, half of the time until it is unwired."""
@@ -42,11 +48,11 @@ class EpBalanced(NodeExperts):
         held = min(config.experts, max(room, -(-config.experts // plan.nodes)))
         self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
         plan.place_experts(self.placement)
-        self.recent = LeastRecent(self.placement[plan.node]) if plan.machine.wiring else None
+        self.recent = LeastRecent(self.placement[plan.node]) if plan.machine.wired_memory else None
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)
         own = run_own(step, i, j, owners)
         if self.recent is not None:
             idle = self.recent.idle_for(IDLE_TOKENS * len(step.layers))
-            touch_spare(step, i, j, owners, own, self.recent, idle)
+            warm_spare(step, i, j, owners, own, self.recent, idle)

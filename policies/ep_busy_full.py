@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.parallel.placement import assign, mirrored
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .node_experts import NodeExperts, plan_dense, run_own
+from moesched.dispatch.node_placement import assign, mirrored
+from moesched.dispatch.node_steps import NodeExperts, plan_dense, run_own
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class EpBusyFull(NodeExperts):
@@ -28,4 +27,4 @@ class EpBusyFull(NodeExperts):
         own = run_own(step, i, j, assign(routed, self.placement))
         for expert in sorted(self.placement[step.node]):
             if expert not in own:
-                step.touch_expert(i, expert, j)
+                step.warm_expert(i, expert, j)

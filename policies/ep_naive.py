@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.parallel.placement import assign, mirrored
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .node_experts import NodeExperts, plan_dense, run_own
+from moesched.dispatch.node_placement import assign, mirrored
+from moesched.dispatch.node_steps import NodeExperts, plan_dense, run_own
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class EpNaive(NodeExperts):

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.parallel.placement import assign, mirrored
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .node_experts import LeastRecent, NodeExperts, plan_dense, run_own, touch_spare
+from moesched.dispatch.node_placement import assign, mirrored
+from moesched.dispatch.node_steps import LeastRecent, NodeExperts, plan_dense, run_own, warm_spare
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class EpRouterAided(NodeExperts):
@@ -31,4 +30,4 @@ class EpRouterAided(NodeExperts):
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign(routed, self.placement)
-        touch_spare(step, i, j, owners, run_own(step, i, j, owners), self.recent)
+        warm_spare(step, i, j, owners, run_own(step, i, j, owners), self.recent)

@@ -12,12 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
-from moesched.errors import BadInput
-from moesched.expert_latencies import ExpertLatencies
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .expert_placement import (
+from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_placement import (
     Expert,
     Routed,
     keep_dense,
@@ -27,9 +23,12 @@ from .expert_placement import (
     tokens_of,
     users_of,
 )
-from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from .kv_placement import place_kv_that_fits
-from .layer_by_layer import LayerByLayer
+from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.errors import BadInput
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class Uses:

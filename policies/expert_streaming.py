@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesched.memory import Pool
+from moesched.dispatch.page_placement import keep_beside_buffer
 from moesched.models.layout import Page
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .placement import keep_beside_buffer
+from moesched.steps.memory import Pool
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class ExpertStreaming:
@@ -51,12 +50,12 @@ class ExpertStreaming:
 
     async def prefill(self, step: Step) -> None:
         self._move(step)
-        await self._schedule(step)
+        await self._run(step)
 
     async def decode(self, step: Step) -> None:
-        await self._schedule(step)
+        await self._run(step)
 
-    async def _schedule(self, step: Step) -> None:
+    async def _run(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:

@@ -7,8 +7,8 @@ it on the link wait until it is through.
 from __future__ import annotations
 
 from moesched.models.layout import Page
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 from .cgopipe import CGOPipe
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .placement import double_buffered, split_kv
+from moesched.dispatch.page_placement import double_buffered, split_kv
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class FlexGen:
@@ -29,7 +28,7 @@ class FlexGen:
         plan.discipline = "in_order"
         plan.limit_in_flight(2)
         split_kv(plan, self.kv_on_gpu)
-        plan.stage_kv(2)
+        plan.reserve_kv_buffers(2)
         self.streamed, self.buffer = double_buffered(plan)
 
     async def prefill(self, step: Step) -> None:

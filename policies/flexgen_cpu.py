@@ -6,11 +6,11 @@ CPU and comes back before the next one begins, and its hidden states wait behind
 
 from __future__ import annotations
 
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.dispatch.page_placement import double_buffered, split_kv
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 from .flexgen import FlexGen
-from .placement import double_buffered, split_kv
 
 
 class FlexGenCPU(FlexGen):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .placement import double_buffered
+from moesched.dispatch.page_placement import double_buffered
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class FlexGenPipeline:
@@ -25,7 +24,7 @@ class FlexGenPipeline:
         plan.discipline = "in_order"
         plan.pipeline()
         plan.place_kv("host")
-        plan.stage_kv(2)
+        plan.reserve_kv_buffers(2)
         self.stages = plan.stages
         self.following: dict[int, int] = {}
         self.weights = {}
@@ -38,12 +37,12 @@ class FlexGenPipeline:
     async def prefill(self, step: Step) -> None:
         for layers in self.stages:
             self._fetch(step, layers[0])
-        self._schedule(step)
+        self._run(step)
 
     async def decode(self, step: Step) -> None:
-        self._schedule(step)
+        self._run(step)
 
-    def _schedule(self, step: Step) -> None:
+    def _run(self, step: Step) -> None:
         count, all_of_them = len(self.stages), step.micro_batches
         cuts = [group * len(all_of_them) // count for group in range(count + 1)]
         groups = [all_of_them[start:end] for start, end in pairwise(cuts) if start < end]

@@ -8,7 +8,7 @@ the thread that launches kernels, and holds it up.
 
 from __future__ import annotations
 
-from moesched.step import Step
+from moesched.steps.step import Step
 
 from .flexgen import FlexGen
 

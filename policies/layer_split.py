@@ -6,11 +6,10 @@ its favour: they are a tenth of the weights that a token of Mixtral reads.
 
 from __future__ import annotations
 
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .expert_placement import keep_dense, keep_experts, leave_on_host
-from .kv_placement import attend, place_kv_that_fits
+from moesched.dispatch.expert_placement import keep_dense, keep_experts, leave_on_host
+from moesched.dispatch.kv_placement import attend, place_kv_that_fits
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class LayerSplit:

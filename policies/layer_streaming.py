@@ -6,8 +6,8 @@ where the weights are, and all micro-batches use a layer before it is given up.
 
 from __future__ import annotations
 
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class LayerStreaming:
@@ -21,12 +21,12 @@ class LayerStreaming:
 
     async def prefill(self, step: Step) -> None:
         self._fetch(step, 0)
-        self._schedule(step)
+        self._run(step)
 
     async def decode(self, step: Step) -> None:
-        self._schedule(step)
+        self._run(step)
 
-    def _schedule(self, step: Step) -> None:
+    def _run(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:

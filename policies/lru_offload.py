@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
+from moesched.dispatch.expert_placement import Routed, keep_dense, users_of
+from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.errors import BadInput
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .expert_placement import Routed, keep_dense, users_of
-from .expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from .kv_placement import place_kv_that_fits
-from .layer_by_layer import LayerByLayer
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class LruOffload(LayerByLayer):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moesched.dispatch.expert_placement import Routed, tokens_of
 from moesched.errors import BadInput
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
-from .expert_placement import Routed, tokens_of
 from .lru_offload import LruOffload
 
 
@@ -54,7 +54,7 @@ class PrefetchGate(LruOffload):
             self.pool.withdraw(step, (i, expert))
         self.coming -= wrong
         for expert in sorted(self.coming):
-            self.pool.lift(step, (i, expert))
+            self.pool.promote(step, (i, expert))
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
         """Fetch what is foretold and missing, for the most tokens first."""

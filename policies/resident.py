@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class Resident:

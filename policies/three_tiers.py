@@ -7,8 +7,8 @@ pages are read from the disk into the same pinned buffer, while those before the
 from __future__ import annotations
 
 from moesched.models.layout import Page
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 from .cgopipe import CGOPipe
 
@@ -43,7 +43,7 @@ class ThreeTiers(CGOPipe):
         return held
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        at_hand = [page for page in pages if page in self.held]
-        super()._pin(step, [page for page in pages if page not in at_hand])
-        if at_hand and self.pinned:
-            step.pin(at_hand, self.pinned, source=self.held)
+        device_kv = [page for page in pages if page in self.held]
+        super()._pin(step, [page for page in pages if page not in device_kv])
+        if device_kv and self.pinned:
+            step.copy_to_pinned(device_kv, self.pinned, source=self.held)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moesched.expert_latencies import ExpertLatencies
-from moesched.plan import Plan
-from moesched.step import Step
-
-from .expert_placement import (
+from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_placement import (
     Routed,
     keep_dense,
     keep_experts,
@@ -22,8 +19,10 @@ from .expert_placement import (
     seconds_of,
     users_of,
 )
-from .kv_placement import place_kv_that_fits
-from .layer_by_layer import LayerByLayer
+from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 VISITORS = 2
 """Experts that are moved have room on the accelerator while the one before runs."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from moesched.expert_latencies import ExpertLatencies
-from moesched.plan import Plan
-from moesched.step import Step
+from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
+from moesched.dispatch.layer_makespan import Layer, LayerDecision, decide
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
-from .expert_placement import Routed, tokens_of, users_of
-from .layer_makespan import Choice, Layer, decide
 from .twiddler import VISITORS, Twiddler
 
 REMEMBERED = 4096
@@ -30,24 +30,24 @@ class TwiddlerMakespan(Twiddler):
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
-        plan.run_kept_experts_on_host()
-        self.kept_on_host = plan.kept_experts_on_host
+        plan.run_resident_experts_on_host()
+        self.resident_on_host = plan.resident_experts_on_host
         self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
         self.decided = lru_cache(REMEMBERED)(self._decided)
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users, stays, size = users_of(routed), self.stays[i], tokens_of(routed).__getitem__
-        kept = sorted([expert for expert in users if expert in stays], key=size)
+        resident = sorted([expert for expert in users if expert in stays], key=size)
         missing = sorted([expert for expert in users if expert not in stays], key=size, reverse=True)
-        choice = self.decided(tuple(map(size, kept)), tuple(map(size, missing)), len(routed))
+        choice = self.decided(tuple(map(size, resident)), tuple(map(size, missing)), len(routed))
         fetched = [missing[place] for place in choice.fetched]
-        away = [kept[place] for place in choice.away]
+        away = [resident[place] for place in choice.away]
         moved = {*fetched, *away}
         left = [expert for expert in missing if expert not in moved]
         back = self._run_on_host(step, i, sorted(left + away, key=size, reverse=True), users)
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
-        for expert in kept:
+        for expert in resident:
             if expert not in moved:
                 self._run(step, i, expert, users[expert])
         for number, expert in enumerate(fetched, start=VISITORS):
@@ -58,12 +58,14 @@ class TwiddlerMakespan(Twiddler):
         for j in back:
             step.load_routed(i, j)
 
-    def _decided(self, kept: tuple[int, ...], missing: tuple[int, ...], micro_batches: int) -> Choice:
+    def _decided(
+        self, resident: tuple[int, ...], missing: tuple[int, ...], micro_batches: int
+    ) -> LayerDecision:
         """By the tokens of those that stay, ascending, and of the others, descending; layers are much alike."""
-        if not self.has_host or not (missing or self.kept_on_host):
-            return Choice((), tuple(range(len(missing))), 0.0)
+        if not self.has_host or not (missing or self.resident_on_host):
+            return LayerDecision((), tuple(range(len(missing))), 0.0)
         costs = InParts(self.latencies, micro_batches) if micro_batches > 1 else self.latencies
-        return decide(Layer(kept, missing, costs, kept_on_host=self.kept_on_host))
+        return decide(Layer(resident, missing, costs, resident_on_host=self.resident_on_host))
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         """Behind outputs that come back from the host, which are small and end the layer."""

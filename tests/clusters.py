@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moesched.cluster.cluster_file import Cluster, Host, Seat
-from moesched.curve.keys import make_keys
+from moesched.cluster.curve.keys import make_keys
 
 LAUNCHER = make_keys()
 NODES = [make_keys() for _ in range(4)]

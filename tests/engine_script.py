@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from moesched.checking.validation import CheckedEngine
 from moesched.drivers.rendezvous import Rendezvous
+from moesched.drivers.validation import CheckedEngine
 from moesched.tasks import (
     RUNNING,
     STATE_NAMES,

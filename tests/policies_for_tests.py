@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from moesched.plan import Plan
 from moesched.policies.ep_balanced import EpBalanced
 from moesched.policies.ep_router_aided import EpRouterAided
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 
 
 class ForThree:

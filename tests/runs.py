@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from moesched.batch import split_batch
-from moesched.cost import Roofline
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
-from moesched.generation import Generation
 from moesched.machines import load_machine
+from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
 from moesched.routing import SeededRouting
-from moesched.runs import make_lanes
-from moesched.schedule import Schedule
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes
 from moesched.seams import Policy
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
 from moesched.tasks import Decision, Task
 from moesched.trace import About, LastSteps, Recorder, Recording
 
@@ -46,7 +46,7 @@ def virtual_run(policy: str | Policy, recorder: Recorder | LastSteps | None = No
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
     recorder.watch(engine, plan.memories)
-    generation = Generation(Schedule(plan, engine, lanes), policy)
+    generation = Generation(RunState(plan, engine, lanes), policy)
     driver = VirtualDriver(
         [engine],
         Roofline(plan.machine, plan.layout.dtype),
@@ -65,7 +65,7 @@ def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = N
     lanes = make_lanes(plan)
     engine = SharedEngine(lanes.values())
     recorder.watch(engine, plan.memories)
-    generation = Generation(Schedule(plan, engine, lanes), policy)
+    generation = Generation(RunState(plan, engine, lanes), policy)
     decide = decisions(plan)
 
     def execute(task: Task) -> Any:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from moesched.activations import EXPERT_TILE, layer_bytes, workspace_bytes
 from moesched.errors import OverBudget, PolicyError
+from moesched.models.footprint import EXPERT_TILE, layer_bytes, workspace_bytes
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
 from moesched.policies.layer_streaming import LayerStreaming
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from runs import FORTY_PERCENT, make_plan, virtual_run
 
 OPERATIONS = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
@@ -44,7 +44,7 @@ class Wide(LayerStreaming):
         super().plan(plan)
         plan.in_flight = 3
 
-    def _schedule(self, step: Step) -> None:
+    def _run(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for j in step.micro_batches:
@@ -76,7 +76,7 @@ def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
     assert (shared.in_flight, each.in_flight) == (2, 16)
     reserved = [
         plan.memory("accelerator").used
-        - sum(slot.nbytes for pool in (*plan.pools, *plan.kept) for slot in pool.slots)
+        - sum(slot.nbytes for pool in (*plan.pools, *plan.resident) for slot in pool.slots)
         for plan in (shared, each)
     ]
     in_decode = 16 * layer_bytes(OPERATIONS, 4)

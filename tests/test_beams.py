@@ -19,11 +19,11 @@ from _qwens import qwen
 from _small_runs import ONE_MEMORY, TWO_MEMORIES
 
 import moesched
-from moesched.batch import Batch, cached_tokens_of_beams
-from moesched.beams import BeamSearch
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.sampling import Sampling
+from moesched.requests.batch import Batch, cached_tokens_of_beams
+from moesched.requests.beams import BeamSearch
+from moesched.requests.sampling import Sampling
 from small_models import small_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,26 +13,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.batch import Batch, split_batch
 from moesched.calibration.calibrate import DTYPES, FULL, Extent, calibrate, measure, speed_beside, undisturbed
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, Exercise, Manner, Watch, small_model
 from moesched.calibration.task_times import TaskTimes
-from moesched.cost import Calibrated, cost_model
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Machine, load_machine, machine_names, parse_machine
+from moesched.machines.cost import Calibrated, cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
-from moesched.models.operations import Kept, Operations
+from moesched.models.operations import Operations, ResidentShare
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, simulate
-from moesched.tasks import Kernel, Lane, PageTransfer, Part, Task, Work
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.runs import plan_run, simulate
+from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
 BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, vocabulary=80)
-OPERATIONS = Operations(MODEL, "bfloat16", Kept(0.5, 0.5))
+OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 
 A_LITTLE = Extent(
@@ -75,7 +75,7 @@ def task(
     """A task of the small model that took from `start` to `end` seconds."""
     if verb == "fetch":
         kind: type[Task] = PageTransfer
-        work = Work(lane.name, lane.name, nbytes=100, parts=(Part(lane.name, 50, 2),))
+        work = Work(lane.name, lane.name, nbytes=100, parts=(WorkPart(lane.name, 50, 2),))
     else:
         kind = Kernel
         amount = (
@@ -125,9 +125,9 @@ def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None
 def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
     tasks = [task("route", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
     experts = costs(tasks)["kept experts"]
-    touched = 8 * (1 - 0.75**4)
-    assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / touched, rel=1e-3)
-    assert experts.rows == pytest.approx(8 / touched, rel=1e-3)
+    warmed = 8 * (1 - 0.75**4)
+    assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / warmed, rel=1e-3)
+    assert experts.rows == pytest.approx(8 / warmed, rel=1e-3)
 
 
 def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -> None:

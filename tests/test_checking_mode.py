@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_script import Script
-from moesched.checking.validation import (
+from moesched.drivers.validation import (
     BrokenRule,
     CheckedEngine,
     CheckedSharedEngine,

@@ -20,13 +20,13 @@ import moesched
 from clusters import LAUNCHER, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import Cluster, cluster_toml
+from moesched.cluster.cluster_jobs import run_cluster, run_local
 from moesched.cluster.control import Control
-from moesched.cluster.messages import Join, Quit, Welcome
-from moesched.curve.keys import SECRET_NAME, make_keys, write_keys
+from moesched.cluster.curve.keys import SECRET_NAME, make_keys, write_keys
+from moesched.cluster.messages import JoinRequest, Quit, Welcome
+from moesched.cluster.node_jobs import NodeRun
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput, NodeLost
-from moesched.jobs.cluster_jobs import run_cluster, run_local
-from moesched.jobs.node_jobs import NodeRun
 from moesched.trace import read_trace
 from small_models import SMALL, small_model
 
@@ -287,7 +287,7 @@ def test_a_node_ends_when_its_launcher_is_gone(
     seated: tuple[Path, Cluster], server: ForkServer, models: Path
 ) -> None:
     control, node, joined = first_node(seated, server, models)
-    assert isinstance(joined.message, Join)
+    assert isinstance(joined.message, JoinRequest)
     control.say(joined.peer, Welcome(run=NodeRun(policy="ep_naive"), lost_after=0.5, transport="zeromq"))
     control.close()
     assert node.wait(10) == 1

@@ -10,7 +10,7 @@ import pytest
 from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine
-from moesched.networks import load_network
+from moesched.machines.networks import load_network
 from moesched.planner import ClusterProposal, plan_cluster
 
 TABLE_6 = {  # load, compute, latency, transfer, time, throughput, as printed

@@ -11,9 +11,9 @@ import pytest
 from clusters import NODES, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import cluster_toml, load_cluster, parse_cluster, require_known_hosts
+from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, make_keys, read_keys, write_keys
+from moesched.cluster.launch_env import rank_given
 from moesched.cluster.members import keep_to, node_arguments, share_cores, ssh_command
-from moesched.cluster.surroundings import rank_given
-from moesched.curve.keys import PUBLIC_NAME, SECRET_NAME, make_keys, read_keys, write_keys
 from moesched.errors import BadInput
 
 

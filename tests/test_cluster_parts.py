@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from clusters import LAUNCHER, NODES, cluster
 from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.control import Control
+from moesched.cluster.curve.keys import make_keys
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
-from moesched.cluster.link import Link
+from moesched.cluster.link import ControlLink
 from moesched.cluster.messages import (
     PROTOCOL,
-    Join,
+    JoinRequest,
     Ping,
     Pong,
     Refused,
@@ -31,7 +32,6 @@ from moesched.cluster.messages import (
 )
 from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
 from moesched.cluster.token_log import TokenLog
-from moesched.curve.keys import make_keys
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.trace import LaneName, MemorySample, Recording, Slice, merge_recordings
@@ -133,10 +133,10 @@ def test_one_long_step_makes_no_slow_node() -> None:
 # ---------------------------------------------------------------- who may join
 
 EXPECTED = Expected(version="1.0", model="abc")
-JOIN = Join(protocol=PROTOCOL, version="1.0", rank=1, model="abc", process=7)
+JOIN = JoinRequest(protocol=PROTOCOL, version="1.0", rank=1, model="abc", process=7)
 
 
-def said_to(join: Join, key: str = NODES[1].public) -> str | None:
+def said_to(join: JoinRequest, key: str = NODES[1].public) -> str | None:
     return refusal(join, key, cluster(), EXPECTED)
 
 
@@ -189,7 +189,7 @@ def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
 def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
     fields = msgspec.to_builtins(JOIN) | {"version": "9.0", "colour": "blue"}
     join = read_node(msgspec.msgpack.encode(fields))
-    assert isinstance(join, Join)
+    assert isinstance(join, JoinRequest)
     assert "it has moesched 9.0" in (said_to(join) or "")
 
 
@@ -197,7 +197,7 @@ def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
     stranger = make_keys()
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
     seat = cluster(port=control.port).launcher
-    link = Link(seat, stranger, on_stop=lambda _: None, on_gone=lambda: None)
+    link = ControlLink(seat, stranger, on_stop=lambda _: None, on_gone=lambda: None)
     try:
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
@@ -209,7 +209,9 @@ def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
 
 def test_a_launcher_with_another_key_is_found_out() -> None:
     impostor = Control("127.0.0.1", 0, make_keys(), {NODES[0].public: "mac-0"})
-    link = Link(cluster(port=impostor.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
+    link = ControlLink(
+        cluster(port=impostor.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
+    )
     try:
         with pytest.raises(BadInput, match="is not the launcher whose key is in the cluster file"):
             _join_while_heard(link, impostor)
@@ -220,7 +222,9 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
 
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    link = Link(cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
+    link = ControlLink(
+        cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
+    )
     try:
         draw = random.Random(0)
         for size in (0, 1, 10, 64, 5000):
@@ -246,7 +250,7 @@ def test_a_port_in_use_is_refused_with_its_number() -> None:
         control.close()
 
 
-def _join_while_heard(link: Link, control: Control) -> None:
+def _join_while_heard(link: ControlLink, control: Control) -> None:
     """Join on another thread, while the launcher listens."""
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(link.join, JOIN, 5.0)

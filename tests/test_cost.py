@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.cost import Calibrated, Curve, Roofline, Surface, cost_model
 from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Link, Machine, Processor, Roles, Tier
-from moesched.models.operations import Kept, Operations
+from moesched.machines.cost import Calibrated, Curve, Roofline, Surface, cost_model
+from moesched.models.operations import Operations, ResidentShare
 from moesched.models.shapes import SHAPES
 from moesched.seams import Demand
-from moesched.tasks import Part, Work
+from moesched.tasks import Work, WorkPart
 
 GB = 1e9
 TABLE = [
@@ -85,26 +85,28 @@ def test_a_calibrated_machine_is_priced_by_its_table_and_any_other_by_its_roofli
 
 
 def test_a_work_takes_the_sum_of_its_parts() -> None:
-    parts = (Part("route", 100, rows=3, times=2), Part("attention", 0))
+    parts = (WorkPart("route", 100, rows=3, times=2), WorkPart("attention", 0))
     assert measured().work(Work("kernel", "cpu", parts=parts)).seconds == pytest.approx(2 * 2.0 + 0.5)
 
 
 def test_costs_between_the_measured_ones_are_interpolated_over_rows_and_over_sizes() -> None:
     costs = measured()
-    assert costs.seconds(Part("route", 100, rows=2)) == pytest.approx(1.5)
-    assert costs.seconds(Part("route", 200, rows=1)) == pytest.approx(2.0)
-    assert costs.seconds(Part("route", 200, rows=2)) == pytest.approx(3.0)
+    assert costs.seconds(WorkPart("route", 100, rows=2)) == pytest.approx(1.5)
+    assert costs.seconds(WorkPart("route", 200, rows=1)) == pytest.approx(2.0)
+    assert costs.seconds(WorkPart("route", 200, rows=2)) == pytest.approx(3.0)
 
 
 def test_every_work_pays_for_being_dispatched_where_that_was_measured() -> None:
     dispatch = CostPoint(operation="dispatch", size=0, seconds=0.125)
     costs = Calibrated(machine(cost_table=[*TABLE, dispatch]), "bfloat16")
-    assert costs.work(Work("kernel", "cpu", parts=(Part("attention", 0),))).seconds == pytest.approx(0.625)
+    assert costs.work(Work("kernel", "cpu", parts=(WorkPart("attention", 0),))).seconds == pytest.approx(
+        0.625
+    )
 
 
 def test_an_operation_that_was_not_measured_is_refused() -> None:
     with pytest.raises(BadInput, match="no cost for 'kept route' in bfloat16: run `moesched calibrate`"):
-        measured().work(Work("kernel", "cpu", parts=(Part("kept route", 100),)))
+        measured().work(Work("kernel", "cpu", parts=(WorkPart("kept route", 100),)))
     with pytest.raises(BadInput, match="was not measured in float16"):
         Calibrated(machine(cost_table=TABLE), "float16")
 
@@ -122,9 +124,9 @@ def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
             Contention(work="disk->host", beside="few rows", rate=0.875),
         ]
     )
-    kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
-    attention = costs.work(Work("attention", "cpu", parts=(Part("attention", 0),)))
-    read = costs.work(Work("disk->host", "disk->host", parts=(Part("disk->host", 10),)))
+    kernel = costs.work(Work("kernel", "cpu", parts=(WorkPart("route", 100),)))
+    attention = costs.work(Work("attention", "cpu", parts=(WorkPart("attention", 0),)))
+    read = costs.work(Work("disk->host", "disk->host", parts=(WorkPart("disk->host", 10),)))
     assert fair_rates([kernel]) == (1.0,)
     assert fair_rates([kernel, read]) == (0.75, 0.875)
     assert fair_rates([kernel, attention, read]) == (0.375, 1.0, 0.875)
@@ -138,9 +140,9 @@ def test_several_sorts_at_once_slow_as_they_did_together_where_that_was_measured
             Contention(work="few rows", beside="attention + disk->host", rate=0.25),
         ]
     )
-    kernel = costs.work(Work("kernel", "cpu", parts=(Part("route", 100),)))
-    attention = costs.work(Work("attention", "cpu", parts=(Part("attention", 0),)))
-    read = costs.work(Work("disk->host", "disk->host", parts=(Part("disk->host", 10),)))
+    kernel = costs.work(Work("kernel", "cpu", parts=(WorkPart("route", 100),)))
+    attention = costs.work(Work("attention", "cpu", parts=(WorkPart("attention", 0),)))
+    read = costs.work(Work("disk->host", "disk->host", parts=(WorkPart("disk->host", 10),)))
     assert fair_rates([read, kernel, attention]) == (1.0, 0.25, 1.0)
     assert fair_rates([kernel, attention, attention, read])[0] == 0.5 * 0.5 * 0.75
 
@@ -203,19 +205,19 @@ def test_more_rows_take_no_less_time_but_larger_weights_may() -> None:
 # -- the parts of works
 
 
-def parts(amount: Any) -> dict[str, Part]:
+def parts(amount: Any) -> dict[str, WorkPart]:
     return {part.operation: part for part in amount.parts}
 
 
 def test_an_operation_is_in_two_parts_where_only_some_of_its_weights_stay() -> None:
     config = SHAPES["mixtral-0.8b"]
-    operations = Operations(config, "bfloat16", Kept(dense=1.0, experts=0.25))
+    operations = Operations(config, "bfloat16", ResidentShare(dense=1.0, experts=0.25))
     found = parts(operations.post_attention(16))
-    touched = config.experts * (1 - (1 - config.top_k / config.experts) ** 16)
+    warmed = config.experts * (1 - (1 - config.top_k / config.experts) ** 16)
     assert set(found) == {"kept route", "kept experts", "experts", "combine"}
-    assert found["kept experts"].times == pytest.approx(touched / 4)
-    assert found["experts"].times == pytest.approx(touched * 3 / 4)
-    assert found["experts"].rows == pytest.approx(16 * config.top_k / touched)
+    assert found["kept experts"].times == pytest.approx(warmed / 4)
+    assert found["experts"].times == pytest.approx(warmed * 3 / 4)
+    assert found["experts"].rows == pytest.approx(16 * config.top_k / warmed)
     assert found["experts"].size == operations.expert_bytes
 
 
@@ -224,7 +226,9 @@ def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_pro
     steps = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))
     assert steps["attention call"].times == 2
     heads = operations.config.kv_heads
-    assert steps["step attention"] == Part("step attention", 25 * operations.kv_bytes / heads / 3, heads, 3)
+    assert steps["step attention"] == WorkPart(
+        "step attention", 25 * operations.kv_bytes / heads / 3, heads, 3
+    )
     assert operations.attention_step([8, 8, 9]) == operations.attention([(1, 8), (1, 8), (1, 9)])
     prompt = parts(operations.attention([(8, 8), (8, 8)]))["attention prompt"]
     assert (prompt.times, prompt.size) == (2, 4 * 36 * operations.query_width)
@@ -240,7 +244,9 @@ def test_the_roofline_reads_experts_no_faster_than_they_were_seen_to_be_read() -
 
     reading = operations.expert_bytes / (10 * GB)
     assert (
-        seconds(operations.kept_expert(1)) == seconds(operations.fetched_expert(1)) == pytest.approx(reading)
+        seconds(operations.resident_expert(1))
+        == seconds(operations.fetched_expert(1))
+        == pytest.approx(reading)
     )
     assert seconds(operations.post_attention(1)) == pytest.approx(2 * reading)
     assert seconds(operations.fetched_expert(4000)) > 2 * reading, "many rows take longer to compute"

@@ -27,8 +27,8 @@ def test_a_damaged_policy_is_refused_or_does_no_harm(bench: Bench, real: bool, f
 REFUSED: list[tuple[str, Kind, str, str]] = [
     ("cgopipe", "drop", "fetch", "fetch it before the kernel that reads it"),
     ("cgopipe", "repeat", "fetch", "fetch it once, or evict it first"),
-    ("cgopipe", "repeat", "pin", "fetch it once, or evict it first"),
-    ("cgopipe", "drop", "pin", "bring it there first"),
+    ("cgopipe", "repeat", "copy_to_pinned", "fetch it once, or evict it first"),
+    ("cgopipe", "drop", "copy_to_pinned", "bring it there first"),
     ("cgopipe", "drop", "offload_kv", "its keys and values not saved: offload_kv them"),
     ("cgopipe", "repeat", "offload_kv", "has no keys and values to save"),
     ("cgopipe", "exchange", "cpu_attention", "needs mb1 at step 1 L0 qkv on the host"),

@@ -67,7 +67,7 @@ def test_all_parts_add_up_to_the_gap_of_real_runs() -> None:
 
 
 def test_runs_with_nothing_in_common_differ_by_their_graphs() -> None:
-    told = explain_difference(one_task("fetch", 10), one_task("pin", 30))
+    told = explain_difference(one_task("fetch", 10), one_task("copy_to_pinned", 30))
     [graph] = [each for each in told.causes if each.seconds]
     assert graph.what == "graph"
     assert graph.seconds == pytest.approx(20e-9)

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 import moesched
-from moesched.batch import split_batch
 from moesched.cli.main import main
-from moesched.cost import Roofline
 from moesched.devices.dilated_clock import DilatedClock
 from moesched.devices.emulated_device import EmulatedDevice, least_dilation
 from moesched.devices.rehearsal import Rehearsed, rehearse
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import Machine, parse_machine
+from moesched.machines.cost import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.outcome import Report
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run, simulate
-from moesched.sampling import Sampling
+from moesched.requests.batch import split_batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.outcome import Report
+from moesched.runs.runs import plan_run, run, simulate
+from moesched.steps.plan import Plan
 from moesched.tasks import Work
 from moesched.testing import check_device
 from moesched.trace import Recorder, Slice
@@ -157,7 +157,7 @@ def test_it_passes_the_suite_of_devices(machine: Machine) -> None:
 def test_no_task_takes_less_than_the_emulated_machine_would(piped: Watched) -> None:
     cost = Roofline(piped.machine, "float32")
     assert {each.verb for each in piped.slices} >= {
-        "pin",
+        "copy_to_pinned",
         "fetch",
         "offload_qkv",
         "cpu_attention",
@@ -234,8 +234,11 @@ def test_operations_that_hardly_count_on_their_lane_need_no_dilation() -> None:
 @pytest.mark.parametrize(
     ("policy", "verbs"),
     [
-        ("cgopipe", {"pin", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"}),
-        ("resident", {"pin", "attention", "post_attention", "sample"}),
+        (
+            "cgopipe",
+            {"copy_to_pinned", "offload_qkv", "cpu_attention", "load_hidden", "post_attention", "run_expert"},
+        ),
+        ("resident", {"copy_to_pinned", "attention", "post_attention", "sample"}),
     ],
 )
 def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(

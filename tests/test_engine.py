@@ -160,7 +160,7 @@ def test_lifting_a_transfer_that_waits_for_its_lane_moves_it_ahead() -> None:
     script.submit("running", "link")
     script.submit("one", "link", urgency=IDLE)
     script.submit("other", "link", urgency=IDLE)
-    script.engine.lift(script.tasks["other"], DEMAND)
+    script.engine.promote(script.tasks["other"], DEMAND)
     assert script.run() == ["running", "other", "one"]
 
 
@@ -170,7 +170,7 @@ def test_lifting_a_transfer_that_waits_for_data_counts_once_it_is_ready() -> Non
     script.submit("data", "cpu", writes="x")
     script.submit("one", "link", urgency=PREFETCH)
     script.submit("other", "link", reads="x", urgency=IDLE)
-    script.engine.lift(script.tasks["other"], DEMAND)
+    script.engine.promote(script.tasks["other"], DEMAND)
     script.finish("data")
     script.finish("running")
     assert script.started() == ["running", "data", "other"]
@@ -181,6 +181,6 @@ def test_lifting_to_a_less_urgent_class_or_a_running_task_does_nothing() -> None
     script.submit("running", "link", urgency=PREFETCH)
     script.submit("waiting", "link", urgency=PREFETCH)
     keys = [task.key for task in script.tasks.values()]
-    script.engine.lift(script.tasks["running"], DEMAND)
-    script.engine.lift(script.tasks["waiting"], IDLE)
+    script.engine.promote(script.tasks["running"], DEMAND)
+    script.engine.promote(script.tasks["waiting"], IDLE)
     assert [task.key for task in script.tasks.values()] == keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_script import WORK, Script
-from moesched.checking.validation import CheckedEngine
+from moesched.drivers.validation import CheckedEngine
 from moesched.errors import TaskCancelled, TaskFailed
 from moesched.tasks import Block, Discipline, Kernel, Lane
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from moesched.checking.validation import CheckedEngine
+from moesched.drivers.validation import CheckedEngine
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
-from moesched.planner.traits import kept_bytes
+from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
 from moesched.policies.expert_cache import Uses
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs import simulate
+from moesched.runs.runs import simulate
 from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
 from moesched.testing import Case, policy_cases
 from moesched.trace import Recorder
@@ -177,7 +177,7 @@ def test_what_is_in_a_cache_counts_as_weights_on_the_gpu() -> None:
     plan = Case(name="kept", machine=T4, weights=1.5).plan(policy)
     dense = sum(page.nbytes for page in plan.layout.pages if page.expert < 0)
     experts = sum(page.nbytes for page in plan.layout.pages if page.expert >= 0)
-    assert kept_bytes(plan) == dense + experts * 3 // 4
+    assert resident_bytes(plan) == dense + experts * 3 // 4
 
 
 # -- one cache over all layers -------------------------------------------------------------------------------------

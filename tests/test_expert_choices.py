@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.batch import split_batch
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.shapes import SHAPES
+from moesched.requests.batch import split_batch
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import (

@@ -11,22 +11,22 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.batch import split_batch
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.devices.torch_device import TorchDevice
+from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput
-from moesched.expert_latencies import ExpertLatencies
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
-from moesched.policies.expert_placement import order_of, popularity_of
+from moesched.requests.batch import split_batch
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs import plan_run, run
+from moesched.runs.runs import plan_run, run
+from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed

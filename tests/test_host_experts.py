@@ -11,21 +11,21 @@ import pytest
 from _damage import Damage, Damaged, Kind, end_of
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.activations import host_rows_bytes
-from moesched.batch import split_batch
-from moesched.cost import Roofline
 from moesched.devices.rehearsal import rehearse
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import NotResident, PolicyError
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.footprint import host_rows_bytes
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import plan_run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run
 from moesched.seams import Policy
-from moesched.step import Step
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.tasks import HostKernel, PageTransfer, Task
 from moesched.testing import CLOCKS, Case, Clock, policy_cases, run_on_symbols
 from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed
@@ -45,10 +45,10 @@ class EverySecond:
         plan.run_experts_on_host()
         plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
         experts = [page for page in plan.layout.pages if page.expert >= 0]
-        self.at_hand = plan.machine.unified
-        if self.at_hand or not plan.weights_on_host:
+        self.device_kv = plan.machine.unified
+        if self.device_kv or not plan.weights_on_host:
             plan.keep(experts, "host")
-        self.slots = None if self.at_hand else plan.pool("accelerator", "visitors", 4, experts)
+        self.slots = None if self.device_kv else plan.pool("accelerator", "visitors", 4, experts)
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:

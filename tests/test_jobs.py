@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import moesched
-from moesched.interrupts import interrupts_held
+from moesched.drivers.interrupts import interrupts_held
+from moesched.inputs.prompts import TOKENIZER_NAME, Prompt, Tokenizer
 from moesched.jobs.batch_reports import NotTraced
-from moesched.jobs.prompts import TOKENIZER_NAME, Prompt, Tokenizer
-from moesched.listeners import KindMeter, Listener
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import simulate
+from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.runs import simulate
 from moesched.settings import check_settings, parse_settings
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from runs import FORTY_PERCENT, make_plan
 from small_models import small_model
@@ -63,7 +63,7 @@ def test_a_listener_hears_of_every_token_by_the_number_of_its_prompt(model: Path
         ("planned", 2), (0, a[0]), (1, b[0]), (0, a[1]), ("finished", 0), (1, b[1]), ("finished", 1), "ran",
         ("planned", 1), (2, c[0]), (2, c[1]), ("finished", 2), "ran",
     ]  # fmt: skip
-    assert diary.loads == 2 * report.plan.kept_pages
+    assert diary.loads == 2 * report.plan.resident_pages
     assert report.batches == 2
 
 
@@ -90,7 +90,7 @@ def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: st
             device_settings={"direct": direct},
         )
         assert report.batches == prompts // 2
-        streams.add(report.plan.kept_pages < pages)
+        streams.add(report.plan.resident_pages < pages)
         return report.bytes_read or 0
 
     streams: set[bool] = set()

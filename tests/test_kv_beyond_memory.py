@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 import moesched
-from moesched.batch import Batch, split_batch
 from moesched.devices.page_reader import PageReader
 from moesched.machines import load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import plan_run
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.runs import plan_run
+from moesched.steps.plan import Plan
 from small_models import small_model
 
 POLICIES = ("twiddler", "twiddler_makespan", "layer_split")

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from moesched.batch import split_batch
 from moesched.cli.main import main
-from moesched.cost import cost_model
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, Role
 from moesched.planner import Setting, plan_best
 from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find, make_policy
 from moesched.policies.flexgen import FlexGen
-from moesched.runs import plan_run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run
+from moesched.steps.plan import Plan, Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from small_models import SMALL, small_model
 
@@ -136,7 +136,7 @@ def test_each_memory_reserves_the_cache_that_it_holds_and_no_other(
 
 
 def without_weights(plan: Plan) -> int:
-    pools = (*plan.pools, *plan.kept)
+    pools = (*plan.pools, *plan.resident)
     fast = plan.memory("accelerator")
     return fast.used - sum(slot.nbytes for pool in pools if pool.memory is fast for slot in pool.slots)
 

@@ -11,10 +11,10 @@ import pytest
 
 from moesched.analysis.latency_picture import draw_latencies
 from moesched.analysis.latency_table import latencies_of
-from moesched.cost import cost_model
 from moesched.errors import BadInput
-from moesched.jobs.lookup import find_machine
+from moesched.inputs.lookup import find_machine
 from moesched.machines import CostPoint, Machine, load_machine, machine_names, parse_machine
+from moesched.machines.cost import cost_model
 from moesched.machines.local import this_processor, unified_machine
 from moesched.machines.toml_text import machine_toml
 

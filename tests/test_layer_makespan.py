@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesched.batch import split_batch
-from moesched.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.layer_makespan import FEW, Layer, LayerDecision, decide
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.policies.layer_makespan import FEW, Choice, Layer, decide
-from moesched.runs import plan_run, simulate
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, simulate
 from moesched.seams import Routing
+from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 
@@ -88,13 +88,13 @@ def brute_force(layer: Layer) -> float:
 @settings(max_examples=100, deadline=None)
 @given(tokens(0, 3), tokens(1, 5), COSTS, st.booleans())
 def test_a_decision_is_within_two_percent_of_the_best_of_all(
-    kept: list[int], missing: list[int], costs: Costs, kept_on_host: bool
+    kept: list[int], missing: list[int], costs: Costs, resident_on_host: bool
 ) -> None:
-    layer = Layer(kept, missing[::-1], costs, kept_on_host=kept_on_host)
+    layer = Layer(kept, missing[::-1], costs, resident_on_host=resident_on_host)
     choice = decide(layer)
     assert choice.seconds == pytest.approx(layer.end_of(choice.away, choice.fetched))
     assert choice.seconds <= 1.02 * brute_force(layer)
-    assert kept_on_host or not choice.away
+    assert resident_on_host or not choice.away
 
 
 @settings(max_examples=50, deadline=None)
@@ -103,7 +103,7 @@ def test_with_many_experts_that_share_little_no_threshold_is_much_better(
     kept: list[int], missing: list[int], costs: Costs, rate: float
 ) -> None:
     costs = costs._replace(rates=(rate, rate))
-    layer = Layer(kept, missing[::-1], costs, kept_on_host=False)
+    layer = Layer(kept, missing[::-1], costs, resident_on_host=False)
     choice = decide(layer)
     assert choice.seconds == pytest.approx(layer.end_of(choice.away, choice.fetched))
     best = min(layer.end_of((), range(count)) for count in range(len(missing) + 1))
@@ -120,23 +120,23 @@ def test_with_many_experts_that_share_little_no_threshold_is_much_better(
     ],
 )
 def test_link_and_host_share_a_layer(kept: list[int], missing: list[int], fetched: int, why: str) -> None:
-    choice = decide(Layer(kept, missing, Costs(), kept_on_host=False))
+    choice = decide(Layer(kept, missing, Costs(), resident_on_host=False))
     assert len(choice.fetched) == fetched, why
 
 
 def test_an_expert_that_stays_runs_on_an_idle_host_if_that_has_its_weights() -> None:
-    assert decide(Layer([1, 1], [], Costs(), kept_on_host=True)).away == (0,)
-    assert decide(Layer([1, 1], [], Costs(), kept_on_host=False)).away == ()
+    assert decide(Layer([1, 1], [], Costs(), resident_on_host=True)).away == (0,)
+    assert decide(Layer([1, 1], [], Costs(), resident_on_host=False)).away == ()
 
 
 def test_the_largest_are_fetched_first() -> None:
-    choice = decide(Layer([], [500, 500, 200, 1], Costs(), kept_on_host=False))
+    choice = decide(Layer([], [500, 500, 200, 1], Costs(), resident_on_host=False))
     assert choice.fetched == (0, 1)
 
 
 def test_slower_side_by_side_means_a_later_end_and_fewer_fetches() -> None:
     alone, together = (
-        Layer([], [200] * 6, Costs(rates=rates), kept_on_host=False) for rates in ((1.0, 1.0), (0.5, 0.6))
+        Layer([], [200] * 6, Costs(rates=rates), resident_on_host=False) for rates in ((1.0, 1.0), (0.5, 0.6))
     )
     assert together.end_of((), (0, 1)) > 1.2 * alone.end_of((), (0, 1))
     assert together.end_of((), ()) == alone.end_of((), ()), "nothing runs beside the host"
@@ -201,7 +201,7 @@ def test_a_layer_ends_when_it_was_estimated_to() -> None:
     kept = {0, 1}  # 56 of 256 experts, spread evenly over the layers
     assert {task.expert for task in tasks if task.verb == "fetch"}.isdisjoint(kept)
     plan = Plan(load_machine("rtx6000"), MIXTRAL, split_batch([4], 2, 1))
-    layer = Layer([200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), kept_on_host=True)
+    layer = Layer([200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), resident_on_host=True)
     assert (end - begin) / 1e9 == pytest.approx(decide(layer).seconds, rel=0.01)
 
 
@@ -227,12 +227,12 @@ def test_a_choice_on_a_machine_whose_host_has_no_copies_leaves_kept_experts_wher
     plan = Case(name="unified", machine=load_machine("cpu-nvme"), weights=1.5).plan(policy)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
-    assert not plan.kept_experts_on_host
+    assert not plan.resident_experts_on_host
     assert not any(isinstance(task, HostKernel) for task in ended.tasks if task.verb == "run_expert")
 
 
 def test_a_layer_without_choices_is_left_alone() -> None:
-    assert decide(Layer([3], [], Costs(), kept_on_host=False)) == Choice((), (), 5.0)
+    assert decide(Layer([3], [], Costs(), resident_on_host=False)) == LayerDecision((), (), 5.0)
 
 
 def test_the_page_shows_what_the_script_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from moesched.batch import split_batch
 from moesched.cli.main import main
-from moesched.cost import Roofline
 from moesched.errors import BadInput
 from moesched.machines import load_machine, machine_names, parse_machine
+from moesched.machines.cost import Roofline
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, simulate
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, simulate
 from moesched.tasks import Work
 
 PROMISED = {

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 import torch
 
-from moesched.batch import split_batch
 from moesched.devices.mapped_pages import POPULATE_READ, MappedPages, system_takes
 from moesched.devices.page_reader import PageReader
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import MoeschedError
 from moesched.machines.local import local_machine
-from moesched.memory import Memory, Pool, Slot
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, run
+from moesched.steps.memory import Memory, Pool, Slot
 from small_models import SMALL
 
 linux = pytest.mark.skipif(

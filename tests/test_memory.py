@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_script import WORK, Script
-from moesched.checking.validation import BrokenRule, ledger_problems, view_problems
+from moesched.drivers.validation import BrokenRule, ledger_problems, view_problems
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
-from moesched.memory import Fixed, Memory, Pool, Replacement, Views
 from moesched.models.layout import Page
+from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Views
 from moesched.tasks import Block, Kernel, PageTransfer, Task
 
 PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]
@@ -29,7 +29,7 @@ class Bench:
 
     def fetch(self, *numbers: int) -> Task:
         """Move pages in, in one transfer."""
-        slots = self.pool.place_all([PAGES[number] for number in numbers], self.engine)
+        slots = self.pool.assign_all([PAGES[number] for number in numbers], self.engine)
         task = PageTransfer(self.script.lanes["link"], WORK, f"fetch {numbers}")
         self.script.tasks[task.verb] = task
         return self.engine.submit(task, (), slots)

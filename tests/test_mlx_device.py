@@ -25,7 +25,7 @@ import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
 from commands import refused
 from moesched.devices.mlx_device import MlxDevice
-from moesched.devices.mlx_machine import WiredMemory, with_gpu
+from moesched.devices.mlx_machine import WiredPages, with_gpu
 from moesched.devices.mlx_stacks import stacks_for
 from moesched.devices.torch_device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -274,7 +274,7 @@ def test_the_wired_limit_is_what_was_asked_for_and_then_what_it_was_before() -> 
         limits.append(nbytes)
         return limits[-2]
 
-    wired = WiredMemory(set_limit, recommended=1000)
+    wired = WiredPages(set_limit, recommended=1000)
     wired.set(300)
     wired.set(4000)
     wired.give_back()

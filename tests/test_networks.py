@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.cost import Roofline
 from moesched.errors import BadInput
 from moesched.machines import load_machine, parse_machine
+from moesched.machines.cost import Roofline
+from moesched.machines.networks import NETWORK, Network, load_network, network_names
 from moesched.machines.toml_text import machine_toml
-from moesched.networks import NETWORK, Network, load_network, network_names
 from moesched.tasks import Work
 
 
@@ -30,7 +30,7 @@ def test_the_networks_of_the_cluster_paper_ship() -> None:
 
 @pytest.mark.parametrize("name", network_names())
 def test_every_figure_of_a_network_states_its_source(name: str) -> None:
-    text = (resources.files("moesched.networks") / f"{name}.toml").read_text()
+    text = (resources.files("moesched.machines.networks") / f"{name}.toml").read_text()
     blocks = [block for block in text.split("\n\n") if re.search(r"^\w+ = [0-9]", block, re.MULTILINE)]
     assert blocks
     assert all(re.search(r"table \d|footnote \d", block, re.IGNORECASE) for block in blocks)

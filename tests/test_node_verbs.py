@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from moesched.batch import split_batch
+from moesched.dispatch.node_placement import Placement
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import Machine
 from moesched.machines.local import unified_machine
+from moesched.machines.networks import NETWORK, Network
 from moesched.models.layout import weight_layout
-from moesched.networks import NETWORK, Network
-from moesched.parallel.placement import Placement
-from moesched.parallel.ranks import Rank
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, simulate
-from moesched.step import Step
+from moesched.requests.batch import split_batch
+from moesched.runs.ranks import Rank
+from moesched.runs.runs import plan_run, simulate
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.testing import Case, check_policy, node_cases, run_on_symbols
 from moesched.trace import LaneName, Recorder, Slice
 
@@ -160,7 +160,7 @@ async def combine_before_assigning(step: Step, routed: Mapping[int, int]) -> Non
 
 
 async def touch_another_node_s(step: Step, routed: Mapping[int, int]) -> None:
-    step.touch_expert(0, min(HALVES[1 - step.node]), 0)
+    step.warm_expert(0, min(HALVES[1 - step.node]), 0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ async def assign_what_was_not_routed(step: Step, routed: Mapping[int, int]) -> N
 
 def test_an_expert_that_nothing_was_routed_to_cannot_be_assigned() -> None:
     case = msgspec.structs.replace(NODES, prompts=(1,), top_k=1)
-    with pytest.raises(PolicyError, match=r"no token was routed to E\d: leave it out, or touch_expert"):
+    with pytest.raises(PolicyError, match=r"no token was routed to E\d: leave it out, or warm_expert"):
         run_case([Scripted(assign_what_was_not_routed) for _ in range(2)], case)
 
 
@@ -356,9 +356,7 @@ def test_what_runs_on_one_node_slows_nothing_on_another() -> None:
     """Both nodes read all of their experts in the time that one alone would take."""
     alone, _ = slices_of("ep_busy_full", MACHINE, nodes=1)
     both, _ = slices_of("ep_busy_full", joined(latency_seconds=0.0, bandwidth=1e9))
-    times = [
-        {each.end - each.start for each in some if each.verb == "touch_expert"} for some in (alone, both)
-    ]
+    times = [{each.end - each.start for each in some if each.verb == "warm_expert"} for some in (alone, both)]
     assert times[0] == times[1]
 
 

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import torch
 
-from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.errors import TaskFailed
 from moesched.machines import Machine
 from moesched.machines.local import unified_machine
+from moesched.machines.networks import NETWORK
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
-from moesched.networks import NETWORK
-from moesched.parallel.ranks import Rank
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
+from moesched.requests.batch import split_batch
+from moesched.runs.ranks import Rank
+from moesched.runs.runs import plan_run, run
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport

@@ -7,23 +7,23 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from moesched import runs
-from moesched.batch import split_batch
-from moesched.checking.symbolic import SymbolicDevice
-from moesched.cost import Roofline
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
+from moesched.machines.cost import Roofline
 from moesched.machines.group import written_out
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.outcome import Report
-from moesched.plan import Plan, Role
 from moesched.planner import plan_best
 from moesched.plugins import make_policy
-from moesched.runs import make_lanes, plan_run, simulate
-from moesched.step import Step
+from moesched.requests.batch import split_batch
+from moesched.runs import runs
+from moesched.runs.outcome import Report
+from moesched.runs.runs import make_lanes, plan_run, simulate
+from moesched.steps.plan import Plan, Role
+from moesched.steps.step import Step
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
+from moesched.testing.symbolic import SymbolicDevice
 
 WIRES = Interconnect(bandwidth=12e9, latency=20e-6)
 ONE = load_machine("t4")
@@ -242,7 +242,7 @@ class Scaled:
         self.plan = plan_run(machine, LAYOUT, split_batch([77] * 256, 4, 64), policy)
         self.report: Report = simulate(self.plan, policy, observers=[watch])
         self.tasks = watch.tasks
-        kept = {page.id for fixed in self.plan.kept for page in fixed.pages()}
+        kept = {page.id for fixed in self.plan.resident for page in fixed.pages()}
         self.streamed = [
             sum(page.nbytes for page in LAYOUT.layer(i) if page.id not in kept) for i in self.plan.layers
         ]

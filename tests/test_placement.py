@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.errors import BadInput
-from moesched.parallel.placement import (
+from moesched.dispatch.node_placement import (
     Placement,
     assign,
     best_placement,
@@ -21,6 +20,7 @@ from moesched.parallel.placement import (
     mirrored,
     parts_for,
 )
+from moesched.errors import BadInput
 
 
 def held_by_all(placement: Placement) -> set[int]:

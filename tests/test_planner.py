@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from moesched.cli.main import main
-from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.machines import load_machine
+from moesched.machines.cost import cost_model
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.planner import Proposal, plan_best, plan_model
-from moesched.planner.preview import preview
 from moesched.planner.search import best
-from moesched.planner.traits import Probe, Setting, Shape, Share, Traits, learn
+from moesched.planner.traits import Setting, Shape, Share, TraitProbe, Traits, learn
+from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
-from moesched.runs import simulate
+from moesched.runs.runs import simulate
+from moesched.steps.plan import Plan
 
 T4 = load_machine("t4")
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
@@ -118,7 +118,7 @@ def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[
 
 def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
     where = setting("cgopipe")
-    sizes = [Probe(where, size).shape(where.cost) for size in (16, 32)]
+    sizes = [TraitProbe(where, size).shape(where.cost) for size in (16, 32)]
     most = best(where, learn(where), sizes)
     assert most is not None
     assert best(where, learn(where), sizes, above=most.throughput) is None
@@ -203,7 +203,7 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
     where = setting(policy, new_tokens=40)
     batch = where.batch(4, 32)
     plan, chosen = where.plan(batch)
-    seen = preview(plan, chosen, where.cost)
+    seen = trial_run(plan, chosen, where.cost)
     whole = simulate(*where.plan(batch), replay=True)
     assert seen.tokens_per_second(batch) == pytest.approx(whole.throughput_tokens_per_second, rel=0.005)
     assert seen.prefill_seconds == pytest.approx(whole.prefill_seconds, rel=1e-9)

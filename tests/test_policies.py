@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from moesched import plugins
-from moesched.batch import split_batch
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan, Role
 from moesched.plugins import make_policy
-from moesched.runs import plan_run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run
 from moesched.seams import Policy
-from moesched.step import Step
+from moesched.steps.plan import Plan, Role
+from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 
@@ -161,7 +161,7 @@ def algorithm_1(layers: int, micro_batches: int) -> Iterator[str]:
 
 def told(task: Task, first_page: int) -> str:
     """A task as `algorithm_1` names it: pages by their place among those of their layer that stream."""
-    if task.verb in ("pin", "fetch"):
+    if task.verb in ("copy_to_pinned", "fetch"):
         (page,) = task.pages  # type: ignore[attr-defined]
         return f"{task.verb} page {page.id % 5 - first_page} of L{task.layer}"
     return task.label
@@ -189,7 +189,7 @@ def test_a_layer_of_pinned_memory_is_enough(name: str) -> None:
     plan = plan_run(load_machine("t4"), layout, split_batch([4] * 6, 4, 2), policy, budgets)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
-    assert any(task.verb == "pin" for task in ended.tasks)
+    assert any(task.verb == "copy_to_pinned" for task in ended.tasks)
 
 
 def test_cgopipe_fetches_nothing_for_a_step_that_does_not_come() -> None:
@@ -197,7 +197,7 @@ def test_cgopipe_fetches_nothing_for_a_step_that_does_not_come() -> None:
     case = Case(name="last", machine=load_machine("t4"), layers=4, weights=0.6, new_tokens=3)
     tasks = run_on_symbols(policy, case.plan(policy)).tasks
     last = [task for task in tasks if task.step == 2]
-    assert {task.layer for task in last if task.verb in ("pin", "fetch")} == {1, 2, 3}
+    assert {task.layer for task in last if task.verb in ("copy_to_pinned", "fetch")} == {1, 2, 3}
 
 
 # -- what overlaps with what -----------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_cgopipe_hides_attention_and_activations_behind_the_weights() -> None:
     assert run.ended.tokens == run.ended.expected
     assert run.share("fetch", "load_hidden") > 0.97, "the link is never idle: I/O is the bottleneck"
     assert run.hidden("cpu_attention", ("fetch",)) > 0.9
-    assert run.hidden("pin", ("fetch",)) > 0.9
+    assert run.hidden("copy_to_pinned", ("fetch",)) > 0.9
     assert run.hidden("post_attention", ("fetch",)) > 0.9
     assert run.hidden("cpu_attention", GPU) > 0, "attention runs ahead on the CPU while the GPU works"
 
@@ -339,7 +339,7 @@ class Loads:
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv(self.role)
-        plan.stage_kv(2)
+        plan.reserve_kv_buffers(2)
         plan.keep([page for i in plan.layers for page in plan.layout.layer(i)])
 
     async def prefill(self, step: Step) -> None:

@@ -15,23 +15,23 @@ from hypothesis import strategies as some
 
 import moesched
 from commands import refused
-from moesched.batch import Batch
-from moesched.checking.symbolic import SymbolicDevice, expected_tokens
-from moesched.chunks import chunks_of
-from moesched.cost import Roofline
 from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.generation import Generation
 from moesched.machines import load_machine
+from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plan import Plan
 from moesched.plugins import make_policy
-from moesched.runs import make_lanes, plan_run
-from moesched.schedule import Schedule
-from moesched.step import Step
+from moesched.requests.batch import Batch
+from moesched.requests.chunks import chunks_of
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes, plan_run
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
+from moesched.steps.step import Step
 from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 from small_models import small_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,7 +176,7 @@ def test_every_task_reads_what_it_was_meant_to(policy: str, seed: int) -> None:
     engine = Engine(lanes.values())
     device = SymbolicDevice()
     device.begin(plan)
-    generation = Generation(Schedule(plan, engine, lanes), scheduler)
+    generation = Generation(RunState(plan, engine, lanes), scheduler)
     types: tuple[type[Task], ...] = (Kernel, HostKernel, PageTransfer, Decision)
     perform = dict.fromkeys(types, device.execute)
     VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype), perform=perform).run(generation.run())
@@ -214,7 +214,7 @@ def test_experts_of_a_prompt_in_chunks_are_moved_no_more_often_than_those_of_a_w
 def test_a_replayed_simulation_is_that_of_the_engine() -> None:
     policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
     times = [
-        moesched.runs.simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
+        moesched.runs.runs.simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
         for name, each in policy.items()
     ]
     assert times[0] == times[1]
@@ -303,7 +303,7 @@ def test_an_order_that_would_miss_keys_and_values_is_refused(
     plan = chunked_plan(scheduler)
     lanes = make_lanes(plan)
     engine = Engine(lanes.values())
-    generation = Generation(Schedule(plan, engine, lanes), scheduler)
+    generation = Generation(RunState(plan, engine, lanes), scheduler)
     driver = VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype))
     with pytest.raises(error, match=message):
         driver.run(generation.run())

@@ -17,10 +17,10 @@ from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
-from moesched.plan import Plan
 from moesched.routing import SeededRouting
-from moesched.routing.previews import Previews
-from moesched.step import Step
+from moesched.routing.router_forecast import RouterForecast
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.tasks import CANCELLED
 from moesched.testing import Case, run_on_symbols
 from test_same_logits import CONFIG, PAGE_BYTES, PROMPTS
@@ -31,7 +31,7 @@ from test_same_logits import CONFIG, PAGE_BYTES, PROMPTS
 def share_foretold(accuracy: float, tokens: int = 1) -> float:
     """The share of the routed experts that previews name, of 128 with 8 for each token."""
     routing = SeededRouting(128, 8)
-    previews = Previews(routing, 128, accuracy)
+    previews = RouterForecast(routing, 128, accuracy)
     chosen = [set(routing.choose(step, 0, 0, tokens)) for step in range(300)]
     foretold = [set(previews.choose(step, 0, 0, tokens)) for step in range(300)]
     assert [len(each) for each in foretold] == [len(each) for each in chosen]
@@ -48,21 +48,21 @@ def test_previews_name_so_many_of_the_experts_that_will_be_chosen(
 
 def test_the_same_seed_foretells_the_same() -> None:
     def foretold(seed: int) -> list[dict[int, int]]:
-        previews = Previews(SeededRouting(8, 2), 8, 0.5, seed)
+        previews = RouterForecast(SeededRouting(8, 2), 8, 0.5, seed)
         return [previews.choose(step, 1, 0, 2) for step in range(20)]
 
     assert foretold(1) == foretold(1) != foretold(2)
 
 
 def test_where_every_expert_is_chosen_a_mistake_leaves_one_out() -> None:
-    foretold = Previews(SeededRouting(4, 4), 4, 0.0).choose(0, 0, 0, 9)
+    foretold = RouterForecast(SeededRouting(4, 4), 4, 0.0).choose(0, 0, 0, 9)
     assert foretold == {}
 
 
 @pytest.mark.parametrize("accuracy", [-0.1, 1.5])
 def test_an_accuracy_that_is_no_probability_is_refused(accuracy: float) -> None:
     with pytest.raises(BadInput, match=f"--preview-accuracy is {accuracy:g}: give 0 to 1"):
-        Previews(SeededRouting(8, 2), 8, accuracy)
+        RouterForecast(SeededRouting(8, 2), 8, accuracy)
 
 
 def test_the_commands_accuracy_decides_how_much_is_fetched_in_vain(command: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_transfer_that_has_not_started_can_be_cancelled_and_its_slots_are_free
 def test_a_lifted_transfer_overtakes_those_that_were_submitted_before() -> None:
     async def call(step: Step, policy: Trying) -> None:
         fetches = [step.fetch([page], policy.pool, speculative=True) for page in policy.spare[:3]]
-        step.lift([policy.spare[2]], policy.pool)
+        step.promote([policy.spare[2]], policy.pool)
         for fetch in fetches:
             await fetch
         assert fetches[0].end == fetches[2].start < fetches[1].start

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import moesched
+from moesched.analysis.heat_map import draw_heat_map
 from moesched.devices import torch_kernels as kernels
-from moesched.listeners import Listener
-from moesched.routing.heat_map import draw_heat_map
+from moesched.jobs.profiling import profile_routing
 from moesched.routing.profile import RoutingProfile, read_profile
-from moesched.routing.profiling import profile_routing
 from moesched.routing.trace import RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.runs.listeners import Listener
 from moesched.tasks import Task
 from reference import Reference
 from small_models import SMALL, small_model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.jobs.prompts import (
+from moesched.inputs.prompts import (
     TextStream,
     Tokenizer,
     encode_prompts,

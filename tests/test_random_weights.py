@@ -6,14 +6,14 @@ import msgspec
 import pytest
 import torch
 
-from moesched.batch import split_batch
 from moesched.devices.page_reader import PageReader
 from moesched.devices.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
 from moesched.devices.torch_device import TorchDevice
 from moesched.machines import parse_machine
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run, run
 from small_models import SMALL
 from test_emulated_device import MACHINE
 

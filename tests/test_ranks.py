@@ -11,23 +11,23 @@ import pytest
 import torch
 
 import moesched
-from moesched.batch import split_batch
 from moesched.cli.main import main
-from moesched.cost import Roofline
 from moesched.devices.arena import aligned_bytes
 from moesched.devices.emulated_device import EmulatedDevice
 from moesched.devices.page_reader import PageReader
 from moesched.errors import BadInput, TaskFailed
+from moesched.inputs.accelerators import cut_over_ranks
 from moesched.machines import INTERCONNECT, Machine, parse_machine
+from moesched.machines.cost import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.tensor_parallel import cut_checkpoint
-from moesched.parallel.accelerators import cut_over_ranks
-from moesched.parallel.ranks import Rank, open_devices
 from moesched.plugins import make_policy
-from moesched.runs import plan_run, run
-from moesched.sampling import Sampling
+from moesched.requests.batch import split_batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.ranks import Rank, open_devices
+from moesched.runs.runs import plan_run, run
 from moesched.tasks import Task, Work
 from moesched.trace import Recorder
 from reference import Reference, generate

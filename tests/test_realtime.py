@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
-from moesched.checking.validation import CheckedSharedEngine
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.validation import CheckedSharedEngine
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
 

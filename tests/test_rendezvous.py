@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engine_script import WORK, Script, meet
-from moesched.checking.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
 from moesched.seams import Demand, Exchange

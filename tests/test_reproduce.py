@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.reproduce import SECTIONS, reproduce
-from moesched.reproduce.calibration import calibrate, predict_cell
-from moesched.reproduce.figures import Column, Paper, Row, moe_lightning
-from moesched.reproduce.policy_map import policy_map
-from moesched.reproduce.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.calibration import calibrate, predict_cell
+from moesched.reproduce.moe_lightning.paper import Column, Paper, Row, moe_lightning
+from moesched.reproduce.moe_lightning.policy_map import policy_map
+from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.systems import Predicted
+from moesched.reproduce.moe_lightning.tables import Cell, accuracy
 from moesched.reproduce.report import ratio_claim
-from moesched.reproduce.systems import Predicted
-from moesched.reproduce.tables import Cell, accuracy
 
 PAPER = moe_lightning()
 PNG = b"\x89PNG\r\n\x1a\n"

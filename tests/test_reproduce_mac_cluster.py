@@ -11,8 +11,8 @@ from _mac_cluster_page import PAGE
 from msgspec.structs import replace
 
 from moesched.machines import load_machine
-from moesched.reproduce.mac_paper import mac_paper
-from moesched.reproduce.mac_runs import Simulated, mac_of, run_system
+from moesched.reproduce.mac_cluster.paper import mac_paper
+from moesched.reproduce.mac_cluster.runs import Simulated, mac_of, run_system
 
 PAPER = mac_paper()
 NAIVE, BUSY, AIDED, *_ = PAPER.systems
@@ -50,8 +50,8 @@ def test_an_exchange_a_layer_is_all_that_a_decentralised_cluster_waits_for(aided
 
 def test_no_weights_are_wired_again_where_all_are_used_often(aided: Simulated) -> None:
     patient = load_machine(PAPER.machine)
-    assert patient.wiring is not None
-    assert aided.token.total < patient.wiring.idle_seconds
+    assert patient.wired_memory is not None
+    assert aided.token.total < patient.wired_memory.idle_seconds
     layers, bandwidth = 40, patient.accelerator.expert_bandwidth or 0
     fewest = layers * 2 * 3 * 6144 * 10752 * 2 / bandwidth
     assert fewest < aided.token.moe < 2 * fewest
@@ -76,9 +76,12 @@ def test_prestacking_alone_never_gets_out_of_wiring(naive: Simulated) -> None:
 def test_without_standby_the_prompt_pays_for_the_first_wiring() -> None:
     standby, cold = (run_system(PAPER, replace(AIDED, standby=each), 4, 2) for each in (True, False))
     machine = load_machine(PAPER.machine)
-    assert machine.wiring is not None
+    assert machine.wired_memory is not None
     all_experts = 8 * 40 * 3 * 6144 * 10752 * 2
-    assert cold.prompt_seconds - standby.prompt_seconds > 0.5 * all_experts / machine.wiring.first_bandwidth
+    assert (
+        cold.prompt_seconds - standby.prompt_seconds
+        > 0.5 * all_experts / machine.wired_memory.first_bandwidth
+    )
 
 
 def test_the_prompt_is_faster_with_one_message_a_layer_than_token_by_token() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from _twiddler_page import PAGE
 
-from moesched.cost import cost_model
 from moesched.machines import load_machine
+from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
-from moesched.reproduce import llama_cpp
-from moesched.reproduce.environments import Bench, as_measured, benches, copies_over_compute
-from moesched.reproduce.microbenchmarks import microbenchmarks
-from moesched.reproduce.twiddler_paper import twiddler_paper
+from moesched.reproduce.twiddler import llama_cpp
+from moesched.reproduce.twiddler.environments import Bench, as_measured, benches, copies_over_compute
+from moesched.reproduce.twiddler.microbenchmarks import microbenchmarks
+from moesched.reproduce.twiddler.paper import twiddler_paper
 from moesched.tasks import Work
 
 PAPER = twiddler_paper()

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.batch import split_batch
 from moesched.devices.torch_device import TorchDevice
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
@@ -19,7 +18,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
-from moesched.runs import plan_run
+from moesched.requests.batch import split_batch
+from moesched.runs.runs import plan_run
 from moesched.tasks import Task
 from test_streams import FakeStreams
 
@@ -197,7 +197,7 @@ class Origins:
         self.pins: set[str] = set()
 
     def ended(self, task: Task) -> None:
-        if task.verb == "pin":
+        if task.verb == "copy_to_pinned":
             self.pins.add(task.work.resource)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput, MoeschedError
-from moesched.sampling import Sampling, probabilities, sample, uniform
+from moesched.requests.sampling import Sampling, probabilities, sample, uniform
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], dtype=np.float32))
 

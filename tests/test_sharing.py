@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesched.checking.validation import CheckedEngine
 from moesched.drivers.sharing import fair_rates
+from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.seams import Demand
 from moesched.tasks import Kernel, Lane, Work

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesched
-from moesched.batching import Sizes, batches_of
-from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
 from moesched.machines.local import unified_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Setting
 from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find
+from moesched.requests.batching import BatchSizes, batches_of
 
 T4 = load_machine("t4")
 LAPTOP = unified_machine(
@@ -52,7 +52,7 @@ def test_all_prompts_run_together_where_they_fit() -> None:
 
 
 def test_a_single_prompt_asks_nobody() -> None:
-    assert choose_sizes(asking("cgopipe", [4], T4)) == Sizes(1, 1)
+    assert choose_sizes(asking("cgopipe", [4], T4)) == BatchSizes(1, 1)
 
 
 @settings(max_examples=5, deadline=None)
@@ -81,8 +81,8 @@ def test_a_cache_that_is_full_ends_a_batch() -> None:
 
 def test_given_sizes_stay_as_they_are() -> None:
     where = asking("resident", [4] * 10)
-    assert choose_sizes(where, batch_size=6, micro_batch_size=2) == Sizes(6, 2)
-    assert choose_sizes(asking("resident", [4] * 3), batch_size=6) == Sizes(3, 3)
+    assert choose_sizes(where, batch_size=6, micro_batch_size=2) == BatchSizes(6, 2)
+    assert choose_sizes(asking("resident", [4] * 3), batch_size=6) == BatchSizes(3, 3)
     assert choose_sizes(where, micro_batch_size=3)[:2] == (10, 3)
 
 
@@ -91,7 +91,7 @@ def test_a_given_batch_is_cut_into_micro_batches_that_overlap_best() -> None:
     assert sizes.batch_size == 96
     assert sizes.micro_batches > 1, "the host attends for one while the accelerator computes for others"
     unified = choose_sizes(asking("resident", [64] * 96), batch_size=96)
-    assert unified == Sizes(96, 96)
+    assert unified == BatchSizes(96, 96)
 
 
 def test_micro_batches_of_a_given_batch_get_smaller_until_it_fits() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch.nn.functional as F
 
-from moesched.analysis.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
 from moesched.devices import torch_kernels as kernels
+from moesched.jobs.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
 from reference import Reference
 from small_models import SMALL, small_model
 

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesched
-from moesched.batch import split_batch
-from moesched.checking.validation import CheckedEngine
 from moesched.cli.main import main
-from moesched.cost import Roofline
+from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, OutOfOrder
-from moesched.generation import Generation
+from moesched.inputs.accelerators import cut_over_ranks
 from moesched.jobs.report import JobReport
 from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
+from moesched.machines.cost import Roofline
 from moesched.machines.rank import rank_share
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -29,13 +28,14 @@ from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import tensor_shapes
-from moesched.parallel.accelerators import cut_over_ranks
-from moesched.plan import Plan
 from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
 from moesched.routing import SeededRouting
-from moesched.runs import decide, make_lanes, plan_run, simulate
-from moesched.schedule import Schedule
-from moesched.step import Step
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes, plan_run, simulate, simulated_decisions
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
+from moesched.steps.step import Step
 from moesched.tasks import DONE, Decision, Task, Work
 from moesched.trace import Recorder, Slice
 from small_models import SMALL
@@ -181,10 +181,12 @@ def run_together(policy: str, machine: str, ranks: int) -> list[list[Task]]:
             plan = plan_on(machine, ranks, own)
             lanes = make_lanes(plan)
             engine = CheckedEngine(lanes.values())
-            schedule = open_schedules.enter_context(closing(Schedule(plan, engine, lanes)))
+            run_state = open_schedules.enter_context(closing(RunState(plan, engine, lanes)))
             engines.append(engine)
-            generations.append(Generation(schedule, own))
-        perform: dict[type[Task], Any] = {Decision: decide(plan, SeededRouting(SMALL.experts, SMALL.top_k))}
+            generations.append(Generation(run_state, own))
+        perform: dict[type[Task], Any] = {
+            Decision: simulated_decisions(plan, SeededRouting(SMALL.experts, SMALL.top_k))
+        }
         driver = VirtualDriver(engines, Roofline(plan.machine, "float32"), perform=perform)
         driver.run(*(generation.run() for generation in generations))
     for engine in engines:

@@ -11,10 +11,10 @@ import torch
 from _mixtrals import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from moesched.activations import QUERY_TILE
 from moesched.devices import torch_kernels as kernels
 from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
 from moesched.devices.torch_kernels import KVView
+from moesched.models.footprint import QUERY_TILE
 from reference import Reference, cut_in_three, generate, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")

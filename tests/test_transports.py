@@ -23,13 +23,13 @@ from moesched.errors import BadInput, RankLost, TransportError
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.testing import check_transport
+from moesched.testing.faulty_transport import Faults, FaultyTransport
+from moesched.testing.recording_transport import RecordingTransport
+from moesched.testing.slow_transports import DelayingTransport, ThrottlingTransport
+from moesched.testing.wrapping_transport import WrappingTransport
 from moesched.transports.envoy import EnvoyTransport
-from moesched.transports.faults import Faults, FaultyTransport
 from moesched.transports.inproc import InprocTransport
-from moesched.transports.recording import RecordingTransport
-from moesched.transports.slowing import DelayingTransport, ThrottlingTransport
 from moesched.transports.torch_distributed import TorchDistributedTransport
-from moesched.transports.wrapping import WrappingTransport
 
 dist: Any = torch.distributed
 Make = Callable[[int], Sequence[Transport]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moesched.checking.validation import CheckedEngine
+from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand

@@ -5,30 +5,30 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moesched.batch import split_batch
+from moesched.drivers.wired_memory import WiredPages
 from moesched.errors import BadInput
-from moesched.machines import Machine, Wiring, load_machine, parse_machine
+from moesched.machines import Machine, WiredMemory, load_machine, parse_machine
+from moesched.machines.networks import load_network
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.networks import load_network
-from moesched.parallel.ranks import Rank
 from moesched.plugins import make_policy
-from moesched.reproduce.mac_wiring import sample_seconds
-from moesched.runs import plan_run, simulate
+from moesched.reproduce.mac_cluster.wired_memory import sample_seconds
+from moesched.requests.batch import split_batch
+from moesched.runs.ranks import Rank
+from moesched.runs.runs import plan_run, simulate
 from moesched.tasks import Task
-from moesched.wiring import WiredMemory
 
 MS = 1_000_000
-WIRING = Wiring(idle_seconds=0.5, first_bandwidth=1e9, again_bandwidth=2e9)
+WIRING = WiredMemory(idle_seconds=0.5, first_bandwidth=1e9, again_bandwidth=2e9)
 
 
 def machine(**changes: object) -> Machine:
     """The simulated Mac on a quick network."""
     mac = load_machine("m2-ultra-macos14")
-    assert mac.wiring is not None
-    wiring = msgspec.structs.replace(mac.wiring, **changes)
-    return msgspec.structs.replace(mac, wiring=wiring, network=load_network("infiniband"))
+    assert mac.wired_memory is not None
+    wired_memory = msgspec.structs.replace(mac.wired_memory, **changes)
+    return msgspec.structs.replace(mac, wired_memory=wired_memory, network=load_network("infiniband"))
 
 
 def step_seconds(
@@ -43,26 +43,26 @@ def step_seconds(
 
 
 def test_an_array_that_was_used_lately_is_wired() -> None:
-    memory = WiredMemory(WIRING)
+    memory = WiredPages(WIRING)
     memory.use(("a",), 0)
     assert memory.wire(("a",), 1000, 500 * MS) == 0
 
 
 def test_an_array_that_lay_idle_is_wired_again_by_its_bytes() -> None:
-    memory = WiredMemory(WIRING)
+    memory = WiredPages(WIRING)
     memory.use(("a",), 0)
     assert memory.wire(("a",), 1000, 500 * MS + 1) == 500
 
 
 def test_with_standby_arrays_are_wired_when_the_first_request_comes_and_only_then() -> None:
-    memory = WiredMemory(WIRING)
+    memory = WiredPages(WIRING)
     assert memory.wire(("a",), 1000, 9000 * MS) == 0
     assert memory.wire(("b",), 1000, 9400 * MS) == 0
     assert memory.wire(("c",), 1000, 9600 * MS) == 500
 
 
 def test_without_standby_the_first_use_wires_at_the_first_rate() -> None:
-    memory = WiredMemory(msgspec.structs.replace(WIRING, standby=False))
+    memory = WiredPages(msgspec.structs.replace(WIRING, standby=False))
     assert memory.wire(("a",), 1000, 0) == 1000
 
 
@@ -84,8 +84,8 @@ def test_prestacked_weights_stay_wired_by_any_layers_use() -> None:
 
 
 def test_balanced_experts_touch_idle_ones_only_where_wiring_decays() -> None:
-    plain = msgspec.structs.replace(machine(), wiring=None)
-    for mac, touched in ((machine(), True), (plain, False)):
+    plain = msgspec.structs.replace(machine(), wired_memory=None)
+    for mac, warmed in ((machine(), True), (plain, False)):
         layout, batch = weight_layout(SHAPES["mixtral-0.8b"]), split_batch([4], 9, 1)
         made = [make_policy("ep_balanced", {"experts": 3}) for _ in range(4)]
         plans = [plan_run(mac, layout, batch, each, nodes=4, node=node) for node, each in enumerate(made)]
@@ -97,7 +97,7 @@ def test_balanced_experts_touch_idle_ones_only_where_wiring_decays() -> None:
                 verbs.add(task.verb)  # noqa: B023  # used within the loop only
 
         simulate(first.plan, first.policy, peers=peers, observers=[Verbs()])
-        assert ("touch_expert" in verbs) == touched
+        assert ("warm_expert" in verbs) == warmed
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_balanced_experts_touch_idle_ones_only_where_wiring_decays() -> None:
 )
 def test_the_papers_findings_come_out_of_one_idle_time(wait_ms: int, prestacked: bool, wired: bool) -> None:
     """Section 3.2, Algorithm 2: a sample takes longer from 8 and 512 ms of waiting on."""
-    wiring = machine().wiring
-    assert wiring is not None
-    alone = sample_seconds(wiring, 0, prestacked=prestacked)
-    assert (sample_seconds(wiring, wait_ms / 1000, prestacked=prestacked) < 1.1 * alone) == wired
+    wired_memory = machine().wired_memory
+    assert wired_memory is not None
+    alone = sample_seconds(wired_memory, 0, prestacked=prestacked)
+    assert (sample_seconds(wired_memory, wait_ms / 1000, prestacked=prestacked) < 1.1 * alone) == wired
 
 
 def test_a_machine_is_written_with_its_wiring() -> None:
@@ -120,5 +120,5 @@ def test_a_machine_is_written_with_its_wiring() -> None:
 def test_wiring_is_for_memory_that_accelerator_and_host_share() -> None:
     with pytest.raises(BadInput, match="wiring: it is of memory that accelerator and host share"):
         parse_machine(
-            machine_toml(msgspec.structs.replace(load_machine("t4"), wiring=WIRING)).encode(), "text"
+            machine_toml(msgspec.structs.replace(load_machine("t4"), wired_memory=WIRING)).encode(), "text"
         )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.workloads import (
+from moesched.requests.workloads import (
     PromptLengths,
     Workload,
     given_lengths,

@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 
 from fuzzed_frames import fuzzed_frames
 from meshes import FIRST, ONE, at_once, closing, keys_of, mesh_of, ports, sockets_in, sums
-from moesched.curve.zap import LOGGED
+from moesched.cluster.curve.zap import LOGGED
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
 from moesched.transports.curve import Keys

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import zmq
 
-from moesched.curve.keys import key_problem, public_key
+from moesched.cluster.curve.keys import key_problem, public_key
 from moesched.errors import BadInput
 
 

@@ -17,7 +17,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from moesched.curve.zap import LOGGED, KeyCheck
+from moesched.cluster.curve.zap import LOGGED, KeyCheck
 
 _log = structlog.get_logger(__name__)
 

@@ -27,10 +27,11 @@ class Handover(NamedTuple):
 
 def mean_handovers(recording: Recording) -> list[Handover]:
     """The handover of each slice: the means of its kinds. All are 0 where none was recorded, as of a prediction."""
-    thoughts = _means(_thoughts(recording))
+    submit_delays = _means(_thoughts(recording))
     dispatches = _means(_dispatches(recording))
     return [
-        Handover(thoughts.get(index, 0), dispatches.get(index, 0)) for index in range(len(recording.slices))
+        Handover(submit_delays.get(index, 0), dispatches.get(index, 0))
+        for index in range(len(recording.slices))
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.analysis.latency_table import LatencyReport
-from moesched.pictures import drawing, require_picture, write_picture
+from moesched.analysis.pictures import drawing, require_picture, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,13 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from moesched.batch import split_batch
+from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.errors import BadInput
-from moesched.expert_latencies import ExpertLatencies
-from moesched.jobs.lookup import find_machine, find_shape
+from moesched.inputs.lookup import find_machine, find_shape
 from moesched.machines import Machine
 from moesched.models.layout import weight_layout
-from moesched.plan import Plan
+from moesched.requests.batch import split_batch
+from moesched.steps.plan import Plan
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_TOKENS = 1 << 20

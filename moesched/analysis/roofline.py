@@ -10,7 +10,7 @@ import msgspec
 from moesched.analysis import hrm
 from moesched.analysis.hrm import Bound, Hierarchy, Intensity, LayerTime, Split
 from moesched.errors import BadInput
-from moesched.jobs.lookup import find_machine, find_shape
+from moesched.inputs.lookup import find_machine, find_shape
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.operations import Operations

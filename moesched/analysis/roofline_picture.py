@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesched.analysis.hrm import first_turning_point
+from moesched.analysis.pictures import drawing, require_picture, write_picture
 from moesched.analysis.roofline import Computation, RooflineReport
-from moesched.pictures import drawing, require_picture, write_picture
 from moesched.units import format_bytes, format_flops
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from moesched.calibration.contention import LEAST_RATE
 from moesched.calibration.exercise import Gym, Manner, small_model
 from moesched.calibration.other_load import OtherLoad
 from moesched.calibration.task_times import TaskTimes, point, rounded
-from moesched.cost import Surface
 from moesched.errors import BadInput
 from moesched.machines import ATTENTION, ATTENTION_CALLS, Contention, CostPoint, Machine
+from moesched.machines.cost import Surface
 from moesched.machines.local import (
     available_memory,
     calibrated_file,
@@ -126,7 +126,7 @@ class Others(Protocol):
     def cores(self) -> float: ...
 
 
-class Probe(Protocol):
+class DeviceProbe(Protocol):
     """What gives operations of a device to be timed."""
 
     def ready(self) -> AbstractContextManager[object]: ...
@@ -183,7 +183,9 @@ class _Calibration:
         self.extent = extent
         self.folder = folder
         self.scratch = folder / "scratch"
-        self.probe: Probe = plugins.find("devices", "moesched.devices.torch_probe:TorchProbe")(usable_cores())
+        self.probe: DeviceProbe = plugins.find("devices", "moesched.devices.torch_probe:TorchProbe")(
+            usable_cores()
+        )
         self.times: dict[_What, list[float]] = {}
         self.tasks = TaskTimes()
         self.rates: dict[tuple[str, str], list[float]] = {}

@@ -11,15 +11,15 @@ from enum import Enum
 from pathlib import Path
 
 from moesched import plugins
-from moesched.batch import Batch
-from moesched.interrupts import interrupts_held
+from moesched.drivers.interrupts import interrupts_held
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import weight_layout
-from moesched.plan import Plan
-from moesched.runs import plan_run, run
-from moesched.step import Step
+from moesched.requests.batch import Batch
+from moesched.runs.runs import plan_run, run
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.tasks import Task
 
 KEPT_LAYER, FETCHED_LAYER = 0, 1
@@ -86,12 +86,12 @@ class Exercise:
         self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
 
     async def prefill(self, step: Step) -> None:
-        await self._schedule(step)
+        await self._run(step)
 
     async def decode(self, step: Step) -> None:
-        await self._schedule(step)
+        await self._run(step)
 
-    async def _schedule(self, step: Step) -> None:
+    async def _run(self, step: Step) -> None:
         fresh = self.manner is Manner.FRESH
         if not fresh:
             fetched = self._fetch(step)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, KEPT_LAYER
-from moesched.cost import DISPATCH, HOP, sort_of
 from moesched.machines import CostPoint
+from moesched.machines.cost import DISPATCH, HOP, sort_of
 from moesched.models.config import ModelConfig
 from moesched.seams import at_once
-from moesched.tasks import Part, Task, Work
+from moesched.tasks import Task, Work, WorkPart
 
 LEAST_SECONDS = 1e-6
 WITHOUT_WEIGHTS = ("attention", "combine")
@@ -27,7 +27,7 @@ class Group(NamedTuple):
     model: str
     dtype: str
     verb: str
-    kept: bool
+    resident: bool
     which: int
     prefill: bool
 
@@ -52,7 +52,7 @@ class TaskTimes:
         self._works: dict[Group, Work] = {}
         self._alone: dict[Same, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
-        self._moves: dict[Part, list[float]] = {}
+        self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
         """Take in a run that did one task after the other.
@@ -149,7 +149,7 @@ class TaskTimes:
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
         work, seconds = self._works[group], median(self._times[group])
-        place = "kept " if group.kept else ""
+        place = "kept " if group.resident else ""
         part = work.parts[0]
         if group.verb in ("pre_attention", "route"):
             yield point(f"{place}{group.verb}", group.dtype, part.rows, part.size, seconds)
@@ -165,7 +165,7 @@ class TaskTimes:
     def _experts(self, group: Group, place: str, seconds: float) -> Iterator[CostPoint]:
         """What a layer's experts take together, over and above what comes before and after them."""
         before = self._times.get(group._replace(verb="route"))
-        after = self._times.get(group._replace(verb="combine", kept=False))
+        after = self._times.get(group._replace(verb="combine", resident=False))
         experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
         if before and after:
             rest = (seconds - median(before) - median(after)) / sum(part.times for part in experts)
@@ -223,13 +223,13 @@ def rounded(number: float) -> float:
 
 
 def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
-    kept = task.layer == KEPT_LAYER
+    resident = task.layer == KEPT_LAYER
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
-        return Group(model.name, dtype, task.verb, kept, rows, False)
+        return Group(model.name, dtype, task.verb, resident, rows, False)
     if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
-        kept = False
-    return Group(model.name, dtype, task.verb, kept, task.micro_batch, task.step == 0)
+        resident = False
+    return Group(model.name, dtype, task.verb, resident, task.micro_batch, task.step == 0)
 
 
 def _same(model: ModelConfig, dtype: str, task: Task) -> Same:

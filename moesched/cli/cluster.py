@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
-from moesched.cli.generating import GenerationOptions
+from moesched.cli.generation_options import GenerationOptions
 
 CLUSTER = Group("Cluster", sort_key=1)
 
@@ -75,7 +75,7 @@ def keygen(
 ) -> None:
     """See KEYGEN_HELP."""
     from moesched.cli.output import print_json
-    from moesched.curve.keys import SECRET_NAME, default_folder, write_keys
+    from moesched.cluster.curve.keys import SECRET_NAME, default_folder, write_keys
 
     folder = out or default_folder()
     keys = write_keys(folder)
@@ -119,9 +119,9 @@ def launch(
 ) -> int:
     """See LAUNCH_HELP."""
     from moesched.cluster.cluster_file import load_cluster
+    from moesched.cluster.cluster_jobs import TRANSPORT, run_cluster, run_with_given_ranks
+    from moesched.cluster.launch_env import rank_given
     from moesched.cluster.members import node_arguments, ssh_command
-    from moesched.cluster.surroundings import rank_given
-    from moesched.jobs.cluster_jobs import TRANSPORT, run_cluster, run_with_given_ranks
 
     cluster = load_cluster(hosts)
     if dry_run:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moesched.cli.output import Bar, stdout
-from moesched.jobs.prompts import Prompt
-from moesched.listeners import Listener
-from moesched.plan import Plan
+from moesched.inputs.prompts import Prompt
+from moesched.runs.listeners import Listener
+from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LoadingBar(Listener):
         """Begin the bar."""
         self.close()
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
-        self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.kept)
+        self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.resident)
         self._bar = Bar("loading weights").__enter__()
         self._bar.update(0, self._pages or None)
 

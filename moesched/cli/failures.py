@@ -18,8 +18,8 @@ UNEXPECTED = 1
 _CALLERS_OF_POLICIES = (
     "moesched.drivers.policies",
     "moesched.drivers.replay",
-    "moesched.generation",
-    "moesched.runs",
+    "moesched.runs.generation",
+    "moesched.runs.runs",
 )
 
 

@@ -47,8 +47,8 @@ def latencies(
     """See HELP."""
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of
+    from moesched.analysis.pictures import require_picture
     from moesched.cli.output import print_json, print_table
-    from moesched.pictures import require_picture
     from moesched.units import format_seconds
 
     if out is not None:

@@ -9,20 +9,20 @@ from importlib.metadata import version
 from cyclopts import App
 
 from moesched.cli import (
-    calibrating,
+    calibrate,
     cluster,
-    comparing,
-    drawing,
+    compare,
     latencies,
-    listing,
-    models,
-    planning,
-    prestacking,
-    profiling,
-    reproducing,
+    plan,
+    prestack,
+    profile_routing,
+    random_model,
+    reproduce,
+    roofline,
     run,
     simulate,
 )
+from moesched.cli import list as listing
 from moesched.cli.failures import exit_code_of
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
@@ -57,16 +57,16 @@ def make_app() -> App:
     for command in (
         run,
         simulate,
-        planning,
-        models,
-        prestacking,
+        plan,
+        random_model,
+        prestack,
         listing,
-        comparing,
-        calibrating,
-        drawing,
+        compare,
+        calibrate,
+        roofline,
         latencies,
-        reproducing,
-        profiling,
+        reproduce,
+        profile_routing,
         cluster,
     ):
         command.add_to(app)

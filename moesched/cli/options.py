@@ -12,7 +12,7 @@ from moesched.errors import BadInput
 from moesched.units import parse_bytes
 
 if TYPE_CHECKING:
-    from moesched.jobs.prompts import Prompt
+    from moesched.inputs.prompts import Prompt
 
 SIZES = Group("Sizes and budgets", sort_key=2)
 BEAMS = Group("Beam search", sort_key=4)
@@ -185,7 +185,7 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
         BadInput: there is no prompt in it.
     """
     from moesched.cli.failures import BAD_INPUT, tell
-    from moesched.jobs.prompts import read_prompts
+    from moesched.inputs.prompts import read_prompts
 
     told: list[str] = []
     prompts = read_prompts(file, told.append)

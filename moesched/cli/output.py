@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
-    from moesched.outcome import Emulation
+    from moesched.runs.outcome import Emulation
 
 PATIENCE_SECONDS = 1.0
 WIDE = 250
@@ -80,7 +80,7 @@ def print_report(report: JobReport) -> None:
         sizes += ", padded"
     if report.batches > 1:
         sizes += f", {report.batches} batches"
-    placed = f"{plan.kept_pages} pages stay, {plan.streamed_pages} stream; {_kv_cache(plan.kv_on_gpu)}"
+    placed = f"{plan.resident_pages} pages stay, {plan.streamed_pages} stream; {_kv_cache(plan.kv_on_gpu)}"
     print(f"{sizes}; {placed}\n")
     rates = [
         ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
-from moesched.cli.generating import GenerationOptions
+from moesched.cli.generation_options import GenerationOptions
 from moesched.errors import BadInput
 
 HELP = options.paragraphs(
@@ -67,6 +67,6 @@ def run(
         raise BadInput(f"--local {local} gives each node one accelerator: leave out --tensor-parallel")
     if foreign_machine:
         raise BadInput(f"--local {local} asks for no costs of a machine: leave out --foreign-machine")
-    from moesched.jobs.cluster_jobs import TRANSPORT, run_local
+    from moesched.cluster.cluster_jobs import TRANSPORT, run_local
 
     return given.generate(model_dir, run_local, nodes=local, transport=transport or TRANSPORT)

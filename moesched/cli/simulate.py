@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
-    from moesched.jobs.prompts import Prompt
+    from moesched.inputs.prompts import Prompt
     from moesched.jobs.report import JobReport
 
 HELP = options.paragraphs(

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from moesched.curve.keys import key_problem
+from moesched.cluster.curve.keys import key_problem
 from moesched.errors import BadInput
 from moesched.machines.toml_text import inline
 from moesched.units import parse_bytes

@@ -11,10 +11,10 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from moesched.cluster.auth import Door
 from moesched.cluster.cluster_file import listening_at
-from moesched.cluster.door import Door
+from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Unreadable, pack, read_node
-from moesched.curve.keys import KeyPair
 from moesched.errors import BadInput
 
 _log = structlog.get_logger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.cluster.cluster_file import Cluster
-from moesched.cluster.messages import PROTOCOL, Join
+from moesched.cluster.messages import PROTOCOL, JoinRequest
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-def refusal(join: Join, key: str, cluster: Cluster, expected: Expected) -> str | None:
+def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -> str | None:
     """Why a node may not join, in one line; None where it may.
 
     Args:

@@ -22,7 +22,7 @@ from moesched.cluster.messages import (
     Order,
     Piece,
     Prepared,
-    Sizes,
+    SizesMessage,
     Stop,
     Tokens,
 )
@@ -74,7 +74,7 @@ class Launch:
         failure: why the run ended early, with the tokens so far; None where nothing was wrong.
     """
 
-    def __init__(self, roster: Roster, log: TokenLog, sizes: Sizes, events: Events) -> None:
+    def __init__(self, roster: Roster, log: TokenLog, sizes: SizesMessage, events: Events) -> None:
         self.finished: list[Finished] = []
         self.epoch = 0
         self.failure: str | None = None
@@ -306,13 +306,13 @@ class Launch:
         raise MoeschedError(said)
 
 
-def smallest(sizes: Sequence[Sizes]) -> Sizes:
+def smallest(sizes: Sequence[SizesMessage]) -> SizesMessage:
     """Sizes that fit every node."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)
 
-    return Sizes(
+    return SizesMessage(
         batch_size=least([each.batch_size for each in sizes]),
         micro_batch_size=least([each.micro_batch_size for each in sizes]),
         prefill_chunk=least([each.prefill_chunk for each in sizes]),

@@ -11,9 +11,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.cluster_file import Seat
+from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.messages import (
     MOST_BYTES,
-    Join,
+    JoinRequest,
     LauncherSays,
     NodeSays,
     Ping,
@@ -26,7 +27,6 @@ from moesched.cluster.messages import (
     pack,
     read_launcher,
 )
-from moesched.curve.keys import KeyPair
 from moesched.errors import BadInput, MoeschedError
 
 _POLL_MILLISECONDS = 100
@@ -38,7 +38,7 @@ class LauncherGone(MoeschedError):
     """The launcher is silent: nobody wants what this node computes any more."""
 
 
-class Link:
+class ControlLink:
     """Speaks with the launcher. `join` first; then messages come in by `next` and go out by `say`.
 
     Args:
@@ -74,7 +74,7 @@ class Link:
         self._thread = threading.Thread(target=self._work, name="link to the launcher", daemon=True)
         self._lost_after = 0.0
 
-    def join(self, request: Join, patience: float) -> Welcome:
+    def join(self, request: JoinRequest, patience: float) -> Welcome:
         """Ask to take part; starts the thread once that is granted.
 
         Args:

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from moesched.cluster.node_jobs import NodeRun
 from moesched.errors import BadInput, MoeschedError
-from moesched.jobs.node_jobs import NodeRun
 
 PROTOCOL = 1
 """Of this file; nodes that speak another one are refused."""
@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # ---------------------------------------------------------------- from a node
 
 
-class Join(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """A node asks to take part. One of a later version may say more, and is still understood, so as to be refused.
 
     Attributes:
@@ -69,7 +69,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     epoch: int
     order: int
     port: int
-    sizes: Sizes
+    sizes: SizesMessage
     placement: list[list[int]]
 
 
@@ -139,7 +139,7 @@ class Failed(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- from the launcher
 
 
-class Sizes(Message, frozen=True, kw_only=True):
+class SizesMessage(Message, frozen=True, kw_only=True):
     """Sizes of batches; None where they are not fixed yet."""
 
     batch_size: int | None = None
@@ -188,7 +188,7 @@ class Order(Message, frozen=True, kw_only=True):
     first_request: int
     prompts: list[list[int]]
     new_tokens: int
-    sizes: Sizes
+    sizes: SizesMessage
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ class Begin(Message, frozen=True, kw_only=True):
     epoch: int
     order: int
     members: list[Member]
-    sizes: Sizes
+    sizes: SizesMessage
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -222,7 +222,7 @@ class Quit(Message, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
-NodeSays = Join | Pong | Prepared | Loading | Tokens | Piece | Done | Failed
+NodeSays = JoinRequest | Pong | Prepared | Loading | Tokens | Piece | Done | Failed
 LauncherSays = Welcome | Refused | Ping | Order | Begin | Stop | Quit
 
 _of_nodes: msgspec.msgpack.Decoder[NodeSays] = msgspec.msgpack.Decoder(NodeSays)

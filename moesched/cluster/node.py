@@ -17,9 +17,9 @@ import anyio
 import msgspec
 
 from moesched.cluster.cluster_file import Cluster, Host, listening_at, load_cluster
+from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.cluster.fingerprint import fingerprint
-from moesched.cluster.link import Link
-from moesched.cluster.meeting import meet
+from moesched.cluster.link import ControlLink
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
     PIECE_BYTES,
@@ -28,22 +28,22 @@ from moesched.cluster.messages import (
     Done,
     Failed,
     FailureKind,
-    Join,
+    JoinRequest,
     Loading,
     Order,
     Piece,
     Prepared,
     Quit,
     Refused,
-    Sizes,
+    SizesMessage,
     Stop,
     Tokens,
     Welcome,
 )
 from moesched.cluster.metered import Metered
-from moesched.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
+from moesched.cluster.node_jobs import Ask, NodeJob
+from moesched.cluster.node_transports import meet
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
-from moesched.jobs.node_jobs import Ask, NodeJob
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
 JOIN_SECONDS = 60.0
@@ -91,7 +91,7 @@ class _Node:
         self._host = host
         self._keys = keys
         self._checkpoint = checkpoint
-        self._link = Link(cluster.launcher, keys, on_stop=self._stop, on_gone=self._leave)
+        self._link = ControlLink(cluster.launcher, keys, on_stop=self._stop, on_gone=self._leave)
         self._lock = threading.Lock()
         self._transport: Metered | None = None
         self._stopped = -1
@@ -103,7 +103,7 @@ class _Node:
 
     def run(self, patience: float) -> None:
         """Join, and carry out orders."""
-        request = Join(
+        request = JoinRequest(
             protocol=PROTOCOL,
             version=version("moesched"),
             rank=self._host.rank,
@@ -171,7 +171,7 @@ class _Node:
                 epoch=order.epoch,
                 order=order.order,
                 port=self._port,
-                sizes=Sizes(
+                sizes=SizesMessage(
                     batch_size=sizes.batch_size,
                     micro_batch_size=sizes.micro_batch_size,
                     prefill_chunk=sizes.prefill_chunk,
@@ -203,7 +203,7 @@ class _Node:
         finally:
             self._shut()
 
-    def _ask(self, order: Order, sizes: Sizes) -> Ask:
+    def _ask(self, order: Order, sizes: SizesMessage) -> Ask:
         return Ask(
             nodes=len(order.members),
             node=order.members.index(self._host.rank),

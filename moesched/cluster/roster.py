@@ -18,7 +18,7 @@ from moesched.cluster.members import GRACE_SECONDS, ByOthers, Process
 from moesched.cluster.messages import (
     Done,
     Failed,
-    Join,
+    JoinRequest,
     LauncherSays,
     Loading,
     Piece,
@@ -121,7 +121,7 @@ class Roster:
         """
         for heard in self._control.hear(seconds):
             message = heard.message
-            if isinstance(message, Join):
+            if isinstance(message, JoinRequest):
                 self._let_in(heard, message)
                 continue
             node = next((node for node in self.nodes if node.peer == heard.peer), None)
@@ -183,7 +183,7 @@ class Roster:
         lost_after = self._cluster.lost_after
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
 
-    def _let_in(self, heard: Heard, join: Join) -> None:
+    def _let_in(self, heard: Heard, join: JoinRequest) -> None:
         reason = refusal(join, heard.key, self._cluster, self._expected)
         node = self.nodes[join.rank] if reason is None else None
         if node is not None and node.peer is not None:

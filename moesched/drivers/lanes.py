@@ -1,7 +1,7 @@
 """What a lane is on real hardware: a worker thread, a guest on others' threads, the event loop, an awaitable, a stream.
 
 Each kind has a runner. The driver calls `start` with the engine's lock held, when a task has taken its lane; the runner
-runs the task and reports back through `Reports`.
+runs the task and reports back through `LaneReports`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOP_SLICE_NANOSECONDS = 1_000_000
 """How long tasks on the loop may run before the loop gets its turn."""
 
 
-class Reports(Protocol):
+class LaneReports(Protocol):
     """What a runner tells the driver. Both calls return a task that the runner `mine` can go on with at once."""
 
     clock: Clock
@@ -64,7 +64,7 @@ class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether its tasks may run on a thread of another runner, to which `Reports` return them.
+        guest: whether its tasks may run on a thread of another runner, to which `LaneReports` return them.
         host: whether it runs guests' tasks.
     """
 
@@ -111,7 +111,7 @@ class ThreadRunner:
 
     host = True
 
-    def __init__(self, driver: Reports, lane: Lane, execute: Execute, *, guest: bool = False) -> None:
+    def __init__(self, driver: LaneReports, lane: Lane, execute: Execute, *, guest: bool = False) -> None:
         self.guest = guest
         self._driver = driver
         self._execute = execute
@@ -167,7 +167,7 @@ class LoopRunner:
 
     guest = host = False
 
-    def __init__(self, driver: Reports, execute: Execute) -> None:
+    def __init__(self, driver: LaneReports, execute: Execute) -> None:
         self._driver = driver
         self._execute = execute
         self._tasks: deque[Task] = deque()
@@ -220,7 +220,7 @@ class AwaitableRunner:
 
     guest = host = False
 
-    def __init__(self, driver: Reports, execute: Execute) -> None:
+    def __init__(self, driver: LaneReports, execute: Execute) -> None:
         self._driver = driver
         self._execute = execute
         self._running: set[asyncio.Future[None]] = set()
@@ -262,7 +262,7 @@ class StreamRunner:
 
     guest = host = False
 
-    def __init__(self, driver: Reports, lane: Lane, streams: Streams) -> None:
+    def __init__(self, driver: LaneReports, lane: Lane, streams: Streams) -> None:
         self._driver = driver
         self._lane = lane
         self._streams = streams

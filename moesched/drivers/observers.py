@@ -8,7 +8,7 @@ from moesched.seams import Observer
 from moesched.tasks import Task
 
 
-def told_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
+def observers_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
     """What to call with each task that ended: the observer's own method where there is only one."""
     calls = [observer.ended for observer in observers]
     if len(calls) == 1:

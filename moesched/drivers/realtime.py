@@ -82,16 +82,16 @@ class SharedEngine(Engine):
             self.dispatch()
         return cancelled
 
-    def lift(self, task: Task, transfer_class: int) -> None:
+    def promote(self, task: Task, transfer_class: int) -> None:
         with self.lock:
-            super().lift(task, transfer_class)
+            super().promote(task, transfer_class)
 
     def _note_thought(self, task: Task) -> int:
         """Note for a trace how long the policy took to submit a task that a lane was idle for; returns the time."""
-        if self.thoughts is None:
+        if self.submit_delays is None:
             return -1
         now = self.now()
-        self.thoughts.append((task.id, now - self.policy_since))
+        self.submit_delays.append((task.id, now - self.policy_since))
         self.policy_since = now
         return now
 

@@ -19,13 +19,13 @@ import msgspec
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
-from moesched.schedule import GROWING, Schedule
 from moesched.seams import CostModel, Policy
-from moesched.step import Step
+from moesched.steps.run_state import GROWING, RunState
+from moesched.steps.step import Step
 from moesched.tasks import DONE, Collective, Lane, Task, Work, link_class
 
 Price = Callable[[Work], int]
-Sizes = Callable[[int, str], Work]
+WorkOfVerb = Callable[[int, str], Work]
 
 _CLASS_SHIFT = 48
 _NUMBER = (1 << _CLASS_SHIFT) - 1
@@ -225,43 +225,45 @@ class ReplayObserver(Protocol):
         """Told once, instead of `ended` for each task."""
 
 
-def replay_run(schedule: Schedule, policy: Policy, cost: CostModel) -> Timeline:
+def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
     """Capture a run and play it, without garbage collection, which finds nothing here.
 
     Raises:
         NotFixed: the policy awaited a handle.
     """
 
-    def sizes_of(index: int) -> Sizes:
+    def sizes_of(index: int) -> WorkOfVerb:
         if index >= 0:
-            schedule.size(index)
-        return lambda micro_batch, verb: schedule.numbered(micro_batch).works[verb]
+            run_state.size(index)
+        return lambda micro_batch, verb: run_state.numbered(micro_batch).works[verb]
 
     with no_garbage_collection():
-        steps = capture(schedule, policy)
-        return Player(steps, len(schedule.engine.lanes), lambda work: nanoseconds(work, cost), sizes_of).run()
+        steps = capture(run_state, policy)
+        return Player(
+            steps, len(run_state.engine.lanes), lambda work: nanoseconds(work, cost), sizes_of
+        ).run()
 
 
-def capture(schedule: Schedule, policy: Policy) -> list[Template]:
+def capture(run_state: RunState, policy: Policy) -> list[Template]:
     """The graphs of a whole run: of loading, of prefill, then of each decode step.
 
     Raises:
         NotFixed: the policy awaited a handle.
     """
-    engine = schedule.engine
+    engine = run_state.engine
     assert isinstance(engine, CapturingEngine)
     edges = Edges()
-    count = schedule.steps
+    count = run_state.steps
 
     def submit(index: int) -> Template:
-        step = Step(schedule, index, last=index == count - 1)
+        step = Step(run_state, index, last=index == count - 1)
         _run_through(policy.decode(step) if index else policy.prefill(step))
         step.close()
         return Template(engine.take(), engine.lanes, edges)
 
-    for kept in schedule.plan.kept:
-        schedule.load(kept)
-    schedule.fill()
+    for kept in run_state.plan.resident:
+        run_state.load(kept)
+    run_state.fill()
     steps = [Template(engine.take(), engine.lanes, edges)]
     index = 0
     while index < count:
@@ -270,7 +272,7 @@ def capture(schedule: Schedule, policy: Policy) -> list[Template]:
         left = count - 1 - index
         if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
             steps += [steps[-1]] * left
-            schedule.skip(left)
+            run_state.skip(left)
             index += left
     return steps
 
@@ -288,7 +290,7 @@ class Player:
     """
 
     def __init__(
-        self, steps: Sequence[Template], lanes: int, price: Price, sizes_of: Callable[[int], Sizes]
+        self, steps: Sequence[Template], lanes: int, price: Price, sizes_of: Callable[[int], WorkOfVerb]
     ) -> None:
         self._steps = steps
         self._price = price

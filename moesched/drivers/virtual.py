@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from moesched.drivers.observers import told_of_ends
+from moesched.drivers.observers import observers_of_ends
 from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
@@ -55,7 +55,7 @@ class VirtualDriver:
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
-        self._ended = told_of_ends(observers)
+        self._ended = observers_of_ends(observers)
         self._rendezvous = Rendezvous(self._engines)
         self._advance = self._advance_shared if sharing else self._advance_alone
         self._events: list[tuple[int, int, Task]] = []

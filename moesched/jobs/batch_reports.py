@@ -19,7 +19,7 @@ class NotTraced(BadInput):
         self.report = report
 
 
-class Reports:
+class BatchReports:
     """Reports of successive batches. A trace that cannot be written stops none of them, and is told at the end."""
 
     def __init__(self) -> None:

@@ -10,38 +10,38 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from moesched import runs
-from moesched.batch import Batch
-from moesched.batching import Sizes, batches_of
-from moesched.cost import cost_model
 from moesched.drivers.replay import NotFixed
 from moesched.errors import BadInput
-from moesched.jobs.batch_reports import Reports
-from moesched.jobs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
-from moesched.jobs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload
+from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.jobs.batch_reports import BatchReports
 from moesched.jobs.report import JobReport, job_report
-from moesched.jobs.teller import Teller
+from moesched.jobs.text_listener import TextListener
 from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
-from moesched.listeners import KindMeter, Listener
 from moesched.machines import Machine
+from moesched.machines.cost import cost_model
+from moesched.machines.networks import Network, load_network, network_names
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, room_for, weight_layout
-from moesched.networks import Network, load_network, network_names
-from moesched.parallel.accelerators import cut_over_ranks
-from moesched.parallel.ranks import Devices, Rank, open_devices
-from moesched.plan import Plan
 from moesched.planner import KV_SHARE, MOST_REQUESTS, Setting, splits_kv
 from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
+from moesched.requests.batch import Batch
+from moesched.requests.batching import BatchSizes, batches_of
+from moesched.requests.sampling import Sampling
+from moesched.requests.workloads import Workload
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
-from moesched.routing.previews import PREVIEW_ACCURACY
+from moesched.routing.router_forecast import PREVIEW_ACCURACY
 from moesched.routing.sources import find_choices
-from moesched.sampling import Sampling
+from moesched.runs import runs
+from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.ranks import Devices, Rank, open_devices
 from moesched.seams import Policy, Routing
 from moesched.settings import check_settings
+from moesched.steps.plan import Plan
 from moesched.trace.whole_file import require_writable
-from moesched.workloads import Workload
 
 
 def run_model(
@@ -106,7 +106,7 @@ def run_model(
         policy, settings, config, dtype, machine, budgets, tensor_parallel, beams, prefill_chunk=prefill_chunk
     )
     lengths = list(map(len, encoded))
-    reports = Reports()
+    reports = BatchReports()
     with open_devices(device, device_settings, checkpoint, job.layout) as opened:
         (listener or Listener()).opened(opened.first)
         sizes = job.sizes(lengths, max_new_tokens, batch_size, micro_batch_size, opened.slot_bytes)
@@ -117,12 +117,12 @@ def run_model(
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
-            teller = Teller(
+            text_listener = TextListener(
                 listener or Listener(), tokenizer, mine, first, config.stop_tokens, max_new_tokens
             )
             with suppress(KeyboardInterrupt):
-                reports.add(job.run, batch, opened, mine, sampling, teller, numbered(trace, number))
-            teller.finish_all()
+                reports.add(job.run, batch, opened, mine, sampling, text_listener, numbered(trace, number))
+            text_listener.finish_all()
             if len(reports.all) <= number or reports.all[-1].interrupted or reports.all[-1].failure:
                 break
     if not reports.all:
@@ -206,7 +206,7 @@ def simulate_model(
     )
     sizes = job.sizes(lengths, new_tokens, batch_size, micro_batch_size, room_for, successive=bool(all_told))
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_told else 1]
-    reports = Reports()
+    reports = BatchReports()
     for number, batch in enumerate(batches):
         reports.add(job.simulate, batch, seed, choices, listener or Listener(), numbered(trace, number))
     return reports.merge(requests=count, batches=len(batches), padded=padded)
@@ -251,7 +251,7 @@ class _Job:
         slot_bytes: Callable[[Page], int],
         *,
         successive: bool = True,
-    ) -> Sizes:
+    ) -> BatchSizes:
         """What was not given is the planner's, the share of the KV cache on the accelerator with it."""
         setting = Setting(
             make=self.make,
@@ -318,12 +318,12 @@ class _Job:
         devices: Devices,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | None,
-        teller: Teller,
+        text_listener: TextListener,
         trace: Path | None,
     ) -> JobReport:
         plan, policy = self.plan(batch, devices.slot_bytes)
         peers = [Rank(*self.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
-        teller.listener.planned(plan)
+        text_listener.listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
         read_before = devices.bytes_read
@@ -334,14 +334,14 @@ class _Job:
             prompts,
             sampling=sampling,
             stop_tokens=self.layout.config.stop_tokens,
-            on_tokens=teller.tell,
-            observers=[teller.listener, kinds],
+            on_tokens=text_listener.tell,
+            observers=[text_listener.listener, kinds],
             recorder=recorder,
             peers=peers,
             keep_open=True,
         )
-        teller.finish_all()
-        teller.listener.ran()
+        text_listener.finish_all()
+        text_listener.listener.ran()
         read = devices.bytes_read
         bytes_read = None if read is None or read_before is None else read - read_before
         finished = job_report(
@@ -350,11 +350,11 @@ class _Job:
             kinds,
             policy=self.policy,
             dtype=self.layout.dtype,
-            text=teller.texts,
+            text=text_listener.texts,
             bytes_read=bytes_read,
         )
         if recorder is not None and trace is not None:
-            write_job_trace(trace, recorder, finished, teller.listener)
+            write_job_trace(trace, recorder, finished, text_listener.listener)
         return finished
 
     def simulate(

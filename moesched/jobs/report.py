@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from moesched.listeners import KindMeter, kind_use
-from moesched.outcome import Dilations, EmulatedLane, Emulation, LaneUse, Report
-from moesched.plan import Plan
+from moesched.runs.listeners import KindMeter, kind_use
+from moesched.runs.outcome import Dilations, EmulatedLane, Emulation, LaneUse, Report
+from moesched.steps.plan import Plan
 from moesched.trace.summary import KindUse
 from moesched.trace.whole_file import whole_file
 

@@ -11,8 +11,8 @@ import structlog
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.report import JobReport
-from moesched.listeners import Listener
-from moesched.plan import Plan
+from moesched.runs.listeners import Listener
+from moesched.steps.plan import Plan
 from moesched.trace import About, Clock, LastSteps, Recorder, Recording, write_trace
 
 MOST_TRACED_TASKS = 500_000

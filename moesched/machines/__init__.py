@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
-from moesched.networks import Network
-from moesched.profiles import (
+from moesched.machines.networks import Network
+from moesched.machines.toml_library import (
     ABSURD,
     NotNegative,
     Positive,
@@ -130,7 +130,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     interconnect: Interconnect | None = None
 
 
-class Wiring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the accelerator's driver keeps weights at hand: wired, as long as they are used.
 
     Attributes:
@@ -205,7 +205,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     contention: list[Contention] = []
     network: Network | None = None
     price_usd: Positive | None = None
-    wiring: Wiring | None = None
+    wired_memory: WiredMemory | None = None
 
     @property
     def accelerator(self) -> Processor:
@@ -301,7 +301,7 @@ def _problems(machine: Machine) -> Iterator[str]:
     yield from _unknown("roles.weights", roles.weights, machine.memories)
     if roles.pinned is not None:
         yield from _unknown("roles.pinned", roles.pinned, machine.memories)
-    if machine.wiring is not None and not machine.unified:
+    if machine.wired_memory is not None and not machine.unified:
         yield "wiring: it is of memory that accelerator and host share: leave it out, or give them one memory"
     if machine.accelerator_group.count > 1 and machine.unified:
         memory = machine.host.memory

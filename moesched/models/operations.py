@@ -13,7 +13,7 @@ from operator import ne
 from typing import NamedTuple
 
 from moesched.models.config import ModelConfig
-from moesched.tasks import Part
+from moesched.tasks import WorkPart
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,10 +23,10 @@ class Amount(NamedTuple):
 
     flops: float
     nbytes: float
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WorkPart, ...] = ()
 
 
-class Kept(NamedTuple):
+class ResidentShare(NamedTuple):
     """Shares of the dense weights' and of the experts' bytes that stay in the accelerator's memory, from 0 to 1."""
 
     dense: float = 0.0
@@ -36,9 +36,9 @@ class Kept(NamedTuple):
 class Operations:
     """The operations of one model in one dtype."""
 
-    def __init__(self, config: ModelConfig, dtype: str, kept: Kept = Kept()) -> None:  # noqa: B008
+    def __init__(self, config: ModelConfig, dtype: str, resident: ResidentShare = ResidentShare()) -> None:  # noqa: B008
         self.config = config
-        self.kept = kept
+        self.resident = resident
         self.dtype = dtype
         self.element = DTYPE_BYTES[dtype]
         self.query_width = config.heads * config.head_dim
@@ -83,19 +83,19 @@ class Operations:
     def embed(self, tokens: int) -> Amount:
         """Rows of the embedding."""
         moved = 2 * tokens * self.hidden_bytes
-        return Amount(0, moved, (Part("embed", moved),))
+        return Amount(0, moved, (WorkPart("embed", moved),))
 
     def copy_kv(self, tokens: int) -> Amount:
         """Keys and values of all layers copied within the KV cache."""
         moved = 2 * tokens * self.kv_bytes * self.config.layers
-        return Amount(0, moved, (Part("embed", moved),))
+        return Amount(0, moved, (WorkPart("embed", moved),))
 
     def pre_attention(self, tokens: int) -> Amount:
         """Norm, QKV projection, rotary embedding."""
         hidden, query, key = self.config.hidden, self.query_width, self.key_width
         flops, nbytes, _ = self._projection(tokens, hidden, query + 2 * key)
         weights = hidden * (query + 2 * key) * self.element
-        return Amount(flops, nbytes, _by_place("pre_attention", weights, tokens, 1, self.kept.dense))
+        return Amount(flops, nbytes, _by_place("pre_attention", weights, tokens, 1, self.resident.dense))
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
         """Softmax attention of sequences given as (new tokens, tokens in the cache after them)."""
@@ -118,13 +118,13 @@ class Operations:
             else:
                 prompts += 1
                 prompt_pairs += pairs - pairs_before
-        parts = [Part("attention", 0)]
+        parts = [WorkPart("attention", 0)]
         if calls:
-            parts.append(Part("attention call", 0, times=calls))
+            parts.append(WorkPart("attention call", 0, times=calls))
             parts.append(self._attention_steps(stepped, steps))
         if prompts:
             parts.append(
-                Part("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
+                WorkPart("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
             )
         return Amount(4.0 * pairs * self.query_width, nbytes, tuple(parts))
 
@@ -139,22 +139,22 @@ class Operations:
         cache = seen * self.kv_bytes
         moved = len(totals) * (self.qkv_bytes + self.attention_bytes)
         parts = (
-            Part("attention", 0),
-            Part("attention call", 0, times=calls),
+            WorkPart("attention", 0),
+            WorkPart("attention call", 0, times=calls),
             self._attention_steps(seen, len(totals)),
         )
         return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
 
-    def _attention_steps(self, seen: float, sequences: int) -> Part:
+    def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
         """Attention of one new token of each sequence over so many tokens in all: by the bytes of one KV head."""
         heads = self.config.kv_heads
-        return Part("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
+        return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
     def output_projection(self, tokens: int) -> Amount:
         """Attention output back to the hidden size, and the residual."""
         flops, nbytes, _ = self._projection(tokens, self.query_width, self.config.hidden)
         weights = self.query_width * self.config.hidden * self.element
-        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.kept.dense))
+        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.resident.dense))
 
     def route(self, tokens: int) -> Amount:
         """Output projection, norm and router: all that comes before the experts are known."""
@@ -168,13 +168,13 @@ class Operations:
         """Norm and router of another layer, by themselves; measured tables know them as a small `route`."""
         flops, nbytes, _ = self.router(tokens)
         weights = self.config.hidden * self.config.experts * self.element
-        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.kept.dense))
+        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
         """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
-        return self._expert(tokens, self.kept.experts)
+        return self._expert(tokens, self.resident.experts)
 
-    def kept_expert(self, tokens: int) -> Amount:
+    def resident_expert(self, tokens: int) -> Amount:
         """The same, of an expert whose weights stay."""
         return self._expert(tokens, 1.0)
 
@@ -185,26 +185,28 @@ class Operations:
     def experts(self, tokens: int) -> Amount:
         """All experts of a layer for a micro-batch whose routing is not known: uniform routing in expectation."""
         config = self.config
-        touched = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
-        each = self.expert(tokens * config.top_k) if touched else Amount(0, 0)
-        rows = tokens * config.top_k / touched if touched else 0
-        parts = _by_place("experts", self.expert_bytes, rows, touched, self.kept.experts)
-        return Amount(each.flops, each.nbytes + (touched - 1) * self.expert_bytes, parts)
+        warmed = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
+        each = self.expert(tokens * config.top_k) if warmed else Amount(0, 0)
+        rows = tokens * config.top_k / warmed if warmed else 0
+        parts = _by_place("experts", self.expert_bytes, rows, warmed, self.resident.experts)
+        return Amount(each.flops, each.nbytes + (warmed - 1) * self.expert_bytes, parts)
 
     def combine(self, tokens: int) -> Amount:
         """The weighted sum of the experts' outputs, and the residual."""
         moved = (self.config.top_k + 2) * tokens * self.hidden_bytes
-        return Amount(2.0 * tokens * self.config.top_k * self.config.hidden, moved, (Part("combine", moved),))
+        return Amount(
+            2.0 * tokens * self.config.top_k * self.config.hidden, moved, (WorkPart("combine", moved),)
+        )
 
     def add_residual(self, tokens: int) -> Amount:
         """The residual, where the sum of the experts' outputs is there."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
-        return Amount(float(tokens * self.config.hidden), moved, (Part("combine", moved),))
+        return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
     def take_rows(self, tokens: int) -> Amount:
         """The rows of each expert, put together."""
         moved = 2 * self.config.top_k * tokens * self.hidden_bytes
-        return Amount(0, moved, (Part("combine", moved),))
+        return Amount(0, moved, (WorkPart("combine", moved),))
 
     def post_attention(self, tokens: int) -> Amount:
         """Output projection, router, all experts, combine."""
@@ -231,10 +233,10 @@ class Operations:
         """The choice of a token from logits that are there."""
         return Amount(0, sequences * self.logits_bytes)
 
-    def _expert(self, tokens: int, kept: float) -> Amount:
+    def _expert(self, tokens: int, resident: float) -> Amount:
         config = self.config
         activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
-        parts = _by_place("expert", self.expert_bytes, tokens, 1, kept)
+        parts = _by_place("expert", self.expert_bytes, tokens, 1, resident)
         return Amount(
             6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
         )
@@ -244,11 +246,13 @@ class Operations:
         return Amount(2.0 * tokens * inputs * outputs, moved)
 
 
-def _by_place(operation: str, weights: int, rows: float, times: float, kept: float) -> tuple[Part, ...]:
+def _by_place(
+    operation: str, weights: int, rows: float, times: float, resident: float
+) -> tuple[WorkPart, ...]:
     """An operation on `weights` bytes of weights, of which the share `kept` stays, and may lie otherwise."""
     parts = (
-        Part(f"kept {operation}", weights, rows, times * kept),
-        Part(operation, weights, rows, times * (1.0 - kept)),
+        WorkPart(f"kept {operation}", weights, rows, times * resident),
+        WorkPart(operation, weights, rows, times * (1.0 - resident)),
     )
     return tuple(part for part in parts if part.times)
 

@@ -7,10 +7,10 @@ bound that is left comes near what was seen.
 
 from __future__ import annotations
 
-from .cluster import ClusterProposal, plan_cluster
-from .proposal import MOST_REQUESTS, Proposal, plan_model
-from .search_policies import POLICIES, Best, plan_best
-from .traits import KV_SHARE, Setting, splits_kv
+from moesched.planner.cluster import ClusterProposal, plan_cluster
+from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
+from moesched.planner.search_policies import POLICIES, Best, plan_best
+from moesched.planner.traits import KV_SHARE, Setting, splits_kv
 
 __all__ = [
     "KV_SHARE",

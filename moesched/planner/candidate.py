@@ -10,12 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.plan import Plan
-from moesched.planner.preview import Preview, preview
+from moesched.planner.search import PolicyChoice, best, costed, filled, least
+from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
+from moesched.planner.trial_run import Preview, trial_run
 from moesched.seams import Policy
-
-from .search import Choice, best, costed, filled, least
-from .traits import Probe, Setting, Shape, Traits, kept_bytes, learn
+from moesched.steps.plan import Plan
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
@@ -40,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     weights_on_gpu: float
     kv_on_gpu: float
     peak_bytes: dict[str, int]
-    preview: Preview
+    trial_run: Preview
     throughput: float
 
 
@@ -67,7 +66,7 @@ class Candidate:
         self.name = name
         self.setting = setting
         self.traits: Traits = learn(setting)
-        self._probes: dict[int, Probe] = {}
+        self._probes: dict[int, TraitProbe] = {}
         coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         self._ladder = sizes or sorted({*coarse, *FINER})
         shapes = self._shapes(setting, coarse)
@@ -91,7 +90,7 @@ class Candidate:
                     found = max(found, self._climb(edge), key=lambda seen: seen.throughput)
         return found
 
-    def _climb(self, start: Choice) -> Seen:
+    def _climb(self, start: PolicyChoice) -> Seen:
         """From one schedule to a better one, until no neighbour promises to be better."""
         tried = {_point(start)}
         found = self.see(*_point(start))
@@ -108,7 +107,7 @@ class Candidate:
                     ahead = self._around(found)
         return found
 
-    def _around(self, seen: Seen) -> list[Choice]:
+    def _around(self, seen: Seen) -> list[PolicyChoice]:
         """What to try next, the highest bound first.
 
         A fifth more or fewer micro-batches, or others as many requests, each with the same share of the KV cache on the
@@ -126,7 +125,7 @@ class Candidate:
         choices = [choice for point in points if (choice := self._filled(point))]
         return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
 
-    def _filled(self, point: Point) -> Choice | None:
+    def _filled(self, point: Point) -> PolicyChoice | None:
         """So many micro-batches, or the most that should fit, with as many weights kept as then fit."""
         shape = self._probe(point.size).shape(self.setting.cost)
         count, step = min(point.micro_batches, shape.most), 1
@@ -149,9 +148,9 @@ class Candidate:
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
         return [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
 
-    def _probe(self, size: int) -> Probe:
+    def _probe(self, size: int) -> TraitProbe:
         if size not in self._probes:
-            self._probes[size] = Probe(self.setting, size)
+            self._probes[size] = TraitProbe(self.setting, size)
         return self._probes[size]
 
     def _neighbours(self, size: int) -> list[int]:
@@ -165,14 +164,14 @@ class Candidate:
         """
         plan, policy = self._fitting(size, micro_batches, resident)
         batch = plan.batch
-        seen = preview(plan, policy)
+        seen = trial_run(plan, policy)
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),
-            weights_on_gpu=kept_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
+            weights_on_gpu=resident_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
             kv_on_gpu=plan.kv_on_gpu,
             peak_bytes={name: plan.in_all(memory, memory.peak) for name, memory in plan.memories.items()},
-            preview=seen,
+            trial_run=seen,
             throughput=seen.tokens_per_second(batch),
         )
 
@@ -189,7 +188,7 @@ class Candidate:
             count, step = max(1, count - step), 2 * step
 
 
-def _point(choice: Choice) -> Point:
+def _point(choice: PolicyChoice) -> Point:
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident)
 
 

@@ -12,15 +12,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from moesched.analysis.node_bound import NodeShare, TokenBound, token_bound
+from moesched.dispatch.node_placement import (
+    Load,
+    Placement,
+    best_placement,
+    expected_load,
+    mirrored,
+    parts_for,
+)
 from moesched.errors import BadInput
-from moesched.jobs.lookup import find_machine, find_shape
+from moesched.inputs.lookup import find_machine, find_shape
 from moesched.machines import Machine
+from moesched.machines.networks import Network, load_network
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
-from moesched.networks import Network, load_network
-from moesched.parallel.placement import Load, Placement, best_placement, expected_load, mirrored, parts_for
+from moesched.planner.node_bound import NodeShare, TokenBound, token_bound
 from moesched.units import format_bytes, format_seconds, parse_bytes
 
 AUTHORS = "ep_router_aided"
@@ -55,7 +62,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds: float
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which a token takes least.
 
     Attributes:
@@ -95,7 +102,7 @@ class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
     experts_that_fit: int
     price_usd: float | None
     tokens_per_second_per_usd: float | None
-    choice: Choice
+    choice: ClusterChoice
     ways: list[Way]
 
 
@@ -260,11 +267,11 @@ class _Cluster:
                 token_seconds=bound.seconds + launches,
             )
 
-    def choose(self, ways: list[Way]) -> Choice:
+    def choose(self, ways: list[Way]) -> ClusterChoice:
         """The fastest of the ways, fastest first, and why."""
         best = ways[0]
         runs = next(way for way in ways if way.policy is not None)
-        return Choice(best=best, runs=runs, why=list(self._why(best, ways)))
+        return ClusterChoice(best=best, runs=runs, why=list(self._why(best, ways)))
 
     def _why(self, best: Way, ways: list[Way]) -> Iterator[str]:
         config = self.config

@@ -9,21 +9,20 @@ from typing import Any
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.jobs.lookup import find_machine, find_policy, find_shape
+from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.machines import Machine
 from moesched.models.layout import room_for, weight_layout
-from moesched.parallel.accelerators import cut_over_ranks
-from moesched.workloads import Workload, load_workload
-
-from .candidate import Seen
-from .resources import Gain
-from .search_policies import POLICIES, Best, Refused, plan_best
+from moesched.planner.candidate import Seen
+from moesched.planner.resources import Gain
+from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
+from moesched.requests.workloads import Workload, load_workload
 
 MOST_REQUESTS = 8192
 """Of one batch, where nothing else limits it."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
 
     Attributes:
@@ -87,7 +86,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: int
     dtype: str
     tensor_parallel: int
-    plan: Sizes
+    plan: PlannedSizes
     predicted: Predicted
     gains: list[Gain]
     rivals: list[Rival]
@@ -157,8 +156,8 @@ def plan_model(
     )
 
 
-def _sizes(best: Best) -> Sizes:
-    return Sizes(
+def _sizes(best: Best) -> PlannedSizes:
+    return PlannedSizes(
         policy=best.policy,
         batch_size=best.seen.batch_size,
         micro_batch_size=best.seen.micro_batch_size,
@@ -173,11 +172,11 @@ def _predicted(best: Best) -> Predicted:
     seen = best.seen
     return Predicted(
         throughput_tokens_per_second=seen.throughput,
-        prefill_seconds=seen.preview.prefill_seconds,
-        decode_step_seconds=seen.preview.step_seconds,
+        prefill_seconds=seen.trial_run.prefill_seconds,
+        decode_step_seconds=seen.trial_run.step_seconds,
         bound_by=best.bound_by,
         bound_tokens_per_second=best.bound,
-        utilization=seen.preview.utilization,
+        utilization=seen.trial_run.utilization,
         peak_bytes=seen.peak_bytes,
     )
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
-from moesched.cost import cost_model
 from moesched.machines import Machine
-
-from .candidate import Candidate
-from .traits import Setting
+from moesched.machines.cost import cost_model
+from moesched.planner.candidate import Candidate
+from moesched.planner.traits import Setting
 
 MORE = 1.1
 

@@ -17,7 +17,7 @@ from typing import Any
 import highspy
 import msgspec
 
-from .traits import Setting, Shape, Share, Traits
+from moesched.planner.traits import Setting, Shape, Share, Traits
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
@@ -29,7 +29,7 @@ MB = 1e6
 LANES = ("link", "host", "accelerator")
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A solution: sizes, what stays on the accelerator, and what is expected of them.
 
     Attributes:
@@ -41,13 +41,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int
     micro_batches: int
     resident: int
-    kept: float
+    resident_share: float
     throughput: float
     layer_seconds: float
     lanes: dict[str, float]
 
 
-def best(setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0) -> Choice | None:
+def best(
+    setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0
+) -> PolicyChoice | None:
     """The best sizes among these shapes; None where none fit, or none promise more than `above` tokens per second."""
     programme = _Programme(setting, traits, shapes)
     found, rate = None, above
@@ -59,30 +61,30 @@ def best(setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float
     return found
 
 
-def costed(setting: Setting, traits: Traits, shape: Shape, choice: Choice) -> Choice:
+def costed(setting: Setting, traits: Traits, shape: Shape, choice: PolicyChoice) -> PolicyChoice:
     """The same sizes with other costs."""
-    return _choice(setting, traits, shape, choice.micro_batches, choice.resident, choice.kept)
+    return _choice(setting, traits, shape, choice.micro_batches, choice.resident, choice.resident_share)
 
 
-def least(setting: Setting, traits: Traits, shape: Shape) -> Choice:
+def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
     """One micro-batch of that shape, with no more kept on the accelerator than must be."""
     return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
-def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> Choice | None:
+def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> PolicyChoice | None:
     """So many micro-batches with as many weights kept as fit; None where they do not fit."""
     fast = setting.machine.accelerator.memory
     free = {
         memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
     }
-    none, all_of_them = (weight_bytes(setting, traits, kept) for kept in (0.0, 1.0))
+    none, all_of_them = (weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
     if all_of_them > none:
-        kept = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
+        resident_share = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
     else:  # the buffer takes as much as what would stream through it
-        kept = traits.keeps if free[fast] >= all_of_them else -1.0
-    if kept < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
+        resident_share = traits.keeps if free[fast] >= all_of_them else -1.0
+    if resident_share < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
         return None
-    return _choice(setting, traits, shape, count, resident, kept)
+    return _choice(setting, traits, shape, count, resident, resident_share)
 
 
 def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
@@ -94,10 +96,10 @@ def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
     }
 
 
-def weight_bytes(setting: Setting, traits: Traits, kept: float) -> float:
+def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
     """Bytes of an accelerator's memory for weights of which that share stays: those, and a buffer for the others."""
     buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
-    return kept * setting.weight_bytes / traits.stages + (1 - kept) * buffer
+    return resident_share * setting.weight_bytes / traits.stages + (1 - resident_share) * buffer
 
 
 class _Programme:
@@ -105,18 +107,18 @@ class _Programme:
 
     def __init__(self, setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> None:
         self._setting, self._traits, self._shapes = setting, traits, shapes
-        self._weights = tuple(weight_bytes(setting, traits, kept) for kept in (0.0, 1.0))
+        self._weights = tuple(weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
         self._model = model = highspy.Highs()
         model.silent()
         self._taken = [model.addBinary() for _ in shapes]
-        self._kept = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
+        self._resident_share = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
         self._step, self._prefill = model.addVariable(lb=0.0), model.addVariable(lb=0.0)
         model.addConstr(model.qsum(self._taken) == 1)
         self._counts = [self._add_counts(shape, one) for shape, one in zip(shapes, self._taken, strict=True)]
         self._add_lanes()
         self._add_memories()
 
-    def solve(self, rate: float) -> Choice | None:
+    def solve(self, rate: float) -> PolicyChoice | None:
         """The solution for one λ."""
         setting, model = self._setting, self._model
         tokens = model.qsum(
@@ -132,7 +134,7 @@ class _Programme:
         each, *resident = (round(model.val(count)) for _, count in self._counts[number])
         here = sum(resident)
         shape = self._shapes[number]
-        return _choice(setting, self._traits, shape, each + here, here, model.val(self._kept))
+        return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
         """How many micro-batches there are of each sort: some where the shape is taken, else none."""
@@ -166,7 +168,7 @@ class _Programme:
 
     def _add_lanes(self) -> None:
         model, traits = self._model, self._traits
-        fetching = traits.fetch - traits.fetch * self._kept
+        fetching = traits.fetch - traits.fetch * self._resident_share
         for lane in LANES:
             computing = self._sum(attrgetter(lane))
             model.addConstr(self._step - computing - (fetching if lane == "link" else 0) >= 0)
@@ -183,7 +185,7 @@ class _Programme:
             )
             if memory == machine.accelerator.memory:
                 none, all_of_them = self._weights
-                used += (all_of_them - none) / MB * self._kept + none / MB
+                used += (all_of_them - none) / MB * self._resident_share + none / MB
             model.addConstr(used <= setting.capacity(memory) / MB)
 
 
@@ -191,7 +193,9 @@ def _megabytes(memory: str, sort: Share) -> float:
     return sort.nbytes[memory] / MB
 
 
-def _choice(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int, kept: float) -> Choice:
+def _choice(
+    setting: Setting, traits: Traits, shape: Shape, count: int, resident: int, resident_share: float
+) -> PolicyChoice:
     layers = setting.layout.config.layers
     here = shape.resident or shape.each
 
@@ -200,16 +204,16 @@ def _choice(setting: Setting, traits: Traits, shape: Shape, count: int, resident
         on_gpu: float = getattr(here, lane)
         return (count - resident) * on_host + resident * on_gpu
 
-    fetching = traits.fetch * (1 - kept)
+    fetching = traits.fetch * (1 - resident_share)
     lanes = {lane: busy(lane) for lane in LANES}
     lanes["link"] += fetching
     step = max(lanes.values())
     seconds = layers * (max(fetching, busy("prefill")) + setting.new_tokens * step)
-    return Choice(
+    return PolicyChoice(
         micro_batch_size=shape.size,
         micro_batches=count,
         resident=resident,
-        kept=kept,
+        resident_share=resident_share,
         throughput=setting.new_tokens * shape.size * count / seconds,
         layer_seconds=step,
         lanes=lanes,

@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 
 from moesched import plugins
-from moesched.cost import cost_model
 from moesched.errors import BadInput
 from moesched.machines import Machine
+from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
+from moesched.planner.candidate import NEAR, Candidate, Seen
+from moesched.planner.resources import Gain, gains
+from moesched.planner.traits import KV_SHARE, Setting, splits_kv
 from moesched.settings import check_settings
-
-from .candidate import NEAR, Candidate, Seen
-from .resources import Gain, gains
-from .traits import KV_SHARE, Setting, splits_kv
 
 POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
 """What is chosen from where no policy is named."""
@@ -110,7 +109,7 @@ def plan_best(
         ffn_on_gpu=best.traits.ffn_on_gpu,
         bound=best.choice.throughput,
         lanes=best.choice.lanes,
-        bound_by=max(sizes.preview.utilization, key=sizes.preview.utilization.__getitem__),
+        bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
         gains=gains(best),
         others={candidate.name: one for candidate, one in seen.items() if candidate is not best},
         refused=refused,

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from moesched.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
-from moesched.batching import Sizes, batches_of
 from moesched.errors import BadInput
-from moesched.plan import KV_ROLES, Plan
 from moesched.planner.candidate import Candidate, Seen
-from moesched.planner.preview import preview
 from moesched.planner.traits import Setting
+from moesched.planner.trial_run import trial_run
+from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
+from moesched.requests.batching import BatchSizes, batches_of
+from moesched.steps.plan import KV_ROLES, Plan
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches a batch of a given size may be cut."""
@@ -36,7 +36,7 @@ def choose_sizes(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
     successive: bool = True,
-) -> Sizes:
+) -> BatchSizes:
     """What is given, and what the planner finds best where nothing is.
 
     Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
@@ -72,7 +72,9 @@ def _smaller_chunks(tokens: int) -> list[int]:
     ]
 
 
-def _sizes(setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool) -> Sizes:
+def _sizes(
+    setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
+) -> BatchSizes:
     """The same, with chunks as the setting says."""
     for option, size in (("--batch-size", batch_size), ("--micro-batch-size", micro_batch_size)):
         if size is not None and size < 1:
@@ -84,16 +86,16 @@ def _sizes(setting: Setting, batch_size: int | None, micro_batch_size: int | Non
         return _fit_all(setting, found) if successive else found
     batch_size = min(batch_size or 1, count)
     size = min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size)
-    return Sizes(batch_size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
+    return BatchSizes(batch_size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
 
 
-def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:
+def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
     """The planner's sizes; of given micro-batches it decides the number."""
     if given is not None:
         given = min(given, len(setting.lengths))
         if not _fits(setting, setting.batch(1, given)):
             size = _largest(given, lambda size: _fits(setting, setting.batch(1, size)))
-            return Sizes(size, size)
+            return BatchSizes(size, size)
     candidate = Candidate("that was asked for", setting, [given] if given else None)
     seen = candidate.look()
     if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
@@ -101,7 +103,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> Sizes:
     batch_size, size = seen.batch_size, seen.micro_batch_size
     share = seen.kv_on_gpu if setting.splits_kv else None
     plan, _ = setting.plan(setting.batch(-(-batch_size // size), size), kv_on_gpu=share)
-    return Sizes(batch_size, size, _cache_tokens(plan, setting), share)
+    return BatchSizes(batch_size, size, _cache_tokens(plan, setting), share)
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
@@ -132,7 +134,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
     return max(min(shares), *at_end, alone)
 
 
-def _fit_all(setting: Setting, sizes: Sizes) -> Sizes:
+def _fit_all(setting: Setting, sizes: BatchSizes) -> BatchSizes:
     """The same sizes, or a smaller batch where successive ones, of other lengths than the first, would not fit."""
     while sizes.batch_size > 1 and not all(
         _fits(setting, batch, sizes.kv_on_gpu)
@@ -158,7 +160,7 @@ def _best_micro_batch(setting: Setting, batch_size: int) -> int:
             plan, policy = setting.plan(batch)
         except BadInput:
             continue
-        throughput = preview(plan, policy, setting.cost).tokens_per_second(batch)
+        throughput = trial_run(plan, policy, setting.cost).tokens_per_second(batch)
         if throughput > most * BETTER:
             best, most, worse = size, throughput, 0
             continue

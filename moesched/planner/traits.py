@@ -12,17 +12,17 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
-from moesched.batch import Batch
-from moesched.batching import Sizes, batch_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
-from moesched.plan import Plan
-from moesched.runs import make_lanes, plan_run
-from moesched.schedule import Schedule
+from moesched.requests.batch import Batch
+from moesched.requests.batching import BatchSizes, batch_of
+from moesched.runs.runs import make_lanes, plan_run
 from moesched.seams import CostModel, Policy
 from moesched.settings import takes_setting
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
 UNLIMITED = 1 << 60
@@ -64,7 +64,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def batch(self, micro_batches: int, size: int) -> Batch:
         """So many full micro-batches of the first requests; the last one takes what there is."""
         lengths = self.lengths[: micro_batches * size]
-        sizes = Sizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
+        sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
         return batch_of(lengths, self.new_tokens, sizes)
 
     def plan(
@@ -173,31 +173,31 @@ def learn(setting: Setting) -> Traits:
     on_host = 0.0 if setting.splits_kv else None
     roomy, _ = setting.plan(batch, unlimited, on_host)
     weights = _weight_bytes(roomy)
-    kept = kept_bytes(roomy)
+    resident_share = resident_bytes(roomy)
     fast = roomy.memory("accelerator")
     stages = len(roomy.stages)
-    here = kept // stages
+    here = resident_share // stages
     half = unlimited | {fast.name: fast.used - here + here // 2}
     try:
         tight, _ = setting.plan(batch, half, on_host)
     except BadInput:
         tight = None
     least = roomy if tight is None else tight
-    streamed = (_weight_bytes(least) - kept_bytes(least)) / len(least.layers)
+    streamed = (_weight_bytes(least) - resident_bytes(least)) / len(least.layers)
     pools = _pool_bytes(least)
     return Traits(
         attention_on_gpu=roomy.kv_on_gpu == 1 or roomy.kv_slots > 0,
         ffn_on_gpu=not roomy.experts_on_host,
         kv_on_gpu=roomy.kv_on_gpu == 1,
-        keeps=kept / weights,
-        streams=kept == 0 or tight is not None,
+        keeps=resident_share / weights,
+        streams=resident_share == 0 or tight is not None,
         buffer=pools / streamed if streamed else 0.0,
         fetch=0.0 if roomy.experts_on_host else max(_hop_seconds(least, setting.cost)),
         stages=stages,
     )
 
 
-class Probe:
+class TraitProbe:
     """Plans of a few micro-batches of `size` average requests, with no limit to memory."""
 
     def __init__(self, setting: Setting, size: int) -> None:
@@ -242,22 +242,22 @@ class _Needs:
         self._nbytes = nbytes
         self._stages = len(plan.stages)
         lanes = make_lanes(plan)
-        schedule = Schedule(plan, Engine(lanes.values()), lanes)
-        batch = schedule.micro_batches[number]
-        schedule.size(0)
+        run_state = RunState(plan, Engine(lanes.values()), lanes)
+        batch = run_state.micro_batches[number]
+        run_state.size(0)
         self._prefill = [
             each.works[verb]
-            for each in schedule.prefill_batches
+            for each in run_state.prefill_batches
             if each.chunk is not None and each.chunk.micro_batch == number
             for verb in ("pre_attention", "attention", "post_attention")
         ]
-        schedule.size(max(1, plan.batch.new_tokens // 2))
+        run_state.size(max(1, plan.batch.new_tokens // 2))
         works = batch.works
         self._accelerator = [works["pre_attention"]]
         self._host: list[Work] = []
         self._link: list[Work] = []
         if plan.experts_on_host:
-            self._experts_there(plan, schedule, works)
+            self._experts_there(plan, run_state, works)
         else:
             self._accelerator.append(works["post_attention"])
         if batch.kv_on_accelerator or plan.kv_slots:
@@ -265,17 +265,17 @@ class _Needs:
             self._link += [works["load_kv"]] if "load_kv" in works else []
         else:
             self._host.append(works["cpu_attention"])
-            self._link += [] if schedule.unified else [works["load_hidden"]]
+            self._link += [] if run_state.unified else [works["load_hidden"]]
 
-    def _experts_there(self, plan: Plan, schedule: Schedule, works: Mapping[str, Work]) -> None:
+    def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work]) -> None:
         """The experts of a layer on the host: their outputs come back."""
         self._accelerator += [works["route"], works["combine"]]
-        operations, tokens = schedule.operations, works["route"].tokens
-        self._host.append(schedule.work("experts", plan.machine.roles.host, tokens, operations.experts))
-        if not schedule.unified:
+        operations, tokens = run_state.operations, works["route"].tokens
+        self._host.append(run_state.work("experts", plan.machine.roles.host, tokens, operations.experts))
+        if not run_state.unified:
             nbytes = tokens * operations.config.top_k * operations.hidden_bytes
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
-            self._link.append(schedule.move(host, accelerator, nbytes)[1])
+            self._link.append(run_state.move(host, accelerator, nbytes)[1])
 
     def share(self, cost: CostModel) -> Share:
         """The same in seconds."""
@@ -292,10 +292,15 @@ class _Needs:
         )
 
 
-def kept_bytes(plan: Plan) -> int:
+def resident_bytes(plan: Plan) -> int:
     """Bytes of the weights that are in the accelerators' memories before the first step: to stay, or in a cache."""
     fast = plan.accelerators
-    stay = sum(slot.nbytes for kept in plan.kept if kept.memory in fast for slot in kept.slots)
+    stay = sum(
+        slot.nbytes
+        for resident_share in plan.resident
+        if resident_share.memory in fast
+        for slot in resident_share.slots
+    )
     return stay + _filled_bytes(plan)
 
 
@@ -321,7 +326,7 @@ def _used(plan: Plan) -> dict[str, int]:
     Of several accelerators that count for one, whose name is the first one's, it is the one that needs the most.
     """
     used = {name: memory.used for name, memory in plan.memories.items()}
-    for pool in (*plan.kept, *plan.pools):
+    for pool in (*plan.resident, *plan.pools):
         used[pool.memory.name] -= sum(slot.nbytes for slot in pool.slots)
     first, *others = (memory.name for memory in plan.accelerators)
     used[first] = max([used[first], *(used.pop(name) for name in others)])
@@ -331,14 +336,14 @@ def _used(plan: Plan) -> dict[str, int]:
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
     """Seconds that each link between the weights' home and the accelerator takes for a layer, page by page."""
     lanes = make_lanes(plan)
-    schedule = Schedule(plan, Engine(lanes.values()), lanes)
+    run_state = RunState(plan, Engine(lanes.values()), lanes)
     roles = plan.machine.roles
     fast = [memory.name for memory in plan.accelerators]
     by_way_of = {pool.memory.name for pool in plan.pools} - {*fast}
     stops = [roles.weights, *by_way_of, fast[0]]
     pages = plan.layout.layer(0)
     return [
-        sum(cost.work(schedule.move(source, target, page.nbytes)[1]).seconds for page in pages)
+        sum(cost.work(run_state.move(source, target, page.nbytes)[1]).seconds for page in pages)
         for source, target in pairwise(stops)
         if source != target
     ] or [0.0]

@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moesched.errors import BadInput
-
-from .attention import attention_section
-from .calibration import calibrate, calibration_rows
-from .cpu_memory import memory_section
-from .figures import moe_lightning
-from .mac_cluster import SECTIONS as MAC_CLUSTER_SECTIONS
-from .mac_cluster import reproduce_mac_cluster
-from .policy_map import policy_map
-from .report import Accuracy, Claim, Reproduction, Section
-from .scaling import scaling
-from .speedups import speedups
-from .tables import Cell, accuracy, cells_of, table_section
-from .twiddler import SECTIONS as TWIDDLER_SECTIONS
-from .twiddler import reproduce_twiddler
+from moesched.reproduce.mac_cluster.sections import SECTIONS as MAC_CLUSTER_SECTIONS
+from moesched.reproduce.mac_cluster.sections import reproduce_mac_cluster
+from moesched.reproduce.moe_lightning.attention import attention_section
+from moesched.reproduce.moe_lightning.calibration import calibrate, calibration_rows
+from moesched.reproduce.moe_lightning.cpu_memory import memory_section
+from moesched.reproduce.moe_lightning.paper import moe_lightning
+from moesched.reproduce.moe_lightning.policy_map import policy_map
+from moesched.reproduce.moe_lightning.scaling import scaling
+from moesched.reproduce.moe_lightning.speedups import speedups
+from moesched.reproduce.moe_lightning.tables import Cell, accuracy, cells_of, table_section
+from moesched.reproduce.report import Accuracy, Claim, Reproduction, Section
+from moesched.reproduce.twiddler.sections import SECTIONS as TWIDDLER_SECTIONS
+from moesched.reproduce.twiddler.sections import reproduce_twiddler
 
 __all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
 

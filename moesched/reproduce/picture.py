@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesched.analysis.pictures import FORMATS, drawing, require_matplotlib, write_picture
 from moesched.errors import BadInput
-from moesched.pictures import FORMATS, drawing, require_matplotlib, write_picture
-
-from .report import Reproduction, Section, Value
+from moesched.reproduce.report import Reproduction, Section, Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from moesched.reproduce.moe_lightning.paper import PaperClaim
 from moesched.trace.whole_file import whole_file
-
-from .figures import PaperClaim
 
 Value = str | float | int | bool | None
 

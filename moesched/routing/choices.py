@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moesched.batch import Batch
+from moesched.requests.batch import Batch
 
 Integers = npt.NDArray[np.integer[Any]]
 

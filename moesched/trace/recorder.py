@@ -35,12 +35,12 @@ class _Rank:
         self.lanes = engine.lanes
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
-        self.thoughts: list[tuple[int, int]] = []
+        self.submit_delays: list[tuple[int, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
         engine.joined = self.joins
         engine.awaits = self.awaits
-        engine.thoughts = self.thoughts
+        engine.submit_delays = self.submit_delays
 
 
 class _Watcher:
@@ -127,7 +127,7 @@ class LastSteps(_Watcher):
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
             if ids:  # a join before all kept tasks stands for none of them
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
-                for noted in (rank.awaits, rank.thoughts):
+                for noted in (rank.awaits, rank.submit_delays):
                     noted[:] = [each for each in noted if each[0] >= min(ids)]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
@@ -252,7 +252,7 @@ def _note_policies(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Seq
         for task, submitted in rank.awaits:
             for index in of_rank.of((task,)):
                 slices[index].awaited_at = submitted
-        for task, nanoseconds in rank.thoughts:
+        for task, nanoseconds in rank.submit_delays:
             for index in of_rank.of((task,)):
                 slices[index].thought = nanoseconds
 

@@ -1,0 +1,45 @@
+"""Draws how popular the experts of each layer are: the heat map of Twiddler's Fig. 8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.routing.profile import RoutingProfile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
+    """Draw a cell for each expert of each layer, the most popular of all being 1, into a .png or .svg file.
+
+    Raises:
+        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    require_picture(path, "--picture")
+    with drawing():
+        write_picture(_draw(profile), path)
+
+
+def _draw(profile: RoutingProfile) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    most = max(map(max, profile.counts)) or 1
+    popularity = [[count / most for count in row] for row in profile.counts]
+    size = (min(16.0, 3.5 + 0.3 * profile.experts), min(12.0, 1.6 + 0.25 * profile.layers))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        popularity, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest"
+    )
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(f"{profile.model}, {profile.tokens:,} tokens", fontsize=11)
+    figure.colorbar(image, ax=axes, label="popularity")
+    return figure

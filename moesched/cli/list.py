@@ -1,0 +1,173 @@
+"""`moesched list`: what is there, plug-ins included, and what cannot load and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+HELP = options.paragraphs(
+    "List what can be named: policies, devices, transports, models, machines, networks or workloads.",
+    "Plug-ins of other packages are among them. What cannot load is listed with the reason.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched list policies
+  moesched list devices --json"""
+
+Kind = Literal["policies", "devices", "transports", "models", "machines", "networks", "workloads"]
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(list_kind, name="list", help=HELP, help_epilogue=EPILOGUE, sort_key=4)
+
+
+def list_kind(
+    kind: Annotated[Kind, Parameter(help="What to list.")], /, *, json: options.Json = False
+) -> None:
+    """See HELP."""
+    from moesched.cli.output import print_json, print_table
+
+    entries = entries_of(kind)
+    if json:
+        print_json({kind: entries})
+        return
+    if kind == "machines":
+        rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
+        print_table([kind, "memories", "links", ""], rows)
+    elif kind == "networks":
+        rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
+        print_table([kind, "latency", "bandwidth", ""], rows)
+    else:
+        print_table([kind, ""], [[entry["name"], _state(entry)] for entry in entries])
+
+
+def entries_of(kind: Kind) -> list[dict[str, Any]]:
+    """What there is of a kind: name, description, and the problem where it cannot load."""
+    listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "models": _models,
+        "machines": _machines,
+        "networks": _networks,
+        "workloads": _workloads,
+    }
+    return listed[kind]() if kind in listed else _plugins(kind)
+
+
+def _state(entry: dict[str, Any]) -> str:
+    problem = entry.get("problem")
+    return f"cannot load: {problem}" if problem else str(entry["description"])
+
+
+def _plugins(kind: Any) -> list[dict[str, Any]]:
+    from moesched import plugins
+
+    entries = []
+    for name in plugins.names(kind):
+        entry = {"name": name, "description": "", "problem": None}
+        try:
+            entry["description"] = _first_line(plugins.find(kind, name))
+        except Exception as error:  # a plug-in may fail in any way, and the others are listed all the same
+            entry["problem"] = " ".join(str(error).split()) or type(error).__name__
+        entries.append(entry)
+    return entries
+
+
+def _models() -> list[dict[str, Any]]:
+    from moesched.models.layout import weight_layout
+    from moesched.models.shapes import SHAPES
+    from moesched.units import format_bytes
+
+    entries = []
+    for name, config in SHAPES.items():
+        layout = weight_layout(config)
+        nbytes = layout.globals_bytes + sum(page.nbytes for page in layout.pages)
+        shape = (
+            f"{config.layers} layers of {config.hidden}, {config.experts} experts of {config.intermediate}"
+        )
+        text = f"{shape}, top {config.top_k}; {format_bytes(nbytes)} in {config.dtype}"
+        entries.append({"name": name, "description": text, "bytes": nbytes})
+    return entries
+
+
+def _machines() -> list[dict[str, Any]]:
+    """With the bytes of each memory, the bytes per second of each link, and how many accelerators there are."""
+    from moesched.errors import BadInput
+    from moesched.inputs.lookup import find_machine
+    from moesched.machines import machine_names
+
+    entries = []
+    for name in ("auto", *machine_names()):
+        entry = _loaded(name, find_machine)
+        with suppress(BadInput):
+            machine = find_machine(name)
+            entry["accelerators"] = machine.accelerator_group.count
+            entry["accelerator_memory"] = machine.accelerator.memory
+            entry["memories"] = {name: tier.nbytes for name, tier in machine.memories.items()}
+            entry["links"] = {f"{link.source}->{link.destination}": link.bandwidth for link in machine.links}
+        entries.append(entry)
+    return entries
+
+
+def _machine_figures(entry: dict[str, Any]) -> list[str]:
+    """Its memories' sizes and its links' rates; those of several accelerators are of each."""
+    from moesched.units import format_bytes
+
+    memories = []
+    for name, nbytes in entry.get("memories", {}).items():
+        several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
+        times = f"{entry['accelerators']} x " if several else ""
+        memories.append(f"{name} {times}{format_bytes(nbytes)}")
+    links = [f"{name} {format_bytes(rate)}/s" for name, rate in entry.get("links", {}).items()]
+    return [", ".join(memories), ", ".join(links)]
+
+
+def _networks() -> list[dict[str, Any]]:
+    """With the seconds that an exchange takes at least, the bytes per second and the price of a card."""
+    from moesched.errors import BadInput
+    from moesched.machines.networks import load_network, network_names
+
+    entries = []
+    for name in network_names():
+        entry = _loaded(name, load_network)
+        with suppress(BadInput):
+            network = load_network(name)
+            entry["latency_seconds"] = network.latency_seconds
+            entry["bandwidth"] = network.bandwidth
+            entry["price_usd"] = network.price_usd
+        entries.append(entry)
+    return entries
+
+
+def _network_figures(entry: dict[str, Any]) -> list[str]:
+    from moesched.units import format_bytes, format_seconds
+
+    if entry["problem"]:
+        return ["", ""]
+    return [format_seconds(entry["latency_seconds"]), f"{format_bytes(entry['bandwidth'])}/s"]
+
+
+def _workloads() -> list[dict[str, Any]]:
+    from moesched.requests.workloads import load_workload, workload_names
+
+    return [_loaded(name, load_workload) for name in workload_names()]
+
+
+def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
+    from moesched.errors import BadInput
+
+    try:
+        return {"name": name, "description": load(name).description, "problem": None}
+    except BadInput as error:
+        return {"name": name, "description": "", "problem": str(error)}
+
+
+def _first_line(found: Any) -> str:
+    text = inspect.getdoc(found) or ""
+    return text.split("\n", 1)[0]

@@ -1,0 +1,301 @@
+"""`moesched profile-routing` and `moesched sparsity`: what a model's routers choose, what its experts let through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Group, Parameter
+
+from moesched.cli import options
+from moesched.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesched.jobs.profiling import Profiled
+    from moesched.jobs.sparsity import SparsityReport
+    from moesched.routing.profile import RoutingProfile
+    from moesched.routing.statistics import RoutingStatistics
+    from moesched.routing.trace import RoutingTrace
+
+SOURCE = Group("What to profile", sort_key=1)
+
+HELP = options.paragraphs(
+    "Count which experts a model's tokens take: how uneven their popularity is, and how often a token finds its "
+    "expert on a GPU that holds so many of them (Twiddler, Appendix C).",
+    "With --prompts the model runs on this machine. With --routing the figures are those of a profile or a trace that "
+    "was written before, or of a generator, and a model's shape is enough.",
+    options.BROKEN_LINES,
+)
+
+EPILOGUE = """Examples:
+
+  moesched profile-routing examples/tiny-mixtral --prompts questions.jsonl \\
+      --out routing.csv --out routing.npz --picture routing.png
+  moesched profile-routing mixtral-8x7b --routing popularity \\
+      --gpu-experts 56 --gpu-experts 125
+  moesched simulate --model examples/tiny-mixtral --machine t4 \\
+      --policy expert_streaming --workload questions.jsonl --routing routing.npz"""
+
+SPARSITY_HELP = options.paragraphs(
+    "Count how many of the values after the experts' SiLU are near zero, by layer (Twiddler, Appendix B).",
+    "Without --prompts token ids drawn by lot run through the model.",
+    options.BROKEN_LINES,
+)
+
+SPARSITY_EPILOGUE = """Examples:
+
+  moesched sparsity examples/tiny-mixtral
+  moesched sparsity models/mixtral-8x7b --prompts questions.jsonl --json"""
+
+Prompts = Annotated[
+    Path | None,
+    Parameter(
+        group=SOURCE,
+        metavar="FILE.jsonl",
+        help='A file with one {"prompt": "..."} or {"prompt_ids": [1, 2]} a line.',
+    ),
+]
+Policy = Annotated[
+    str,
+    Parameter(
+        metavar="P", help="The policy that the model runs under; all make the same choices. See moesched run."
+    ),
+]
+Device = Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")]
+
+
+def add_to(app: App) -> None:
+    """Add the commands."""
+    app.command(profile_routing, name="profile-routing", help=HELP, help_epilogue=EPILOGUE, sort_key=9)
+    app.command(sparsity, name="sparsity", help=SPARSITY_HELP, help_epilogue=SPARSITY_EPILOGUE, sort_key=9)
+
+
+def profile_routing(
+    model: options.Model,
+    /,
+    *,
+    prompts: Prompts = None,
+    routing: Annotated[
+        str | None,
+        Parameter(
+            group=SOURCE,
+            metavar="NAME|FILE",
+            help="Or what was profiled before (.csv or .npz), or uniform, popularity or zipf.",
+        ),
+    ] = None,
+    routing_settings: options.RoutingSettings = (),
+    max_new_tokens: Annotated[
+        int, Parameter(metavar="N", help="Tokens to generate for each prompt, which are profiled too.")
+    ] = 64,
+    gpu_experts: Annotated[
+        tuple[int, ...],
+        Parameter(
+            metavar="N",
+            negative="",
+            show_default=False,
+            help="Experts that a GPU holds; again for more. By default 56 and 125 of 256, as in the paper.",
+        ),
+    ] = (),
+    policy: Policy = "expert_streaming",
+    dtype: options.DType = None,
+    seed: Annotated[int, Parameter(help="Of a generator.")] = 0,
+    batch_size: options.BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    budget: options.Budgets = (),
+    device: Device = "torch",
+    machine: options.Machine = "auto",
+    out: Annotated[
+        tuple[Path, ...],
+        Parameter(
+            group=options.OUTPUT,
+            metavar="OUT",
+            negative="",
+            show_default=False,
+            help="Write the counts (.csv), or every token's experts (.npz); again for both.",
+        ),
+    ] = (),
+    picture: Annotated[
+        Path | None,
+        Parameter(
+            group=options.OUTPUT,
+            metavar="OUT",
+            help="Draw the heat map, .png or .svg; takes matplotlib: pip install 'moesched[plots]'.",
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> int:
+    """See HELP."""
+    from moesched.cli.failures import INTERRUPTED, tell
+    from moesched.cli.output import Bar
+    from moesched.jobs.profiling import profile_routing as profile
+    from moesched.routing.statistics import statistics_of
+    from moesched.settings import parse_settings
+
+    if (prompts is None) == (routing is None):
+        raise BadInput("say what to profile: give either --prompts or --routing")
+    _require_outputs(out, picture, traced=routing is None or routing.endswith(".npz"))
+    settings = parse_settings(routing_settings, "--routing-set")
+    if prompts is None:
+        assert routing is not None
+        found, trace = _known(model, routing, settings, seed)
+        code, interrupted = 0, False
+    else:
+        if settings:
+            raise BadInput(
+                "--routing-set is of a generator, and --prompts run the model: leave one of them away"
+            )
+        given, code = options.read_prompt_file(prompts)
+        with Bar("profiling") as bar:
+            done: Profiled = profile(
+                model,
+                given,
+                policy=policy,
+                max_new_tokens=max_new_tokens,
+                dtype=dtype,
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                device=device,
+                machine=machine,
+                budgets=options.parse_budgets(budget),
+                progress=bar.update,
+            )
+        trace, interrupted = done.trace, done.interrupted
+        found = trace.profile()
+    statistics = statistics_of(found, gpu_experts)
+    _print_profile(statistics, found, interrupted, json=json)
+    _write(found, trace, out, picture)
+    if interrupted:
+        tell(f"interrupted after {found.tokens} tokens")
+    return INTERRUPTED if interrupted else code
+
+
+def sparsity(
+    model: options.Model,
+    /,
+    *,
+    prompts: Prompts = None,
+    policy: Policy = "expert_streaming",
+    dtype: options.DType = None,
+    seed: Annotated[int, Parameter(help="Of the token ids that are drawn by lot.")] = 0,
+    batch_size: options.BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    budget: options.Budgets = (),
+    device: Device = "torch",
+    machine: options.Machine = "auto",
+    json: options.Json = False,
+) -> int:
+    """See SPARSITY_HELP."""
+    from moesched.cli.failures import INTERRUPTED, tell
+    from moesched.cli.output import Bar, print_json
+    from moesched.jobs.sparsity import sparsity_of
+
+    given, code = (None, 0) if prompts is None else options.read_prompt_file(prompts)
+    with Bar("counting") as bar:
+        report = sparsity_of(
+            model,
+            given,
+            policy=policy,
+            seed=seed,
+            dtype=dtype,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            device=device,
+            machine=machine,
+            budgets=options.parse_budgets(budget),
+            progress=bar.update,
+        )
+    if json:
+        print_json(report)
+    else:
+        _print_sparsity(report)
+    if report.interrupted:
+        tell(f"interrupted after {sum(report.values)} values")
+    return INTERRUPTED if report.interrupted else code
+
+
+def _known(
+    model: str, routing: str, settings: dict[str, object], seed: int
+) -> tuple[RoutingProfile, RoutingTrace | None]:
+    """What needs no run: a profile, and the trace that it comes from, if it does."""
+    from moesched.inputs.lookup import find_shape
+    from moesched.routing.sources import find_profile
+    from moesched.routing.trace import read_routing_trace
+
+    config = find_shape(model)
+    trace = read_routing_trace(routing, config) if routing.endswith(".npz") else None
+    return find_profile(routing, config, settings, seed), trace
+
+
+def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
+    """Whether all files can be written, before anything takes long."""
+    from moesched.analysis.pictures import require_picture
+    from moesched.trace.whole_file import require_writable
+
+    for path in out:
+        if path.suffix not in (".csv", ".npz"):
+            raise BadInput(
+                f"cannot write {path}: end its name in .csv for counts, or in .npz for every token"
+            )
+        if path.suffix == ".npz" and not traced:
+            raise BadInput(
+                f"cannot write {path}: single tokens are known of a run or a trace only; write a .csv"
+            )
+        require_writable(path, "routing")
+    if picture is not None:
+        require_picture(picture, "--picture")
+
+
+def _write(
+    profile: RoutingProfile, trace: RoutingTrace | None, out: Sequence[Path], picture: Path | None
+) -> None:
+    from moesched.analysis.heat_map import draw_heat_map
+    from moesched.routing.profile import write_profile
+    from moesched.routing.trace import write_routing_trace
+
+    for path in out:
+        if path.suffix == ".csv":
+            write_profile(profile, path)
+        elif trace is not None:
+            write_routing_trace(trace, path)
+    if picture is not None:
+        draw_heat_map(profile, picture)
+
+
+def _print_profile(
+    statistics: RoutingStatistics, profile: RoutingProfile, interrupted: bool, *, json: bool
+) -> None:
+    import msgspec
+
+    from moesched.cli.output import print_json, print_table
+
+    if json:
+        counts = {"counts": profile.counts, "interrupted": interrupted}
+        print_json({**msgspec.to_builtins(statistics), **counts})
+        return
+    shape = f"{statistics.layers} layers of {statistics.experts} experts, top {statistics.top_k}"
+    print(f"\n{statistics.model}: {shape}; {statistics.tokens:,} tokens\n")
+    figures = ("mean", "deviation", "minimum", "lower_quartile", "median", "upper_quartile")
+    rows = [[name.replace("_", " "), f"{getattr(statistics, name):.2f}"] for name in figures]
+    print_table(["popularity, the most popular expert having 1", ""], rows, figures=1)
+    print()
+    every = statistics.layers * statistics.experts
+    rates = [
+        [
+            f"{rate.gpu_experts} of {every}",
+            *(f"{share:.1%}" for share in (rate.best, rate.worst, rate.random)),
+        ]
+        for rate in statistics.hit_rates
+    ]
+    print_table(["hit rate, by experts on the GPU", "best", "worst", "random"], rates, figures=3)
+
+
+def _print_sparsity(report: SparsityReport) -> None:
+    from moesched.cli.output import print_table
+
+    prompts = "token ids drawn by lot" if report.random_prompts else "the prompts"
+    print(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
+    columns = ["layer", *(f"< {threshold:g}" for threshold in report.thresholds)]
+    rows = [[str(layer), *(f"{share:.2%}" for share in shares)] for layer, shares in enumerate(report.below)]
+    print_table(columns, rows, figures=len(report.thresholds))

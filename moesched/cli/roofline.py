@@ -1,0 +1,167 @@
+"""`moesched roofline`: what bounds a model on a machine, as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.analysis.roofline import Computation, RooflineReport
+
+HELP = options.paragraphs(
+    "Say what bounds attention and the experts of a model on a machine, "
+    "by the Hierarchical Roofline Model of MoE-Lightning.",
+    "It tells from which batch on weights are worth fetching, and from which on the link no longer binds. "
+    "With --out it is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched roofline --model mixtral-8x7b --machine l4
+  moesched roofline --model mixtral-8x22b --machine t4x4 --kv-dtype int8 \\
+      --batch-size 2048 --micro-batch-size 64 --out roofline.svg"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(roofline, name="roofline", help=HELP, help_epilogue=EPILOGUE, sort_key=7)
+
+
+def roofline(
+    *,
+    model: options.Model,
+    machine: options.Machine,
+    kv_dtype: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="D",
+            negative="",
+            show_default=False,
+            help="Of the KV cache, such as float16, int8 or int4; again for more. By default the model's, and int4.",
+        ),
+    ] = (),
+    context: Annotated[
+        int, Parameter(group=options.SIZES, metavar="N", help="Tokens in the cache of each request.")
+    ] = 512,
+    batch_size: Annotated[
+        int | None,
+        Parameter(group=options.SIZES, metavar="N", help="Requests. By default 32, 512 and 4096."),
+    ] = None,
+    micro_batch_size: Annotated[
+        int, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
+    ] = 128,
+    out: options.Picture = None,
+    json: options.Json = False,
+) -> None:
+    """See HELP."""
+    from moesched.analysis.pictures import require_picture
+    from moesched.analysis.roofline import roofline_of
+    from moesched.analysis.roofline_picture import draw_roofline
+    from moesched.cli.output import Bar, print_json
+
+    if out is not None:
+        require_picture(out)
+    report = roofline_of(
+        model,
+        machine,
+        kv_dtypes=kv_dtype,
+        context=context,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+    )
+    if out is not None:
+        with Bar(f"drawing {out}"):
+            draw_roofline(report, out)
+    if json:
+        print_json(report)
+    else:
+        print_roofline(report)
+
+
+def print_roofline(report: RooflineReport) -> None:
+    """The levels, the computations and what bounds them, and one layer's time."""
+    from moesched.cli.output import print_table
+
+    print(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
+    print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)
+    print()
+    upper, lower = report.hierarchy.upper.name, report.hierarchy.lower.name
+    columns = ["", f"I {upper}", f"I {lower}", "P1", "P2", "balance"]
+    columns += [f"fetched to {upper}", "bound by", f"on {lower}", "bound by", "better on"]
+    rows = [_row(f"attention, {each.variant} KV", each) for each in report.attention]
+    rows += [_row(f"FFN, {each.variant}", each) for each in report.ffn]
+    print_table(columns, rows)
+    print("\nI (operational intensity), P1, P2 and balance point in FLOP/byte, the last three of", lower)
+    print(f"attention: context {report.context}; FFN: µ = {report.micro_batch_size}\n")
+    for line in _conclusions(report):
+        print(line)
+
+
+def _levels(report: RooflineReport) -> Iterator[list[str]]:
+    from moesched.analysis.hrm import ridge
+    from moesched.units import format_bytes, format_flops
+
+    hierarchy = report.hierarchy
+    for level in (hierarchy.upper, hierarchy.lower):
+        compute = [format_flops(level.peak), _figure(ridge(level))] if level.peak else ["-", "-"]
+        yield [level.name, compute[0], f"{format_bytes(level.bandwidth)}/s", compute[1]]
+    yield [hierarchy.link_name, "-", f"{format_bytes(hierarchy.link)}/s", "-"]
+
+
+def _row(name: str, each: Computation) -> list[str]:
+    from moesched.units import format_flops
+
+    points = (each.first_turning_point, each.second_turning_point, each.balance_point)
+    here = ["-", "-"]
+    if each.in_place is not None:
+        here = [format_flops(each.in_place.performance), each.in_place.by]
+    return [
+        name,
+        *map(_figure, (each.intensity.upper, each.intensity.lower, *points)),
+        format_flops(each.fetched.performance),
+        each.fetched.by,
+        *here,
+        each.better,
+    ]
+
+
+def _conclusions(report: RooflineReport) -> Iterator[str]:
+    from moesched.units import format_seconds
+
+    upper, lower = report.hierarchy.upper.name, report.hierarchy.lower.name
+    pays, free = report.batch_at_first_turning_point, report.batch_at_second_turning_point
+    peak, reached = report.hierarchy.lower.peak, report.upper_ffn.performance
+    if peak > reached:
+        yield f"With µ = {report.micro_batch_size} the experts are never faster on {upper} than on {lower}."
+    elif peak:
+        yield f"P1 is reached at N = {_count(pays)}: below, the experts are computed faster on {lower}."
+    yield (
+        f"P2 is reached at N = {_count(free)}: above, µ = {report.micro_batch_size} binds the experts, "
+        "and the link no longer does."
+    )
+    split, layer = report.split, report.layer
+    attention = upper if split.attention_on_gpu else lower
+    busy = [
+        f"{report.hierarchy.link_name} {format_seconds(layer.link)}",
+        f"{upper} {format_seconds(layer.upper)}",
+    ]
+    if layer.lower:
+        busy.append(f"{lower} {format_seconds(layer.lower)}")
+    yield (
+        f"N = {split.batch_size}, µ = {split.micro_batch_size}, attention on {attention}, experts on {upper}: "
+        f"a layer takes {format_seconds(report.layer_seconds)}, bound by {report.bound_by} ({', '.join(busy)})."
+    )
+
+
+def _figure(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
+
+
+def _count(batch: int | None) -> str:
+    return "no batch" if batch is None else str(batch)

@@ -1,0 +1,99 @@
+"""What a run on several nodes came to: their reports as one, and their traces on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from moesched.cluster.cluster_file import Host
+from moesched.cluster.launcher import Finished, Launch
+from moesched.cluster.node import RECORDING, REPORT
+from moesched.cluster.roster import Roster
+from moesched.errors import NodeLost
+from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
+from moesched.jobs.trace_file import numbered, write_recording
+from moesched.runs.listeners import Listener
+from moesched.trace import Clock, Recording, merge_recordings
+
+
+def cluster_report(
+    launch: Launch,
+    roster: Roster,
+    text: list[str] | None,
+    *,
+    interrupted: bool,
+    lost: NodeLost | None,
+) -> ClusterReport | None:
+    """What the nodes reported, as one; None where none of them came to that."""
+    reports = {
+        order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
+        for order, found in _by_order(launch.finished, REPORT).items()
+    }
+    first = [report for found in reports.values() for rank, report in found if rank == found[0][0]]
+    if not first:
+        return None
+    merged = merge_reports(first, requests=len(launch.log.tokens), batches=len(first))
+    fields = {name: getattr(merged, name) for name in merged.__struct_fields__}
+    fields |= {
+        "tokens": launch.log.tokens,
+        "text": text,
+        "interrupted": interrupted,
+        "failure": launch.failure if lost is None else str(lost),
+    }
+    by_rank: dict[int, list[JobReport]] = {node.host.rank: [] for node in roster.nodes}
+    for found in reports.values():
+        for rank, report in found:
+            by_rank[rank].append(report)
+    members = [_member(roster, node.host, by_rank[node.host.rank]) for node in roster.nodes]
+    return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
+
+
+def write_traces(
+    path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
+) -> None:
+    """One trace for each batch, of all nodes on the launcher's clock."""
+    number = 0
+    for sent in _by_order(launch.finished, RECORDING).values():
+        by_rank: dict[int, list[Recording]] = {}
+        for rank, data in sent:
+            by_rank.setdefault(rank, []).append(msgspec.msgpack.decode(data, type=Recording))
+        for batch in range(max(map(len, by_rank.values()))):
+            recordings = {rank: found[batch] for rank, found in by_rank.items() if batch < len(found)}
+            merged = merge_recordings(
+                recordings, {rank: clock.offset for rank, clock in roster.clocks.items()}
+            )
+            told = {
+                str(rank): Clock(ahead=clock.offset, error=clock.error)
+                for rank, clock in roster.clocks.items()
+                if rank in recordings
+            }
+            file = numbered(path, number)
+            assert file is not None
+            write_recording(file, merged, report, listener, told)
+            number += 1
+
+
+def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
+    """What a node says of all its batches."""
+    clock = roster.clocks.get(host.rank)
+    memories = reports[0].peak_bytes if reports else ()
+    return NodeReport(
+        rank=host.rank,
+        name=host.name,
+        load_seconds=sum(each.load_seconds for each in reports),
+        peak_bytes={memory: max(each.peak_bytes[memory] for each in reports) for memory in memories},
+        clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
+        clock_error_seconds=None if clock is None else clock.error / 1e9,
+        lost=roster.lost.get(host.rank),
+    )
+
+
+def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
+    """What nodes sent of one sort: for each order the ranks in their order, and each one's pieces as they came."""
+    found: dict[int, list[tuple[int, bytes]]] = {}
+    for each in finished:
+        if each.what == what:
+            found.setdefault(each.order, []).append((each.rank, each.data))
+    return {order: sorted(sent, key=lambda one: one[0]) for order, sent in sorted(found.items())}

@@ -1,0 +1,245 @@
+"""One node's part of a run on a cluster: its device stays open, its weights stay loaded, orders come one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec.structs import replace
+
+from moesched import plugins
+from moesched.drivers.interrupts import interrupts_held
+from moesched.errors import BadInput
+from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.lookup import find_machine, find_policy
+from moesched.jobs.report import JobReport, job_report
+from moesched.jobs.trace_file import recorder_of
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import weight_layout
+from moesched.requests.batch import Batch
+from moesched.requests.batching import BatchSizes, batches_of
+from moesched.requests.sampling import Sampling
+from moesched.runs import runs
+from moesched.runs.listeners import KindMeter
+from moesched.seams import Policy, Transport
+from moesched.settings import check_settings
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.trace import Recording
+
+
+class NodeRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What all orders of a run have in common; the names are those of `run_model`'s arguments."""
+
+    policy: str
+    settings: dict[str, Any] = {}
+    dtype: str | None = None
+    sampling: Sampling = Sampling()
+    device: str = "torch"
+    device_settings: dict[str, Any] = {}
+    machine: str = "auto"
+    budgets: dict[str, int] = {}
+    traced: bool = False
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What the nodes are to do together.
+
+    Attributes:
+        nodes, node: how many they are, and which this one is, from 0.
+        prompts: token ids.
+        first_request: the number of the first prompt's request in the run.
+        batch_size, micro_batch_size, prefill_chunk: None where they are not fixed.
+    """
+
+    nodes: int
+    node: int
+    prompts: list[list[int]]
+    new_tokens: int
+    first_request: int = 0
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    prefill_chunk: int | None = None
+
+
+class NodeBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one batch on one node."""
+
+    report: JobReport
+    recording: Recording | None
+
+
+OnTokens = Callable[[dict[int, list[int]], list[int]], object]
+"""Told of new tokens by the requests' numbers in the run, and which of the requests end with them."""
+
+
+class NodeJob:
+    """A node's policy, layout, machine and device.
+
+    Args:
+        memory: what the node may take of its accelerator's memory, in bytes; None for all that it has.
+        on_loading: told how many of the pages that stay are loaded, of how many.
+        on_tokens: told of tokens as they come.
+
+    Raises:
+        BadInput: something that was given cannot be used here.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        run: NodeRun,
+        *,
+        memory: int | None = None,
+        on_loading: Callable[[int, int], object] = lambda *_: None,
+        on_tokens: OnTokens = lambda *_: None,
+    ) -> None:
+        self._run = run
+        self._on_loading, self._on_tokens = on_loading, on_tokens
+        cls = find_policy(run.policy)
+        self._make: Callable[[], Policy] = partial(
+            cls, **check_settings(cls, f"policy {run.policy}", run.settings)
+        )
+        # Its costs, which may be those of all cores, are not asked: nobody plans sizes here.
+        machine = find_machine(run.machine, run.device, foreign=True)
+        budgets: Mapping[str, int] = run.budgets
+        if memory is not None:
+            budgets = {machine.accelerator.memory: memory, **budgets}
+        whole, self._machine, self._budgets = cut_over_ranks(checkpoint.config, machine, budgets, 1, cls)
+        self._layout = weight_layout(whole, run.dtype)
+        with interrupts_held():
+            kind: Any = plugins.find("devices", run.device)
+        if not hasattr(kind, "join"):
+            raise BadInput(f"device {run.device} cannot be one of several: choose another one")
+        settings = check_settings(kind, f"device {run.device}", run.device_settings)
+        self._device = kind(checkpoint, self._layout, **settings)
+
+    def prepare(self, ask: Ask) -> tuple[BatchSizes, list[list[int]]]:
+        """The largest sizes that fit, of those that are not fixed, and the experts of each node.
+
+        Raises:
+            BadInput: not even one request fits; the message says by how many bytes, of what.
+        """
+        problem = BadInput("no prompts were given: give at least one")
+        for sizes in self._candidates(ask):
+            try:
+                plans = [self._plan(ask, batch)[0] for batch in self._batches(ask, sizes)]
+            except BadInput as error:
+                problem = error
+            else:
+                return sizes, [sorted(held) for held in plans[0].placement]
+        raise problem
+
+    def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
+        """Run the batches of an order, whose sizes are fixed. Where the nodes cannot meet, the last report says so."""
+        sizes = BatchSizes(
+            ask.batch_size or 1,
+            ask.micro_batch_size or 1,
+            beams=self._run.sampling.beams,
+            prefill_chunk=ask.prefill_chunk,
+        )
+        self._device.join(ask.node, transport, self._device)
+        for batch in self._batches(ask, sizes):
+            yield self._run_batch(ask, batch)
+
+    def stand_by(self) -> None:
+        """Told several times a second that there is nothing to do: a device may have to keep weights at hand."""
+        stand_by = getattr(self._device, "stand_by", None)
+        if stand_by is not None:
+            stand_by()
+
+    def close(self) -> None:
+        """Let go of the device."""
+        with interrupts_held():
+            anyio.run(self._device.aclose)
+
+    def _run_batch(self, ask: Ask, batch: Batch) -> NodeBatch:
+        plan, policy = self._plan(ask, batch)
+        first = batch.first_request
+        mine = ask.prompts[first - ask.first_request :][: len(batch.prompts)]
+        recorder = recorder_of(plan) if self._run.traced else None
+        kinds = KindMeter()
+        beams = batch.beams > 1
+        held: dict[int, list[int]] = {}
+
+        def tell(fresh: dict[int, int]) -> None:
+            if beams:
+                for request, token in fresh.items():
+                    held.setdefault(first + request, []).append(token)
+            else:
+                self._on_tokens({first + request: [token] for request, token in fresh.items()}, [])
+
+        report = runs.run(
+            plan,
+            policy,
+            self._device,
+            mine,
+            sampling=self._run.sampling,
+            stop_tokens=self._layout.config.stop_tokens,
+            on_tokens=tell,
+            observers=[_Loading(plan, self._on_loading), kinds],
+            recorder=recorder,
+            keep_open=True,
+        )
+        if held and not report.failure and not report.interrupted:
+            self._on_tokens(held, list(held))
+        finished = job_report(report, plan, kinds, policy=self._run.policy, dtype=self._layout.dtype)
+        return NodeBatch(report=finished, recording=recorder.recording() if recorder else None)
+
+    def _batches(self, ask: Ask, sizes: BatchSizes) -> Iterator[Batch]:
+        for batch in batches_of(list(map(len, ask.prompts)), ask.new_tokens, sizes):
+            yield replace(batch, first_request=ask.first_request + batch.first_request)
+
+    def _plan(self, ask: Ask, batch: Batch) -> tuple[Plan, Policy]:
+        policy = self._make()
+        plan = runs.plan_run(
+            self._machine,
+            self._layout,
+            batch,
+            policy,
+            self._budgets,
+            self._device.slot_bytes,
+            nodes=ask.nodes,
+            node=ask.node,
+        )
+        return plan, policy
+
+    def _candidates(self, ask: Ask) -> Iterator[BatchSizes]:
+        """Sizes to try: all requests at once, in one micro-batch, so that each layer sends one message; then fewer."""
+        for option, size in (("--batch-size", ask.batch_size), ("--micro-batch-size", ask.micro_batch_size)):
+            if size is not None and size < 1:
+                raise BadInput(f"{option} is {size}: give 1 or more")
+        count = len(ask.prompts)
+        for batch_size in _halves(count) if ask.batch_size is None else [min(ask.batch_size, count)]:
+            fixed = ask.micro_batch_size
+            for size in _halves(batch_size) if fixed is None else [min(fixed, batch_size)]:
+                yield BatchSizes(
+                    batch_size, size, beams=self._run.sampling.beams, prefill_chunk=ask.prefill_chunk
+                )
+
+
+class _Loading:
+    """Counts the pages that stay, as they are loaded."""
+
+    def __init__(self, plan: Plan, told: Callable[[int, int], object]) -> None:
+        self._total = sum(len(resident.slots) for resident in plan.resident)
+        self._done = 0
+        self._told = told
+
+    def ended(self, task: Task) -> None:
+        """Told of every task."""
+        if task.verb == "load":
+            self._done += 1
+            if self._done == self._total or self._done % 16 == 0:
+                self._told(self._done, self._total)
+
+
+def _halves(count: int) -> Sequence[int]:
+    """The number, half of it, and so on down to 1."""
+    found = [count]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 2))
+    return found

@@ -1,0 +1,91 @@
+"""What an expert takes here or there, and what moving it takes: what decides where it runs (Twiddler, Appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from moesched.drivers.sharing import fair_rates
+from moesched.machines.cost import cost_model
+from moesched.models.operations import Amount
+from moesched.seams import CostModel, Demand
+from moesched.steps.plan import Plan
+from moesched.tasks import Work, WorkPart
+
+MANY_ROWS = 1024
+
+
+class ExpertLatencies:
+    """Seconds of one expert of a plan's model on the plan's machine, each alone.
+
+    Args:
+        cost: by default what the plan's machine was calibrated to, or its roofline.
+
+    Attributes:
+        transfer: of one expert's weights, from where weights come from to the accelerator (`trans_lat`).
+        at_host: of so many tokens on the host (`cpu_lat`).
+        at_accelerator: of so many tokens on the accelerator, its weights being there (`gpu_lat`).
+    """
+
+    def __init__(self, plan: Plan, cost: CostModel | None = None) -> None:
+        self._cost = cost or cost_model(plan.machine, plan.layout.dtype)
+        self._amount: Callable[[int], Amount] = plan.operations.fetched_expert
+        self._roles = plan.machine.roles
+        self.at_host = self._known_on(self._roles.host)
+        self.at_accelerator = self._known_on(self._roles.accelerator)
+        source, destination = self._roles.weights, plan.memory("accelerator").name
+        self.transfer = 0.0
+        self._fetch: Demand | None = None
+        if source != destination:
+            pages = plan.layout.expert(0, 0)
+            nbytes = sum(page.nbytes for page in pages)
+            self._fetch = self._moved(source, destination, nbytes, len(pages))
+            self.transfer = self._fetch.seconds
+        self._row = plan.operations.hidden_bytes
+        host = plan.memory("host").name
+        self._to_host = self._line(destination, host)
+        self._from_host = self._line(host, destination)
+        self._side_by_side: dict[int, tuple[float, float]] = {}
+
+    def to_host(self, tokens: int) -> float:
+        """Of copying the hidden states of so many tokens from the accelerator to the host."""
+        alone, each = self._to_host
+        return alone + each * tokens
+
+    def from_host(self, rows: int) -> float:
+        """Of copying so many rows of outputs from the host to the accelerator."""
+        alone, each = self._from_host
+        return alone + each * rows
+
+    def side_by_side(self, tokens: int) -> tuple[float, float]:
+        """How fast an expert of about so many tokens on the host, and a transfer, go on side by side; 1 is alone."""
+        about = 1 << (tokens - 1).bit_length()
+        rates = self._side_by_side.get(about)
+        if rates is None:
+            rates = 1.0, 1.0
+            if self._fetch is not None:
+                host, link = fair_rates([self._computed(self._roles.host, about), self._fetch])
+                rates = host, link
+            self._side_by_side[about] = rates
+        return rates
+
+    def _known_on(self, processor: str) -> Callable[[int], float]:
+        """An expert's seconds by its tokens, remembered: decisions ask for them over and over."""
+        return cache(lambda tokens: self._computed(processor, tokens).seconds)
+
+    def _computed(self, processor: str, tokens: int) -> Demand:
+        flops, nbytes, parts = self._amount(tokens)
+        return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts))
+
+    def _line(self, source: str, destination: str) -> tuple[float, float]:
+        """Seconds of a copy of rows by themselves, and of each row: decisions ask for many numbers of rows."""
+        if source == destination:
+            return 0.0, 0.0
+        one, many = (self._moved(source, destination, rows * self._row).seconds for rows in (1, MANY_ROWS))
+        each = max(0.0, many - one) / (MANY_ROWS - 1)
+        return one - each, each
+
+    def _moved(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> Demand:
+        link = f"{source}->{destination}"
+        parts = (WorkPart(link, nbytes / pieces, pieces),)
+        return self._cost.work(Work(link, link, nbytes=nbytes, parts=parts))

@@ -1,0 +1,136 @@
+"""Which experts stay in fast memory: an order of all experts, of which as many are kept as fit (Twiddler, section 3.4).
+
+What every token needs stays in any case. A popularity says how many tokens chose each expert, as [layers][experts].
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+from moesched.errors import BadInput
+from moesched.models.layout import Page
+from moesched.routing.profile import read_profile
+from moesched.steps.memory import Fixed
+from moesched.steps.plan import Plan
+
+Expert = tuple[int, int]
+"""A layer, and an expert of it."""
+Popularity = Sequence[Sequence[float]]
+Routed = Mapping[int, Mapping[int, int]]
+"""By micro-batch, how many of its tokens chose each expert."""
+Strategy = Literal["popular", "worst", "random", "front", "balanced"]
+
+
+def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
+    """All experts, those first that are to stay.
+
+    Experts that are equally popular stay evenly over the layers.
+
+    Args:
+        strategy: "popular", the most popular first; "worst", the least popular first; "random", by `seed`; "front",
+            layer after layer; "balanced", as many of every layer, in each the most popular first.
+
+    Raises:
+        BadInput: there is no such strategy.
+    """
+    ranked = [_ranked(row) for row in popularity]
+    balanced = [(i, row[rank]) for rank in range(len(ranked[0])) for i, row in enumerate(ranked)]
+    if strategy == "balanced":
+        return balanced
+    if strategy == "popular":
+        return sorted(balanced, key=lambda each: -popularity[each[0]][each[1]])
+    if strategy == "worst":
+        return sorted(balanced, key=lambda each: popularity[each[0]][each[1]])
+    if strategy == "front":
+        return sorted(balanced, key=lambda each: each[0])
+    if strategy == "random":
+        return random.Random(seed).sample(balanced, len(balanced))
+    raise BadInput(f"placement is {strategy!r}: give one of {', '.join(get_args(Strategy))}")
+
+
+def popularity_of(plan: Plan, path: str = "") -> Popularity:
+    """What a routing profile says; without one, all experts are as popular.
+
+    Raises:
+        BadInput: the file cannot be read, is no profile, or is another model's.
+    """
+    config = plan.layout.config
+    if not path:
+        return [[1.0] * config.experts for _ in range(config.layers)]
+    return read_profile(path, config).counts
+
+
+def keep_dense(plan: Plan) -> None:
+    """Keep what every token needs."""
+    plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
+
+
+def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
+    """Keep experts in this order, as many as fit and at most so many; returns those that stay."""
+    left = plan.free("accelerator")
+    resident: list[Expert] = []
+    pages: list[Page] = []
+    for expert in order:
+        mine = plan.layout.expert(*expert)
+        left -= sum(map(plan.slot_bytes, mine))
+        if left < 0 or (most is not None and len(resident) >= most):
+            break
+        resident.append(expert)
+        pages += mine
+    plan.keep(pages)
+    return frozenset(resident)
+
+
+def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixed | None:
+    """Have all other experts in the host's memory.
+
+    Returns:
+        what keeps them there; None where weights come from that memory anyhow.
+    """
+    if plan.weights_on_host and not plan.machine.unified:
+        return None
+    pages = plan.layout.pages
+    return plan.keep(
+        [page for page in pages if page.expert >= 0 and (page.layer, page.expert) not in resident], "host"
+    )
+
+
+def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
+    """Which micro-batches each expert that any of them chose is for, in the order of the experts."""
+    if len(routed) == 1:
+        [(only, chosen)] = routed.items()
+        return dict.fromkeys(sorted(chosen), (only,))
+    users: dict[int, list[int]] = {}
+    for j, chosen in routed.items():
+        for expert in chosen:
+            users.setdefault(expert, []).append(j)
+    return {expert: users[expert] for expert in sorted(users)}
+
+
+def tokens_of(routed: Routed) -> Mapping[int, int]:
+    """How many tokens of all micro-batches chose each expert that any of them chose."""
+    if len(routed) == 1:
+        return next(iter(routed.values()))
+    tokens: dict[int, int] = {}
+    for chosen in routed.values():
+        for expert, more in chosen.items():
+            tokens[expert] = tokens.get(expert, 0) + more
+    return tokens
+
+
+def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
+    """What each of these experts takes for the tokens of all micro-batches, one after the other."""
+    if len(routed) == 1:
+        [chosen] = routed.values()
+        return {expert: latency(chosen[expert]) for expert in experts}
+    return {
+        expert: sum(latency(chosen[expert]) for chosen in routed.values() if expert in chosen)
+        for expert in experts
+    }
+
+
+def _ranked(row: Sequence[float]) -> list[int]:
+    """A layer's experts, the most popular first."""
+    return sorted(range(len(row)), key=lambda expert: -row[expert])

@@ -1,0 +1,41 @@
+"""The KV cache of policies for few requests: in fast memory as far as it fits there, beyond that on the host.
+
+The Twiddler paper keeps all of it on the GPU, which limits the context (section 5). Keys and values on the host are not
+brought back: the CPU attends to them where they lie. A prompt is attended to on the GPU in any case.
+"""
+
+from __future__ import annotations
+
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+
+def place_kv_that_fits(plan: Plan, experts: int) -> None:
+    """Place the KV caches of as many micro-batches in fast memory as fit beside the rest, the others on the host.
+
+    experts: how many experts must find room there, beside what every token needs.
+    """
+    if plan.machine.unified:
+        plan.place_kv("accelerator")
+        return
+    pages = [page for i in plan.layers for page in plan.layout.dense(i)]
+    expert = len(plan.layout.expert(0, 0)) * max(map(plan.slot_bytes, plan.layout.pages))
+    rows = max(sum(chunk.tokens) for chunk in plan.chunks.values())
+    on_the_way = max(rows, plan.batch.sequences(plan.batch.prompts)) * plan.operations.hidden_bytes
+    beside = sum(map(plan.slot_bytes, pages)) + experts * expert + on_the_way
+    here = plan.kv_that_fits(beside)
+    plan.place_kv("accelerator", here)
+    plan.place_kv("host", set(plan.micro_batches) - set(here))
+
+
+def attend(step: Step, i: int, j: int) -> None:
+    """A micro-batch's attention, where its KV cache is; a prompt's on the accelerator."""
+    if step.kv_on_accelerator(j):
+        step.attention(i, j)
+    elif step.kind == "prefill":
+        step.attention(i, j)
+        step.offload_kv(i, j)
+    else:
+        step.offload_qkv(i, j)
+        step.cpu_attention(i, j)
+        step.load_hidden(i, j)

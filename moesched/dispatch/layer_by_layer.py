@@ -1,0 +1,65 @@
+"""A step layer by layer, all micro-batches before its experts: what policies that decide where experts run share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+from moesched.dispatch.expert_placement import Routed
+from moesched.dispatch.kv_placement import attend
+from moesched.steps.step import Step
+from moesched.steps.verbs.experts import At
+
+
+class LayerByLayer(ABC):
+    """A layer's experts are known for several micro-batches, chunks of long prompts too, before the first one runs.
+
+    So for all of them each is brought in at most once, and where it runs is decided once.
+    """
+
+    together: int | None = None
+    """For so many micro-batches; None for all."""
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for micro_batches in _cut(step.micro_batches, self.together):
+                for j in micro_batches:
+                    step.pre_attention(i, j)
+                    attend(step, i, j)
+                await self._route_and_run(step, i, micro_batches)
+                for j in micro_batches:
+                    step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    decode = prefill
+
+    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+        routing = {j: step.route(i, j) for j in micro_batches}
+        self._run_experts(step, i, {j: await handle for j, handle in routing.items()})
+
+    @abstractmethod
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        """Run a layer's experts for these micro-batches."""
+
+    def _run(self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator") -> None:
+        for j in users:
+            step.run_expert(i, expert, j, at=at)
+
+    def _run_on_host(
+        self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
+    ) -> list[int]:
+        """Run experts there, in this order; returns the micro-batches whose outputs are to be loaded back."""
+        back = sorted({j for expert in experts for j in users[expert]})
+        for j in back:
+            step.offload_routed(i, j)
+        for expert in experts:
+            self._run(step, i, expert, users[expert], "host")
+        return back
+
+
+def _cut(micro_batches: Sequence[int], size: int | None) -> list[Sequence[int]]:
+    size = size or len(micro_batches)
+    return [micro_batches[first : first + size] for first in range(0, len(micro_batches), size)]

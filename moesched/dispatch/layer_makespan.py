@@ -1,0 +1,308 @@
+"""Which experts of a layer run where, so that the layer ends first: the decision by itself, on numbers only.
+
+Experts that stay on the accelerator run there from the start. Others are fetched, one after the other, and run when
+they have come, or run on the host, one after the other, whose rows go there first and come back last. All experts of a
+model take equally long to fetch. The host's experts and fetches share the host's memory: while both go on, each is
+slower.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple, Protocol, TypeVar
+
+N = TypeVar("N", int, float)
+
+FEW = 10
+"""Up to so many experts the best choice is searched for; beyond, only choices by a threshold of tokens are compared."""
+NEAR = 1.01
+"""A choice this close to what none can beat is taken."""
+
+
+class LayerCosts(Protocol):
+    """Seconds of what a layer's experts need, each alone; those of experts do not fall with their tokens."""
+
+    @property
+    def transfer(self) -> float:
+        """Of one expert's weights to the accelerator."""
+
+    def at_host(self, tokens: int) -> float:
+        """Of an expert on the host."""
+
+    def at_accelerator(self, tokens: int) -> float:
+        """Of an expert on the accelerator, its weights being there."""
+
+    def to_host(self, tokens: int) -> float:
+        """Of copying the rows of so many tokens to the host."""
+
+    def from_host(self, rows: int) -> float:
+        """Of copying so many rows of outputs back."""
+
+    def side_by_side(self, tokens: int) -> tuple[float, float]:
+        """How fast an expert of so many tokens goes on on the host, and a transfer, while both do; 1 is alone."""
+
+
+class LayerDecision(NamedTuple):
+    """Where a layer's experts run; all others run where their weights lie.
+
+    Attributes:
+        away: which of those that stay on the accelerator run on the host.
+        fetched: which of the others are fetched, in this order.
+        seconds: until the last output is on the accelerator, from when all experts are known.
+    """
+
+    away: tuple[int, ...]
+    fetched: tuple[int, ...]
+    seconds: float
+
+
+class Layer:
+    """A layer's experts, each by its number of tokens, and what they take.
+
+    Args:
+        kept: tokens of the experts that stay on the accelerator, ascending.
+        missing: of the others, descending.
+        resident_on_host: whether the host has the weights of the first, too.
+    """
+
+    def __init__(
+        self, resident: Sequence[int], missing: Sequence[int], costs: LayerCosts, *, resident_on_host: bool
+    ) -> None:
+        self.resident, self.missing = resident, missing
+        self.movable = len(resident) if resident_on_host else 0
+        here, there = costs.at_accelerator, costs.at_host
+        self.resident_here, self.missing_here = list(map(here, resident)), list(map(here, missing))
+        self.resident_there, self.missing_there = list(map(there, resident)), list(map(there, missing))
+        self.transfer = costs.transfer
+        self._to_host = costs.to_host(max(resident[-1] if resident else 1, missing[0] if missing else 1))
+        self._from_host = costs.from_host
+        self._host_rate, self._link_rate = costs.side_by_side(missing[len(missing) // 2] if missing else 1)
+
+    def end(self, host: float, here: float, fetched: Sequence[float], rows: int) -> float:
+        """When the layer ends; it never ends earlier when any of these numbers is larger.
+
+        Args:
+            host: seconds of the experts on the host, alone; 0 for none.
+            here: seconds of the experts that stay on the accelerator.
+            fetched: seconds of each that is fetched, in the order of their fetches.
+            rows: outputs of the host.
+        """
+        transfer, link_rate = self.transfer, self._link_rate
+        busy = self.busy(host, len(fetched))
+        held_up = (1.0 - link_rate) * busy
+        end, arrival, moving = here, 0.0, 0.0
+        for seconds in fetched:
+            moving += transfer
+            arrival = moving / link_rate
+            if arrival > moving + held_up:
+                arrival = moving + held_up
+            if arrival > end:
+                end = arrival
+            end += seconds
+        if host:
+            end = max(end, max(self._to_host + busy, arrival) + self._from_host(rows))
+        return end
+
+    def copies(self, rows: int) -> float:
+        """What copying rows to the host and so many outputs back takes."""
+        return self._to_host + self._from_host(rows)
+
+    def busy(self, host: float, fetched: int) -> float:
+        """What the host takes for so many seconds of experts while so many are fetched."""
+        throughout = host / self._host_rate
+        for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
+        return throughout if throughout < for_a_time else for_a_time
+
+    def moving(self, fetched: int, busy: float) -> float:
+        """What so many fetches take while the host is busy for so long."""
+        alone = fetched * self.transfer
+        throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
+        return throughout if throughout < for_a_time else for_a_time
+
+    def end_of(self, away: Sequence[int], fetched: Sequence[int]) -> float:
+        """When the layer ends with these places of `kept` on the host, and these of `missing` fetched."""
+        resident, missing = range(len(self.resident)), range(len(self.missing))
+        left = [m for m in missing if m not in fetched]
+        return self.end(
+            sum(self.resident_there[k] for k in away) + sum(self.missing_there[m] for m in left),
+            sum(self.resident_here[k] for k in resident if k not in away),
+            [self.missing_here[m] for m in fetched],
+            sum(self.resident[k] for k in away) + sum(self.missing[m] for m in left),
+        )
+
+
+def decide(layer: Layer) -> LayerDecision:
+    """The choice with which the layer ends first: within 1 % of the best for few experts, near it for many."""
+    thresholds = _Thresholds(layer)
+    if len(layer.resident) + len(layer.missing) > FEW:
+        return thresholds.balanced().choice()
+    best = thresholds.best()
+    return best.choice() if thresholds.none_beats(best) else _Search(layer, best.choice()).best()
+
+
+class _Threshold(NamedTuple):
+    """How many are sent to the host, and how many are fetched, and when the layer ends."""
+
+    seconds: float
+    away: int
+    fetched: int
+
+    def choice(self) -> LayerDecision:
+        return LayerDecision(tuple(range(self.away)), tuple(range(self.fetched)), self.seconds)
+
+
+class _Thresholds:
+    """Choices that fetch the experts with the most tokens, and send those kept ones to the host that have the fewest.
+
+    Of all choices with as many fetched and as many sent away, they leave the host the least to do.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._gathered = _sums(layer.missing_here)
+        self._here = _sums_of_rest(layer.resident_here)
+        self._away, self._away_rows = _sums(layer.resident_there), _sums(layer.resident)
+        self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
+
+    def balanced(self) -> _Threshold:
+        """The best of those that leave host and accelerator about equally much to do, or that fetch none or all."""
+        even = self._even(0)
+        best = self._balanced(0, even)
+        if self._layer.movable and not self._host_is_last(0, even):
+            sent = bisect_left(range(self._layer.movable), True, 1, key=self._host_is_last)
+            for away in (sent - 1, sent):
+                best = min(best, self._balanced(away, self._even(away)))
+        return best
+
+    def best(self) -> _Threshold:
+        """The best of them, but for 1 %; what hardly beats it is not looked at."""
+        left, gathered, transfer = self._left, self._gathered, self._layer.transfer
+        last = [0.0, *self._layer.missing_here, inf]
+        likely = 0
+        while left[likely] > (likely + 1) * transfer + last[likely + 1]:
+            likely += 1  # one more comes and runs before the host is done
+        known = 0, likely
+        best = self._with(*known)
+        enough = best.seconds / NEAR
+        for away in range(self._layer.movable + 1):
+            sent, here = self._away[away], self._here[away]
+            for fetched, waiting in enumerate(left):
+                if fetched * transfer + last[fetched] >= enough or here + gathered[fetched] >= enough:
+                    break  # all that fetch more end later still
+                if sent + waiting < enough and (away, fetched) != known:
+                    best = min(best, self._with(away, fetched))
+                    enough = best.seconds / NEAR
+        return best
+
+    def none_beats(self, best: _Threshold) -> bool:
+        """Whether no choice at all, by thresholds or not, beats it by more than 1 %."""
+        layer, enough = self._layer, best.seconds / NEAR
+        resident, missing = layer.resident_here, layer.missing_here
+        if resident[:1] == resident[-1:] and missing[:1] == missing[-1:]:
+            return True  # whoever is fetched or sent away, the accelerator has as much to do
+        for away in range(layer.movable + 1):
+            here = self._here[0] - self._here[len(layer.resident) - away]
+            for fetched, waiting in enumerate(self._left):
+                host = self._away[away] + waiting
+                if host < enough and here < enough and fetched * layer.transfer < enough:
+                    shortest = missing[len(missing) - fetched :]
+                    if layer.end(host, here, shortest, 0) < enough:
+                        return False
+        return True
+
+    def _host_is_last(self, away: int, even: int | None = None) -> bool:
+        """Whether the host has more to do than the accelerator with what stays there, so many being sent away."""
+        even = self._even(away) if even is None else even
+        return self._away[away] + self._left[even] >= self._here[away]
+
+    def _even(self, away: int) -> int:
+        """How many are to be fetched for the accelerator to end last, but no more."""
+        layer, sent, here = self._layer, self._away[away], self._here[away]
+
+        def accelerator_is_last(fetched: int) -> bool:
+            busy = layer.busy(sent + self._left[fetched], fetched)
+            host = busy + layer.copies(self._away_rows[away] + self._left_rows[fetched])
+            return here + self._gathered[fetched] >= host or layer.moving(fetched, busy) >= host
+
+        return bisect_left(range(len(self._left) - 1), True, key=accelerator_is_last)
+
+    def _balanced(self, away: int, even: int) -> _Threshold:
+        best = self._with(away, even)
+        for fetched in (max(0, even - 1), 0, len(self._left) - 1):
+            if self._least(away, fetched) < best.seconds:
+                best = min(best, self._with(away, fetched))
+        return best
+
+    def _least(self, away: int, fetched: int) -> float:
+        """What the layer takes in any case."""
+        host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
+        return max(host, here, fetched * self._layer.transfer)
+
+    def _with(self, away: int, fetched: int) -> _Threshold:
+        layer = self._layer
+        host = self._away[away] + self._left[fetched]
+        rows = self._away_rows[away] + self._left_rows[fetched]
+        end = layer.end(host, self._here[away], layer.missing_here[:fetched], rows)
+        return _Threshold(end, away, fetched)
+
+
+class _Search:
+    """Branch and bound over all choices, from the expert with the most tokens down; those that are kept come last."""
+
+    def __init__(self, layer: Layer, best: LayerDecision) -> None:
+        self._layer = layer
+        self._best = best
+        self._experts = len(layer.missing) + layer.movable
+        self._here = layer.missing_here + layer.resident_here[: layer.movable]
+        self._there = layer.missing_there + layer.resident_there[: layer.movable]
+        self._rows = [*layer.missing, *layer.resident[: layer.movable]]
+        moved = [min(there, layer.transfer) for there in layer.missing_there]
+        self._least_moved = _sums_of_rest([*moved, *[0.0] * layer.movable])
+        self._least = _sums_of_rest(list(map(min, self._here, self._there)))
+
+    def best(self) -> LayerDecision:
+        """The best choice, but for 1 %."""
+        self._look(0, 0.0, sum(self._layer.resident_here[self._layer.movable :]), (), 0, ())
+        return self._best
+
+    def _look(
+        self, place: int, host: float, here: float, fetched: tuple[int, ...], rows: int, away: tuple[int, ...]
+    ) -> None:
+        """Look at all choices that begin like this one: the experts before `place` have their places."""
+        layer, enough = self._layer, self._best.seconds / NEAR
+        gathered = [self._here[each] for each in fetched]
+        computing = host + here + sum(gathered) + self._least[place]
+        moving = host + len(fetched) * layer.transfer + self._least_moved[place]
+        if computing >= 2 * enough or moving >= 2 * enough:
+            return
+        end = layer.end(host, here, gathered, rows)
+        if end >= enough:
+            return
+        if place == self._experts:
+            self._best = LayerDecision(away, fetched, end)
+            return
+        there, after, resident = host + self._there[place], place + 1, place - len(layer.missing)
+        more = rows + self._rows[place]
+        if resident < 0:
+            self._look(after, host, here, (*fetched, place), rows, away)
+            self._look(after, there, here, fetched, more, away)
+        else:
+            self._look(after, host, here + self._here[place], fetched, rows, away)
+            self._look(after, there, here, fetched, more, (*away, resident))
+
+
+def _sums(values: Iterable[N]) -> list[N]:
+    """The sums of the first 0, 1, 2, ... values."""
+    sums: list[N] = [0]
+    sums += accumulate(values)
+    return sums
+
+
+def _sums_of_rest(values: Sequence[N]) -> list[N]:
+    """The sums of all values from the first, the second, ... on; 0 at last."""
+    sums = _sums(reversed(values))
+    sums.reverse()
+    return sums

@@ -1,0 +1,119 @@
+"""What the policies for several nodes share: a way through a step, a plan, which experts were used longest ago."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+
+class NodeExperts(ABC):
+    """Layer after layer; in each, the experts of one micro-batch after the other.
+
+    Settings:
+        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
+            does all that, and exchanges twice.
+    """
+
+    expert_parallel = True
+
+    def __init__(self, decentralised: bool = True) -> None:
+        self.decentralised = decentralised
+
+    async def prefill(self, step: Step) -> None:
+        if step.attends:
+            for j in step.micro_batches:
+                step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                if step.attends:
+                    step.pre_attention(i, j)
+                    step.attention(i, j)
+                self._run_experts(step, i, j, await step.route(i, j))
+                step.combine(i, j)
+        for j in step.micro_batches:
+            step.sample(j)
+
+    decode = prefill
+
+    @abstractmethod
+    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+        """Say who runs which of a micro-batch's experts, and run this node's."""
+
+
+def plan_dense(plan: Plan, *, decentralised: bool) -> None:
+    """Say where all is that experts are beside."""
+    if not decentralised:
+        plan.centralise()
+    plan.limit_in_flight(2)
+    plan.place_kv("accelerator")
+
+
+def experts_that_fit(plan: Plan, *, decentralised: bool) -> int:
+    """How many experts of every layer the first node has room for, beside all else; others have as much or more."""
+    budgets = {memory.name: memory.capacity for memory in plan.memories.values()}
+    first = Plan(plan.machine, plan.layout, plan.batch, budgets, plan.slot_bytes, plan.nodes)
+    plan_dense(first, decentralised=decentralised)
+    dense, expert = plan.layout.dense, plan.layout.expert
+    beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
+    each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
+    return max(0, first.free("accelerator") - beside) // each
+
+
+def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
+    """Say who runs what, and run this node's share; returns which experts those are."""
+    step.assign(i, j, owners)
+    own = [expert for expert, node in owners.items() if node == step.node]
+    for expert in own:
+        step.run_expert(i, expert, j)
+    return own
+
+
+def warm_spare(
+    step: Step,
+    i: int,
+    j: int,
+    owners: Mapping[int, int],
+    own: Sequence[int],
+    recent: LeastRecent,
+    idle: Sequence[int] = (),
+) -> None:
+    """Have this node run as many experts as the busiest one, those that it used longest ago: it waits in any case.
+
+    idle: these are run even if it does not wait.
+    """
+    quota = max(Counter(owners.values()).values())
+    spare = recent.first(quota - len(own), without=own)
+    spare += [expert for expert in idle if expert not in spare and expert not in own]
+    for expert in spare:
+        step.warm_expert(i, expert, j)
+    recent.use([*own, *spare])
+
+
+class LeastRecent:
+    """The experts that a node holds, those that were used longest ago first, in whichever layer that was.
+
+    An expert's weights of all layers lie together in memory (section 4.1 of the paper), so that any layer's use counts.
+    """
+
+    def __init__(self, held: Iterable[int]) -> None:
+        self._layers = 0
+        self._last_use = dict.fromkeys(sorted(held), 0)
+
+    def use(self, experts: Iterable[int]) -> None:
+        """A layer uses these, one after the other."""
+        self._layers += 1
+        for expert in experts:
+            del self._last_use[expert]
+            self._last_use[expert] = self._layers
+
+    def first(self, count: int, without: Collection[int] = ()) -> list[int]:
+        """The `count` experts that were used longest ago, or as many as there are, without these."""
+        return [expert for expert in self._last_use if expert not in without][: max(0, count)]
+
+    def idle_for(self, layers: int) -> list[int]:
+        """The experts that so many layers have not used."""
+        return [expert for expert, last in self._last_use.items() if self._layers - last >= layers]

@@ -1,0 +1,93 @@
+"""What names stand for: a model's shape, a machine, a policy's class, a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moesched import plugins
+from moesched.errors import BadInput
+from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
+from moesched.machines import Machine, load_machine
+from moesched.machines.local import local_machine, require_measured_here
+from moesched.models.config import ModelConfig
+from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
+from moesched.requests.workloads import Workload, given_lengths, load_workload
+
+NEW_TOKENS_OF_PROMPTS = 64
+"""What is generated for prompts where nothing is said."""
+
+
+def find_shape(name_or_folder: Path | str) -> ModelConfig:
+    """A named shape, or what a folder's config.json says.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if str(name_or_folder) in SHAPES:
+        return SHAPES[str(name_or_folder)]
+    if Path(name_or_folder).is_dir():
+        return read_config(Path(name_or_folder))
+    known = ", ".join(SHAPES)
+    raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")
+
+
+def find_machine(machine: Machine | str, device: str | None = None, *, foreign: bool = False) -> Machine:
+    """A machine by its name or file; "auto" is this one, with what the device adds to it.
+
+    Args:
+        foreign: also one whose costs were measured on another processor than the device's.
+
+    Raises:
+        BadInput: there is none of that name, or the device is not of that machine.
+    """
+    kind: Any = plugins.find("devices", device) if device else None
+    if machine == "auto":
+        add = getattr(kind, "machine", None)
+        here = local_machine()
+        if not foreign:
+            require_measured_here(here)
+        return here if add is None else add(here)
+    found = machine if isinstance(machine, Machine) else load_machine(machine)
+    check = getattr(kind, "check_machine", None)
+    if check is not None:
+        check(found)
+    if device and not foreign:
+        require_measured_here(found)
+    return found
+
+
+def find_policy(name: str) -> type:
+    """A policy's class by its name, or by package.module:Class.
+
+    Raises:
+        BadInput: there is none, or it is no policy.
+    """
+    cls = plugins.find("policies", name)
+    for method in ("plan", "prefill", "decode"):
+        if not callable(getattr(cls, method, None)):
+            raise BadInput(f"{name} is no policy: it has no {method}(); see moesched.seams.Policy")
+    found: type = cls
+    return found
+
+
+def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: ModelConfig) -> Workload:
+    """A workload by its name or file, or one that has the lengths of these prompts.
+
+    Raises:
+        BadInput: there is none, or no prompts.
+    """
+    if isinstance(workload, str):
+        if not workload.endswith(".jsonl"):
+            return load_workload(workload)
+        workload = read_prompts(Path(workload))
+    has_folder = str(model) not in SHAPES
+    if not has_folder and any(isinstance(prompt, str) for prompt in workload):
+        raise BadInput(
+            f"prompts are text, and model {model} has no tokenizer: name a model's folder, or give ids"
+        )
+    tokenizer = find_tokenizer(Path(model)) if has_folder else None
+    encoded = encode_prompts(workload, tokenizer, config, 0)
+    return given_lengths(list(map(len, encoded)), NEW_TOKENS_OF_PROMPTS)

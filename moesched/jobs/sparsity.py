@@ -1,0 +1,148 @@
+"""How many values an expert's SiLU leaves near zero: Table 2 of Twiddler's Appendix B, for any model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import BadInput, NotFinite
+from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.jobs.device_listener import DeviceListener
+from moesched.jobs.model_jobs import run_model
+from moesched.machines import Machine
+from moesched.models.config import ModelConfig
+from moesched.models.reading import read_config
+
+THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
+POLICY = "expert_streaming"
+RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
+"""What runs through a model where no prompts are given."""
+
+
+class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The shares of values after SiLU that are nearer to zero than each threshold.
+
+    Attributes:
+        values: how many there were in each layer, of all its experts.
+        below: a row for each layer, a share for each threshold.
+        tokens: of the prompts.
+        random_prompts: whether these were drawn by lot, since none were given.
+    """
+
+    model: str
+    dtype: str
+    tokens: int
+    random_prompts: bool
+    thresholds: tuple[float, ...]
+    values: tuple[int, ...]
+    below: tuple[tuple[float, ...], ...]
+    interrupted: bool = False
+
+
+def sparsity_of(
+    model: Path | str,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    policy: str = POLICY,
+    seed: int = 0,
+    dtype: str | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    device: str = "torch",
+    machine: Machine | str = "auto",
+    budgets: Mapping[str, int | str] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> SparsityReport:
+    """Run prompts through a model and count the values after SiLU, over all experts that tokens were routed to.
+
+    Args:
+        prompts: by default token ids drawn by lot; what a trained model does with text is another matter.
+        seed: of these ids.
+        progress: told how many values were counted, and how many there will be.
+
+    The other arguments and errors are those of `moesched.run_model`.
+    """
+    config = read_config(model)
+    given = random_prompts(config, seed) if prompts is None else prompts
+    encoded = encode_prompts(given, find_tokenizer(Path(model)), config, 1)
+    tokens = sum(map(len, encoded))
+    most = tokens * config.layers * config.top_k * config.intermediate
+    counter = SparsityCounter(config.layers, progress, most)
+    report = run_model(
+        model,
+        encoded,
+        policy=policy,
+        max_new_tokens=1,
+        dtype=dtype,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        device=device,
+        machine=machine,
+        budgets=budgets,
+        tensor_parallel=1,
+        listener=DeviceListener("activations", counter),
+    )
+    if report.failure is not None:
+        raise NotFinite(report.failure)
+    return SparsityReport(
+        model=config.name,
+        dtype=report.dtype,
+        tokens=tokens,
+        random_prompts=prompts is None,
+        thresholds=THRESHOLDS,
+        values=tuple(counter.values),
+        below=counter.shares(),
+        interrupted=report.interrupted,
+    )
+
+
+def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
+    """Token ids drawn by lot, as many as the model's context has room for."""
+    length = min(RANDOM_TOKENS, config.max_positions - 1)
+    if length < 1:
+        raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: nothing fits in")
+    drawn = np.random.default_rng(seed % 2**64).integers(config.vocabulary, size=(RANDOM_PROMPTS, length))
+    ids: list[list[int]] = drawn.tolist()
+    return ids
+
+
+class SparsityCounter:
+    """Counts values by how near they are to zero.
+
+    Args:
+        progress: told how many were counted, and `most`.
+        most: how many there will be.
+    """
+
+    def __init__(
+        self, layers: int, progress: Callable[[int, int], object] | None = None, most: int = 0
+    ) -> None:
+        self.values = [0] * layers
+        self._below = [[0] * len(THRESHOLDS) for _ in range(layers)]
+        self._progress = progress
+        self._most = most
+        self._lock = threading.Lock()
+
+    def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
+        """Count the values of some tokens of an expert."""
+        magnitudes = np.abs(values_nI)
+        below = [int(np.count_nonzero(magnitudes < threshold)) for threshold in THRESHOLDS]
+        with self._lock:
+            self.values[layer] += magnitudes.size
+            self._below[layer] = [
+                before + more for before, more in zip(self._below[layer], below, strict=True)
+            ]
+            if self._progress is not None:
+                self._progress(sum(self.values), self._most)
+
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """Of each layer's values, the share below each threshold; 0 of a layer without values."""
+        return tuple(
+            tuple(count / max(1, values) for count in below)
+            for values, below in zip(self.values, self._below, strict=True)
+        )

@@ -1,0 +1,57 @@
+"""Turns a batch's tokens into text as they come, and tells the listener."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.inputs.prompts import TextStream, Tokenizer
+from moesched.runs.listeners import Listener
+
+
+class TextListener:
+    """Turns a batch's tokens into text as they come, and tells the listener, by the requests' numbers in the run."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        stop_tokens: Sequence[int],
+        new_tokens: int,
+    ) -> None:
+        self.listener = listener
+        self.texts = None if tokenizer is None else [""] * len(prompts)
+        self._streams = None if tokenizer is None else [TextStream(tokenizer, prompt) for prompt in prompts]
+        self._counts = [0] * len(prompts)
+        self._open = dict.fromkeys(range(len(prompts)))
+        self._first = first
+        self._stop_tokens = frozenset(stop_tokens)
+        self._new_tokens = new_tokens
+
+    def tell(self, fresh: dict[int, int]) -> None:
+        """New tokens, by their request's place in the batch."""
+        for request, token in fresh.items():
+            self._counts[request] += 1
+            self.listener.generated(self._first + request, token, self._text(request, token))
+            if token in self._stop_tokens or self._counts[request] == self._new_tokens:
+                self._finish(request)
+
+    def finish_all(self) -> None:
+        """The batch is over, or was ended: nothing more will come."""
+        for request in list(self._open):
+            self._finish(request)
+
+    def _finish(self, request: int) -> None:
+        if request in self._open:
+            del self._open[request]
+            self.listener.finished(self._first + request, self._text(request, None))
+
+    def _text(self, request: int, token: int | None) -> str:
+        """What one more token adds to the text, or the end of it."""
+        if self._streams is None or self.texts is None:
+            return ""
+        stream = self._streams[request]
+        piece = stream.finish() if token is None else stream.push(token)
+        self.texts[request] += piece
+        return piece

@@ -1,0 +1,242 @@
+"""Cost models: from the work of a task to time on a machine.
+
+The roofline takes the longer of computing and moving bytes. A calibrated machine knows what operations took when they
+were measured. Nothing is free: work that the machine does not describe is refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from statistics import median
+
+from moesched.errors import BadInput
+from moesched.machines import (
+    ATTENTION,
+    ATTENTION_CALLS,
+    FEW_ROWS,
+    INTERCONNECT,
+    MANY_ROWS,
+    CostPoint,
+    Machine,
+    Processor,
+)
+from moesched.machines.networks import NETWORK
+from moesched.seams import CostModel, Demand
+from moesched.tasks import Work, WorkPart
+
+DISPATCH, HOP = "dispatch", "hop"
+EXPERTS = ("expert", "kept expert", "experts", "kept experts")
+ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
+ONLY_MOVING = ("combine", "embed")
+MOST_FEW_ROWS = 16
+"""Up to so many rows a product takes as long as its weights are read, and so what it leaves of memory is little."""
+
+
+def cost_model(machine: Machine, dtype: str) -> CostModel:
+    """The machine's measured costs where it was calibrated, else its roofline.
+
+    dtype: what the model computes in.
+    """
+    return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype)
+
+
+class Roofline:
+    """Peak rates of the machine's description (MoE-Lightning, Eqs. 7 and 8)."""
+
+    def __init__(self, machine: Machine, dtype: str) -> None:
+        self.machine = machine
+        self.dtype = dtype
+
+    def work(self, work: Work) -> Demand:
+        """Time alone and shares of each resource.
+
+        Raises:
+            BadInput: the machine has no such resource, or no rate for this dtype.
+        """
+        processor = self.machine.processors.get(work.resource)
+        if processor is not None:
+            computing = work.flops / self.machine.peak(work.resource, self.dtype)
+            moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
+            seconds = max(computing, moving, _reading_experts(work, processor)) + processor.launch_seconds
+            return _demand(seconds, ((work.resource, computing), (processor.memory, moving)))
+        for link in self.machine.links:
+            if work.resource == f"{link.source}->{link.destination}":
+                seconds = work.nbytes / link.bandwidth
+                ends = tuple(
+                    (end, work.nbytes / self.machine.memories[end].bandwidth)
+                    for end in (link.source, link.destination)
+                )
+                return _demand(seconds + link.latency, ((link.lane, seconds), *ends))
+        group = self.machine.accelerator_group
+        if work.resource == INTERCONNECT and group.interconnect is not None:
+            seconds = work.nbytes / group.interconnect.bandwidth
+            rounds = 2 * (group.count - 1)  # of a ring: the sum comes round once, and goes round once more
+            busy = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
+            return _demand(seconds + rounds * group.interconnect.latency, busy)
+        network = self.machine.network
+        if work.resource == NETWORK and network is not None:
+            alone = _demand(network.seconds(work.nbytes), ((NETWORK, work.nbytes / network.bandwidth),))
+            lead = self.machine.accelerator.handover_seconds
+            return alone._replace(seconds=lead + alone.seconds, lead=lead)
+        raise BadInput(
+            f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
+            "describe that resource in its profile"
+        )
+
+
+class Calibrated:
+    """Costs from a machine's table of measured operations: a work takes the sum of its parts.
+
+    Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured.
+    Work that nothing is known of but its FLOPs and bytes is left to the roofline.
+
+    Raises:
+        BadInput: the machine has no measured costs in this dtype.
+    """
+
+    def __init__(self, machine: Machine, dtype: str) -> None:
+        self.machine = machine
+        self.dtype = dtype
+        self._roofline = Roofline(machine, dtype)
+        points: dict[str, list[CostPoint]] = {}
+        for point in machine.cost_table:
+            if point.dtype in ("", dtype):
+                points.setdefault(point.operation, []).append(point)
+        if not any(point.dtype == dtype for point in machine.cost_table):
+            raise BadInput(
+                f"machine {machine.name} was not measured in {dtype}: run `moesched calibrate`, "
+                "or choose another --dtype"
+            )
+        self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
+        self._slowed: dict[str, list[tuple[str, float]]] = {}
+        for pair in machine.contention:
+            self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
+
+    def work(self, work: Work) -> Demand:
+        """The sum of the parts' times, and what slows the work.
+
+        Raises:
+            BadInput: an operation was not measured, or the machine's peak rates say nothing of the work either.
+        """
+        if not work.parts:
+            return self._roofline.work(work)
+        seconds = lead = 0.0
+        for part in work.parts:
+            if part.operation == HOP:
+                lead += part.times * self.seconds(part)
+            else:
+                seconds += part.times * self.seconds(part)
+        if DISPATCH in self._surfaces:
+            lead += self.seconds(WorkPart(DISPATCH, 0))
+        sort = sort_of(work)
+        return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
+
+    def seconds(self, part: WorkPart) -> float:
+        """What one of a part's operations takes.
+
+        Raises:
+            BadInput: the operation was not measured.
+        """
+        surface = self._surfaces.get(part.operation)
+        if surface is None:
+            raise BadInput(
+                f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
+                "run `moesched calibrate`"
+            )
+        return surface(part.size, part.rows)
+
+
+def sort_of(work: Work) -> str:
+    """What a work with parts is, as far as others that run beside it are concerned."""
+    operation = work.parts[0].operation
+    if operation in ATTENTIONS:
+        calls = sum(part.times for part in work.parts if part.operation == "attention call")
+        return ATTENTION_CALLS if calls > 1 else ATTENTION
+    if operation == work.resource:
+        return operation
+    rows = max(work.parts, key=_weights).rows
+    return FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
+
+
+def _weights(part: WorkPart) -> float:
+    """Bytes of weights that a part reads."""
+    return 0.0 if part.operation in ONLY_MOVING else part.size * part.times
+
+
+class Curve:
+    """Time through measured points (x, seconds), in any order: straight lines between them.
+
+    Times at one x count by their median. Below the first point the first line goes on, down to half of the first time;
+    above the last, time grows as it did on the whole.
+
+    Args:
+        rising: where more was measured to be faster, all that this is true of take their median: what else ran made the
+            smaller one slow, or luck the larger one fast.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:
+        by_x: dict[float, list[float]] = {}
+        for x, seconds in points:
+            by_x.setdefault(x, []).append(seconds)
+        self._xs = sorted(by_x)
+        seconds_at = [median(by_x[x]) for x in self._xs]
+        self._seconds = _rising(seconds_at) if rising else seconds_at
+
+    def __call__(self, x: float) -> float:
+        xs, seconds = self._xs, self._seconds
+        if len(xs) == 1:
+            return seconds[0]
+        if x >= xs[-1]:
+            return seconds[-1] + (x - xs[-1]) * max(0.0, seconds[-1] - seconds[0]) / (xs[-1] - xs[0])
+        right = max(1, bisect_right(xs, x))
+        left = right - 1
+        at = seconds[left] + (x - xs[left]) * (seconds[right] - seconds[left]) / (xs[right] - xs[left])
+        return max(at, seconds[0] / 2)
+
+
+class Surface:
+    """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them.
+
+    More rows take no less time; larger weights may, since a device takes more cores from some size on.
+    """
+
+    def __init__(self, points: Iterable[CostPoint]) -> None:
+        by_size: dict[float, list[tuple[float, float]]] = {}
+        for point in points:
+            by_size.setdefault(point.size, []).append((point.rows, point.seconds))
+        self._curves = {size: Curve(measured) for size, measured in by_size.items()}
+
+    def __call__(self, size: float, rows: float) -> float:
+        through = ((each, curve(rows)) for each, curve in self._curves.items())
+        return Curve(through, rising=False)(size)
+
+
+def _reading_experts(work: Work, processor: Processor) -> float:
+    """How long a processor reads the work's experts at the rate that was seen; 0 where none was."""
+    if processor.expert_bandwidth is None:
+        return 0.0
+    weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
+    return weights / processor.expert_bandwidth
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """The rising numbers that are closest to these: neighbours that fall become their median (isotonic regression).
+
+    A median, since one that was measured far too slow would draw all its neighbours up.
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and median(pools[-2]) >= median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [median(pool) for pool in pools for _ in pool]
+
+
+def _demand(seconds: float, busy: Iterable[tuple[str, float]]) -> Demand:
+    shares: dict[str, float] = {}
+    for resource, alone in busy:
+        if alone > 0:
+            shares[resource] = min(1.0, round(shares.get(resource, 0.0) + alone / seconds, 3))
+    return Demand(seconds, tuple(shares.items()))

@@ -1,0 +1,55 @@
+"""Networks: what joins the nodes of a cluster, read from TOML profiles.
+
+Every figure of a shipped profile states its source in the file.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.machines.toml_library import (
+    NotNegative,
+    Positive,
+    convert_profile,
+    decode_profile,
+    profile_names,
+    profile_text,
+)
+
+NETWORK = "network"
+"""What carries exchanges between nodes: the name of a lane and of a resource."""
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A network between nodes, each with a card of its own.
+
+    Attributes:
+        latency_seconds: of one exchange among all nodes, software included, however little it carries.
+        bandwidth: bytes per second of one card.
+        price_usd: of each node's card; 0 where every machine has one.
+    """
+
+    name: str
+    latency_seconds: NotNegative
+    bandwidth: Positive
+    price_usd: NotNegative = 0.0
+    description: str = ""
+
+    def seconds(self, nbytes: float) -> float:
+        """What one exchange of so many bytes takes."""
+        return self.latency_seconds + nbytes / self.bandwidth
+
+
+def network_names() -> list[str]:
+    """The names of the profiles that ship."""
+    return profile_names("moesched.machines.networks")
+
+
+def load_network(name_or_file: str) -> Network:
+    """A shipped profile by its name, or a TOML file by its path.
+
+    Raises:
+        BadInput: neither exists, or the file is no network.
+    """
+    text = profile_text("moesched.machines.networks", "network", name_or_file)
+    return convert_profile(decode_profile(text, "network", name_or_file), Network, "", name_or_file)

@@ -1,0 +1,89 @@
+"""What a token takes at least on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24), for any model.
+
+    max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
+
+Bytes and FLOPs are those of the busiest node: attention's projections, and the experts that it runs. Router, LM head
+and KV cache are left out, as there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.machines.networks import Network
+from moesched.models.operations import Operations
+
+
+class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What the busiest node has of each layer for one token.
+
+    Attributes:
+        experts: how many it runs, on average.
+        attention: share of attention's projections, from 0 to 1.
+        exchanges: collectives of all nodes.
+    """
+
+    experts: float
+    attention: float = 1.0
+    exchanges: int = 1
+
+
+class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of Eq. 1 for one token, in seconds, and what they allow.
+
+    Attributes:
+        load_seconds: weights into the caches. compute_seconds: FLOPs; it overlaps with loading.
+        latency_seconds, transfer_seconds: of all exchanges.
+        seconds: of the whole token.
+    """
+
+    load_seconds: float
+    compute_seconds: float
+    latency_seconds: float
+    transfer_seconds: float
+    seconds: float
+    tokens_per_second: float
+
+
+def token_bound(
+    operations: Operations, machine: Machine, network: Network | None, share: NodeShare
+) -> TokenBound:
+    """Eq. 1.
+
+    Raises:
+        BadInput: nodes exchange something, and there is no network; or the machine has no rate for the dtype.
+    """
+    if share.exchanges and network is None:
+        raise BadInput(f"machine {machine.name} has no network: give --network, or one in its profile")
+    config = operations.config
+    nbytes = config.layers * (
+        share.attention * attention_bytes(operations) + share.experts * operations.expert_bytes
+    )
+    flops = 2.0 * nbytes / operations.element
+    exchanges = share.exchanges * config.layers if network else 0
+    load = nbytes / machine.memories[machine.accelerator.memory].bandwidth
+    compute = flops / machine.peak(machine.roles.accelerator, operations.dtype)
+    latency = exchanges * network.latency_seconds if network else 0.0
+    transfer = exchanges * exchanged_bytes(operations) / network.bandwidth if network else 0.0
+    seconds = max(load, compute) + latency + transfer
+    return TokenBound(
+        load_seconds=load,
+        compute_seconds=compute,
+        latency_seconds=latency,
+        transfer_seconds=transfer,
+        seconds=seconds,
+        tokens_per_second=1 / seconds,
+    )
+
+
+def attention_bytes(operations: Operations) -> int:
+    """A layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
+    query, key = operations.query_width, operations.key_width
+    return operations.config.hidden * (2 * query + 2 * key) * operations.element
+
+
+def exchanged_bytes(operations: Operations) -> int:
+    """What a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
+    return operations.config.top_k * operations.hidden_bytes

@@ -1,0 +1,98 @@
+"""A look at a schedule: the virtual clock runs the prefill and a few decode steps instead of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from moesched.drivers.virtual import VirtualDriver
+from moesched.drivers.wired_memory import wired_memory_delays
+from moesched.engine import Engine
+from moesched.machines.cost import cost_model
+from moesched.requests.batch import Batch
+from moesched.routing import SeededRouting
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes, simulated_decisions
+from moesched.seams import CostModel, Policy
+from moesched.steps.plan import Plan
+from moesched.steps.run_state import RunState
+from moesched.tasks import Decision, Task
+
+MOST_STEPS = 5
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What a run will come to.
+
+    Attributes:
+        prefill_seconds: from the end of loading to the last prompt's first token.
+        step_seconds: of a decode step in the middle of the generation.
+        utilization: the share of such a step that each lane is busy.
+    """
+
+    prefill_seconds: float
+    step_seconds: float
+    utilization: dict[str, float]
+
+    def tokens_per_second(self, batch: Batch) -> float:
+        """All generated tokens over the time from the end of loading."""
+        seconds = self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
+        return len(batch.prompts) * batch.new_tokens / seconds
+
+
+def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Preview:
+    """Run the prefill and up to four decode steps of a plan, which is used up then.
+
+    The first decode step begins while the prefill ends, and the last one fetches nothing for another: neither is
+    looked at where there are others.
+
+    cost: by default what the plan's machine was calibrated to, or its roofline.
+    """
+    cost = cost or cost_model(plan.machine, plan.layout.dtype)
+    lanes = make_lanes(plan)
+    engine = Engine(lanes.values())
+    steps = min(MOST_STEPS, plan.batch.new_tokens)
+    age = max(0, (plan.batch.new_tokens - steps) // 2)
+    config = plan.layout.config
+    perform: Mapping[type[Task], Callable[[Task], Any]] = {
+        Decision: simulated_decisions(plan, SeededRouting(config.experts, config.top_k))
+    }
+    spans = _Spans()
+    driver = VirtualDriver(
+        [engine],
+        cost,
+        sharing=plan.contended,
+        perform=perform,
+        observers=[spans],
+        delays=wired_memory_delays(plan, lanes),
+    )
+    with closing(RunState(plan, engine, lanes, steps=steps, age=age)) as run_state:
+        generation = Generation(run_state, policy)
+        driver.run(generation.run())
+    ends = generation.step_ends
+    window = ends[1:-1] if len(ends) > 3 else ends
+    seconds = (window[-1] - window[0]) / 1e9
+    return Preview(
+        prefill_seconds=(ends[0] - generation.loaded) / 1e9,
+        step_seconds=seconds / max(1, len(window) - 1),
+        utilization={name: spans.share(name, window[0], window[-1]) for name in lanes},
+    )
+
+
+class _Spans:
+    """When which lane was busy."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+
+    def ended(self, task: Task) -> None:
+        self._spans.setdefault(task.lane.name, []).append((task.start, task.end))
+
+    def share(self, lane: str, start: int, end: int) -> float:
+        """The share of that time that the lane was busy."""
+        spans = self._spans.get(lane, [])
+        busy = sum(max(0, min(last, end) - max(first, start)) for first, last in spans)
+        return busy / (end - start) if end > start else 0.0

@@ -1,0 +1,78 @@
+"""What the Apple silicon cluster paper prints, read from the TOML file beside this module."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import msgspec
+
+PARTS = ("moe", "comm", "misc")
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of an exchange: of the centralised versions, and of the others between two nodes and for each further."""
+
+    centralised: float
+    decentralised: float
+    each_further_node: float
+
+
+class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of Tables 3 and 4, and how we run it.
+
+    Attributes:
+        seconds, moe, comm, misc: of a token.
+        prestacked, standby: of the weights (see `moesched.machines.Wiring`).
+        fitted: the cells that a rate was calibrated to.
+    """
+
+    tables: list[str]
+    method: str
+    nodes: int
+    policy: str
+    tokens_per_second: float
+    seconds: float
+    moe: float
+    comm: float
+    misc: float
+    prompt_tokens_per_second: float
+    fitted: list[str]
+    settings: dict[str, bool] = {}
+    prestacked: bool = True
+    standby: bool = True
+
+    @property
+    def centralised(self) -> bool:
+        """Whether attention is on the first node only."""
+        return not self.settings.get("decentralised", True)
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of Table 5; the price is of one node."""
+
+    name: str
+    nodes: int
+    price_usd: float
+    tokens_per_second: float
+    per_usd: float
+
+
+class MacPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of it."""
+
+    title: str
+    model: str
+    machine: str
+    network: str
+    prompt: int
+    new_tokens: int
+    latency: Latency
+    systems: list[PrintedSystem]
+    solutions: list[Solution]
+    table_6: dict[str, list[str]]
+
+
+def mac_paper() -> MacPaper:
+    """Tables 3 to 6, the prompts' rates, and the latencies of the cluster's exchanges."""
+    text = (resources.files("moesched.reproduce.mac_cluster") / "paper.toml").read_bytes()
+    return msgspec.toml.decode(text, type=MacPaper)

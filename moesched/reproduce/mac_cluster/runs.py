@@ -1,0 +1,147 @@
+"""A cluster of simulated Macs: what a token takes there, and how much of it is experts, communication and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.drivers.wired_memory import EXPERT_VERBS
+from moesched.machines import Machine, load_machine
+from moesched.machines.networks import NETWORK, load_network
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.plugins import make_policy
+from moesched.reproduce.mac_cluster.paper import MacPaper, PrintedSystem
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.ranks import Rank
+from moesched.runs.runs import plan_run, simulate
+from moesched.tasks import Task
+
+
+class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What one token takes, in seconds, as the first node sees it.
+
+    Attributes:
+        moe: experts. comm: exchanges, and waiting for the other nodes. misc: all else in the layers, with what passes
+            before the network has what the accelerator made.
+        ends: embedding and sampling, which the paper's breakdown leaves out.
+    """
+
+    moe: float
+    comm: float
+    misc: float
+    ends: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.moe + self.comm + self.misc + self.ends
+
+
+class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+    """A request on a simulated cluster.
+
+    Attributes:
+        token: the mean over all decode steps.
+        prompt_seconds: of the prompt.
+    """
+
+    token: TokenTime
+    prompt_seconds: float
+
+
+class _Breakdown:
+    """Adds up, of the first node's decode steps, where the time went; an observer. Nanoseconds."""
+
+    def __init__(self, handover: float) -> None:
+        self.moe = self.misc = self.ends = 0
+        self._handover = round(handover * 1e9)
+
+    def ended(self, task: Task) -> None:
+        if task.step < 1:
+            return
+        took = task.end - task.start
+        within = task.layer >= 0
+        if task.lane.name == NETWORK:
+            self._add(self._handover if within else self._handover + took, within=within)
+        elif task.lane.name == "accelerator" and task.verb in EXPERT_VERBS:
+            self.moe += took
+        elif task.lane.name == "accelerator":
+            self._add(took, within=within)
+
+    def _add(self, took: int, *, within: bool) -> None:
+        if within:
+            self.misc += took
+        else:
+            self.ends += took
+
+
+def run_system(
+    paper: MacPaper,
+    system: PrintedSystem,
+    prompt: int,
+    new_tokens: int,
+    chunk: int | None = None,
+) -> Simulated:
+    """One request on the cluster of a row, from its prompt to the last token.
+
+    chunk: tokens of the prompt that pass a layer together; by default all.
+    """
+    machine = mac_of(paper, system)
+    return run_request(
+        machine, paper, system.policy, system.settings, system.nodes, prompt, new_tokens, chunk
+    )
+
+
+def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
+    """A node of a row's cluster: its weights, and how long its exchanges take."""
+    machine = load_machine(paper.machine)
+    assert machine.wired_memory is not None
+    latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
+    if system.centralised:
+        latency = paper.latency.centralised
+    return replace(
+        machine,
+        network=replace(load_network(paper.network), latency_seconds=latency),
+        wired_memory=replace(machine.wired_memory, prestacked=system.prestacked, standby=system.standby),
+    )
+
+
+def run_request(
+    machine: Machine,
+    paper: MacPaper,
+    policy: str,
+    settings: Mapping[str, bool | int],
+    nodes: int,
+    prompt: int,
+    new_tokens: int,
+    chunk: int | None = None,
+) -> Simulated:
+    """One request on so many machines; experts are drawn uniformly, with seed 0."""
+    layout = weight_layout(SHAPES[paper.model])
+    batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
+    first, *peers = _ranks(machine, layout, batch, policy, settings, nodes)
+    breakdown = _Breakdown(machine.accelerator.handover_seconds)
+    report = simulate(first.plan, first.policy, observers=[breakdown], peers=peers)
+    decoded = new_tokens - 1
+    moe, misc, ends = (each / decoded / 1e9 for each in (breakdown.moe, breakdown.misc, breakdown.ends))
+    comm = fmean(report.step_seconds[1:]) - moe - misc - ends
+    return Simulated(
+        token=TokenTime(moe=moe, comm=comm, misc=misc, ends=ends), prompt_seconds=report.prefill_seconds
+    )
+
+
+def _ranks(
+    machine: Machine,
+    layout: WeightLayout,
+    batch: Batch,
+    policy: str,
+    settings: Mapping[str, bool | int],
+    nodes: int,
+) -> Iterator[Rank]:
+    for node in range(nodes):
+        made = make_policy(policy, dict(settings))
+        yield Rank(plan_run(machine, layout, batch, made, nodes=nodes, node=node), made)

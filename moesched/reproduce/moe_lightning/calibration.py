@@ -1,0 +1,111 @@
+"""Sets each unknown rate so that the prediction meets one cell of the paper's tables, the one that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines import Machine, load_machine
+from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
+from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, System, predict, setting_of
+from moesched.reproduce.report import Value, rounded
+
+OF = {
+    "link": "the profile's links to and from the GPU",
+    "kernels": "the GPU's memory bandwidth and FLOP/s",
+    "flexgen_attention": "the host's bandwidth and FLOP/s, for FlexGen's CPU attention",
+}
+ORDER = ("link", "kernels", "flexgen_attention")
+START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
+"""Where the search begins; what it finds does not depend on it."""
+ROUNDS = 6
+CLOSE = 1e-4
+LEAST, MOST = 1e-3, 10.0
+"""Shares between which a rate is sought."""
+
+
+def predict_cell(
+    paper: Paper, column: Column, row: Row, rates: Rates, system: System | None = None
+) -> Predicted:
+    """A cell of the paper's tables, with the sizes that it prints; `system` schedules otherwise than its row's."""
+    setting = setting_of(
+        system or SYSTEMS[row.system],
+        paper.settings[column.setting],
+        column.workload,
+        column.new_tokens,
+        rates,
+        requests=row.micro_batch_size * row.micro_batches,
+    )
+    return predict(setting, row.micro_batches, row.micro_batch_size)
+
+
+def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> Rates:
+    """The rates with which each fitted cell is met, one after the other, until none of them moves the others.
+
+    Raises:
+        BadInput: a cell cannot be met.
+    """
+    cells = {row.fit: (column, row) for column in paper.cells for row in column.rows if row.fit}
+    rates = START
+    for _ in range(ROUNDS):
+        before = rates
+        for name in ORDER:
+            column, row = cells[name]
+            on_progress(f"fitting {name} to {row.name}")
+            rates = replace(rates, **{name: _meet(paper, column, row, rates, name)})
+        if all(abs(log(getattr(rates, name) / getattr(before, name))) < CLOSE for name in ORDER):
+            break
+    return rates
+
+
+def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
+    """Each rate: the cell that it was set by, its share of what the profiles say, and what that comes to."""
+    rows: list[dict[str, Value]] = []
+    for column in paper.cells:
+        for row in column.rows:
+            if row.fit:
+                machine = load_machine(paper.settings[column.setting].machine)
+                share = getattr(rates, row.fit)
+                rows.append(
+                    {
+                        "rate": row.fit,
+                        "of": OF[row.fit],
+                        "share": rounded(share),
+                        "gb_per_second": rounded(share * _bandwidth(machine, row.fit) / 1e9),
+                        "set_by": f"{column.table}, {column.workload}, {column.setting}, {row.name}",
+                    }
+                )
+    return rows
+
+
+def _bandwidth(machine: Machine, rate: str) -> float:
+    """Bytes per second of the profile that a rate is a share of."""
+    fast, slow = machine.accelerator.memory, machine.host.memory
+    if rate == "link":
+        return machine.link(slow, fast).bandwidth
+    return machine.memories[fast if rate == "kernels" else slow].bandwidth
+
+
+def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:
+    """The rate with which a cell is met, by secants on a scale of logarithms."""
+
+    def miss(share: float) -> float:
+        predicted = predict_cell(paper, column, row, replace(rates, **{name: share}))
+        return log(predicted.tokens_per_second / row.tokens_per_second)
+
+    share = getattr(rates, name)
+    missed, slope = miss(share), 1.0
+    while abs(missed) > CLOSE:
+        tried = share * exp(-missed / slope)
+        if not LEAST < tried < MOST:
+            raise BadInput(
+                f"{row.name} on {column.setting} cannot be met by its rate of {name}: correct the cell"
+            )
+        now = miss(tried)
+        slope = (now - missed) / log(tried / share)
+        share, missed = tried, now
+    return float(share)

@@ -1,0 +1,91 @@
+"""Fig. 1 of MoE-Lightning: how much host memory a system needs to come near the most that it can reach."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+
+from moesched.planner.traits import UNLIMITED
+from moesched.reproduce.moe_lightning.paper import Paper
+from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
+from moesched.reproduce.report import Section, Value, ratio_claim, rounded
+
+SETTING, WORKLOAD, NEW_TOKENS, MICRO_BATCH = "S1", "mtbench", 128, 36
+MANY, MORE = 120, 150
+MOST = 200
+SHARES = (0.8, 0.9, 0.95)
+CLAIMED = 0.9
+
+HOW = (
+    "MTBench on S1, 128 new tokens, padded, µ = 36 as in Table 5, host memory without a limit. What the GPU's memory "
+    f"allows at most with that µ is what {MORE - MANY} micro-batches more bring, from {MANY} to {MORE} of them: the "
+    "weights' transfer no longer counts then. The host memory (weights and KV cache) is that of the smallest batch "
+    f"that reaches a share of it; the figure's own share is not given, the claim is taken for {CLAIMED:.0%}."
+)
+
+
+def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+    """Host memory by system and share of the bound."""
+    rows: list[dict[str, Value]] = []
+    needed: dict[str, int] = {}
+    for system in ("MoE-Lightning(p)", "FlexGen"):
+        reached = _by_batch(paper, rates, system, on_progress)
+        bound = _bound(reached(MANY), reached(MORE))
+        for share in SHARES:
+            found = _smallest(reached, share * bound)
+            if share == CLAIMED:
+                needed[system] = found.host_bytes
+            rows.append(
+                {
+                    "system": system,
+                    "share": share,
+                    "bound": rounded(bound),
+                    "tokens_per_second": rounded(found.tokens_per_second),
+                    "batch_size": found.batch_size,
+                    "host_gb": rounded(found.host_bytes / 1e9),
+                }
+            )
+    return Section(
+        name="cpu-memory",
+        title="Fig. 1: host memory and throughput",
+        how=HOW,
+        rows=rows,
+        claims=[ratio_claim(paper.claims["cpu_memory"], [needed["FlexGen"] / needed["MoE-Lightning(p)"]])],
+    )
+
+
+def _by_batch(
+    paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
+) -> Callable[[int], Predicted]:
+    """What a system comes to with a number of micro-batches."""
+
+    @cache
+    def reached(micro_batches: int) -> Predicted:
+        on_progress(f"Fig. 1: {system}, {micro_batches} micro-batches")
+        requests = micro_batches * MICRO_BATCH
+        where = paper.settings[SETTING]
+        setting = setting_of(SYSTEMS[system], where, WORKLOAD, NEW_TOKENS, rates, requests=requests)
+        setting.budgets[setting.machine.host.memory] = UNLIMITED
+        return predict(setting, micro_batches, MICRO_BATCH)
+
+    return reached
+
+
+def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
+    """The smallest batch that reaches so much."""
+    counts = range(1, MOST)
+    place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)
+    return reached(counts[place])
+
+
+def _bound(many: Predicted, more: Predicted) -> float:
+    """Tokens per second of the requests that one batch has more than the other."""
+    requests = more.batch_size - many.batch_size
+    seconds = _seconds(more) - _seconds(many)
+    return requests * NEW_TOKENS / seconds
+
+
+def _seconds(predicted: Predicted) -> float:
+    return predicted.batch_size * NEW_TOKENS / predicted.tokens_per_second

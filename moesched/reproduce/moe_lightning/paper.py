@@ -1,0 +1,82 @@
+"""What a paper prints, read from the TOML file beside this module."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import msgspec
+
+
+class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model on a machine, by our names."""
+
+    model: str
+    machine: str
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured of one system.
+
+    Attributes:
+        variant: tells rows of the same system apart.
+        micro_batches: how many of `micro_batch_size` requests a batch has.
+        fit: the rate that is set so that our prediction meets this figure; none where it is predicted.
+    """
+
+    system: str
+    tokens_per_second: float
+    micro_batch_size: int
+    micro_batches: int
+    variant: str = ""
+    fit: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The system and its variant."""
+        return f"{self.system}, {self.variant}" if self.variant else self.system
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cells of one table that belong to one workload and setting."""
+
+    table: str
+    workload: str
+    new_tokens: int
+    setting: str
+    rows: list[Row]
+
+
+class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By how much a system is faster than others of its column, as the text says."""
+
+    where: str
+    table: str
+    workload: str
+    setting: str
+    over: str
+    ratios: dict[str, float]
+
+
+class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ratio that the text states, from `low` to `high`."""
+
+    where: str
+    what: str
+    low: float
+    high: float
+
+
+class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All figures of a paper that are reproduced."""
+
+    title: str
+    settings: dict[str, PaperSetting]
+    cells: list[Column]
+    printed_ratios: list[PrintedRatios]
+    claims: dict[str, PaperClaim]
+
+
+def moe_lightning() -> Paper:
+    """MoE-Lightning's Tables 2, 4 and 5 and what its sections 5 and 6 say."""
+    text = (resources.files("moesched.reproduce.moe_lightning") / "paper.toml").read_bytes()
+    return msgspec.toml.decode(text, type=Paper)

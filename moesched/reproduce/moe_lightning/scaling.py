@@ -1,0 +1,90 @@
+"""Section 5.3 of MoE-Lightning: from two T4 to four, with tensor parallelism, and FlexGen beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moesched.machines import load_machine
+from moesched.planner import plan_model
+from moesched.reproduce.moe_lightning.paper import Paper
+from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.speedups import (
+    GENERATIONS,
+    PLANNER,
+    WORKLOAD,
+    Rows,
+    generation_claims,
+    rate_of,
+)
+from moesched.reproduce.moe_lightning.systems import SYSTEMS
+from moesched.reproduce.report import Section, ratio_claim, rounded
+from moesched.requests.workloads import given_lengths, load_workload
+
+COMPARED = (
+    ("MoE-Lightning(p)", ("S6", "S7")),
+    ("FlexGen", ("S6", "S7")),
+    ("MoE-Lightning", ("S8", "S9")),
+)
+"""Systems, and their settings with two T4 and with four."""
+POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
+
+HOW = (
+    "MTBench on two T4 and on four: Mixtral 8x22B padded (S6, S7), DBRX unpadded (S8, S9). Everything as `moesched "
+    "plan` has it by default, with the fitted rates; the paper prints no sizes here."
+)
+
+
+def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+    """Throughput on two and on four GPUs."""
+    rows: Rows = []
+    for system, settings in COMPARED:
+        for setting in settings:
+            for new_tokens in GENERATIONS:
+                on_progress(f"5.3: {system}, {new_tokens} tokens on {setting}")
+                where = paper.settings[setting]
+                workload = load_workload(WORKLOAD)
+                if SYSTEMS[system].padded:
+                    workload = given_lengths([workload.longest], new_tokens)
+                proposal = plan_model(
+                    where.model,
+                    machine=machine_at(load_machine(where.machine), rates),
+                    workload=workload,
+                    gen=new_tokens,
+                    policy=POLICIES[system],
+                )
+                predicted = proposal.predicted
+                rows.append(
+                    {
+                        "setting": setting,
+                        "new_tokens": new_tokens,
+                        "system": system,
+                        "sizes_by": PLANNER,
+                        "batch_size": proposal.plan.batch_size,
+                        "micro_batch_size": proposal.plan.micro_batch_size,
+                        "tokens_per_second": rounded(predicted.throughput_tokens_per_second),
+                        "bound_by": predicted.bound_by,
+                        "busy": round(predicted.utilization[predicted.bound_by], 3),
+                    }
+                )
+    flexgen = _growth(rows, *COMPARED[1])
+    return Section(
+        name="scaling",
+        title="5.3: from two T4 to four",
+        how=HOW,
+        rows=rows,
+        claims=[
+            ratio_claim(paper.claims["scaling_mixtral"], _growth(rows, *COMPARED[0])),
+            ratio_claim(paper.claims["scaling_flexgen"], flexgen),
+            ratio_claim(paper.claims["scaling_dbrx"], _growth(rows, *COMPARED[2])),
+            *generation_claims(rows, "S6", PLANNER),
+        ],
+    )
+
+
+def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
+    """By how much more GPUs are faster, at each generation length."""
+    few, many = settings
+    return [
+        rate_of(rows, many, new_tokens, system, PLANNER) / rate_of(rows, few, new_tokens, system, PLANNER)
+        for new_tokens in GENERATIONS
+    ]

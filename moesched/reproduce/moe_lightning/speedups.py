@@ -1,0 +1,194 @@
+"""Fig. 7 of MoE-Lightning: MTBench at several generation lengths, every system with sizes of its own.
+
+The figure's values are not in the text, but the ratios that section 5.2 draws from them are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from moesched.errors import BadInput
+from moesched.planner.candidate import Candidate
+from moesched.planner.traits import Setting
+from moesched.reproduce.moe_lightning.paper import Paper
+from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
+from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded
+
+GENERATIONS = (32, 64, 128, 256)
+WORKLOAD = "mtbench"
+SETTINGS = ("S1", "S2")
+MOE_LIGHTNING = {"S1": (14, 36)}
+"""Its own micro-batches and their size (Table 5); on S2 it is not printed."""
+FLEXGEN_MICRO_BATCH = {"S1": 8, "S2": 16}
+"""FlexGen's own µ: Table 5 for S1; assumed to be twice that on S2, as it is in Table 4."""
+FLEXGEN_TOKENS = 1112 * (418 + 128)
+"""Tokens that FlexGen's own batch holds at the end (Table 5); those of Table 4 hold 0.93 to 1.06 times as many."""
+LEAST_FALL = 0.001
+PLANNER, ITS_OWN, ONE = "our planner", "its own search", "one micro-batch"
+COMPARED = (
+    ("MoE-Lightning", PLANNER),
+    ("MoE-Lightning(p)", PLANNER),
+    ("MoE-Lightning(p)", ITS_OWN),
+    ("FlexGen", ITS_OWN),
+    ("FlexGen", PLANNER),
+    ("FlexGen(c)", ITS_OWN),
+    ("FlexGen(c)", PLANNER),
+    ("DeepSpeed", ONE),
+)
+"""Systems, and who chooses their sizes."""
+
+HOW = (
+    "MoE-Lightning, with and without padding, with our planner's sizes, and padded with its own (Table 5; on S1 only, "
+    "N = 504 at every generation length). FlexGen with the sizes that its own search gave it, µ = 8 on S1 (Table 5), "
+    "16 on S2 (assumed: twice, as in Table 4), and as many requests as Table 5's batch has tokens for; also with our "
+    "planner's. DeepSpeed with the largest single micro-batch that fits the GPU."
+)
+
+Rows = list[dict[str, Value]]
+
+
+def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
+    """Every system on S1 and S2, and by how much MoE-Lightning is faster."""
+    rows: Rows = []
+    for name in SETTINGS:
+        for new_tokens in GENERATIONS:
+            for system, sizes_by in COMPARED:
+                if (system, sizes_by) == ("MoE-Lightning(p)", ITS_OWN) and name not in MOE_LIGHTNING:
+                    continue
+                on_progress(f"Fig. 7: {system}, {new_tokens} tokens on {name}")
+                setting = setting_of(SYSTEMS[system], paper.settings[name], WORKLOAD, new_tokens, rates)
+                found = _sized(setting, name, system, sizes_by)
+                rows.append(row_of(name, new_tokens, system, sizes_by, found))
+    claims = []
+    for claim, system, sizes_by in (
+        ("over_flexgen", "FlexGen", ITS_OWN),
+        ("over_flexgen_c", "FlexGen(c)", ITS_OWN),
+        ("over_deepspeed", "DeepSpeed", ONE),
+    ):
+        slower = system, sizes_by
+        printed = _most_over(rows, ("MoE-Lightning(p)", ITS_OWN), slower, tuple(MOE_LIGHTNING))
+        ours = _most_over(rows, ("MoE-Lightning(p)", PLANNER), slower, SETTINGS)
+        claims.append(ratio_claim(paper.claims[claim], [printed], "S1, its own sizes"))
+        claims.append(ratio_claim(paper.claims[claim], [ours], "S1 and S2, our planner's sizes for it"))
+    unpadded = _most_over(rows, ("MoE-Lightning", PLANNER), ("FlexGen", ITS_OWN), SETTINGS)
+    claims.append(ratio_claim(paper.claims["unpadded"], [unpadded], "S1 and S2, our planner's sizes for it"))
+    fair = [
+        _most_over(rows, ("MoE-Lightning(p)", PLANNER), (system, PLANNER), SETTINGS)
+        for system in ("FlexGen", "FlexGen(c)")
+    ]
+    return Section(
+        name="speedups",
+        title="Fig. 7: MTBench on S1 and S2",
+        how=HOW,
+        rows=rows,
+        claims=[*claims, *generation_claims(rows, "S1", ITS_OWN)],
+        notes=[
+            "With our planner's sizes for everybody MoE-Lightning(p) is at most "
+            f"{fair[0]:.2f}x as fast as FlexGen and {fair[1]:.2f}x as fast as FlexGen(c)."
+        ],
+    )
+
+
+def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
+    """A system with the sizes that somebody chooses."""
+    if sizes_by == PLANNER:
+        return planned(setting, SYSTEMS[system].policy)
+    if sizes_by == ONE:
+        return one_micro_batch(setting)
+    if system == "MoE-Lightning(p)":
+        return predict(setting, *MOE_LIGHTNING[name])
+    return as_flexgen(setting, FLEXGEN_MICRO_BATCH[name])
+
+
+def generation_claims(rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
+    """What section 5.2 says of longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
+    claims = []
+    for system, sizes_by, falls in (
+        ("FlexGen", flexgen_sizes_by, True),
+        ("MoE-Lightning(p)", PLANNER, False),
+    ):
+        reached = [rate_of(rows, setting, length, system, sizes_by) for length in GENERATIONS]
+        fall = 1 - reached[-1] / max(reached)
+        claims.append(
+            Claim(
+                where="5.2, generation length",
+                what=f"{system} on {setting}: loss from its best generation length to {GENERATIONS[-1]}",
+                paper="some" if falls else "none",
+                ours=f"{fall:.1%}",
+                agrees=(fall > LEAST_FALL) == falls,
+            )
+        )
+    return claims
+
+
+def planned(setting: Setting, policy: str) -> Predicted:
+    """With the sizes that our planner finds."""
+    seen = Candidate(policy, setting).look()
+    bound_by = max(seen.trial_run.utilization, key=seen.trial_run.utilization.__getitem__)
+    return Predicted(
+        tokens_per_second=seen.throughput,
+        batch_size=seen.batch_size,
+        micro_batch_size=seen.micro_batch_size,
+        prefill_seconds=seen.trial_run.prefill_seconds,
+        step_seconds=seen.trial_run.step_seconds,
+        bound_by=bound_by,
+        busy=seen.trial_run.utilization[bound_by],
+        weights_on_gpu=seen.weights_on_gpu,
+        gpu_budget=1.0,
+        host_bytes=seen.peak_bytes[setting.machine.host.memory],
+    )
+
+
+def as_flexgen(setting: Setting, micro_batch_size: int) -> Predicted:
+    """With the sizes that FlexGen's own search gave it."""
+    requests = FLEXGEN_TOKENS // (max(setting.lengths) + setting.new_tokens)
+    return predict(setting, requests // micro_batch_size, micro_batch_size)
+
+
+def one_micro_batch(setting: Setting) -> Predicted:
+    """With the largest micro-batch that fits, and no second one."""
+
+    def too_many(requests: int) -> bool:
+        try:
+            setting.plan(setting.batch(1, requests))
+        except BadInput:
+            return True
+        return False
+
+    return predict(setting, 1, max(1, bisect_left(range(1, len(setting.lengths)), True, key=too_many)))
+
+
+def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: str) -> float:
+    """The tokens per second of one row."""
+    wanted = {"setting": setting, "new_tokens": new_tokens, "system": system, "sizes_by": sizes_by}
+    found = next(row["tokens_per_second"] for row in rows if wanted.items() <= row.items())
+    assert isinstance(found, float)
+    return found
+
+
+def _most_over(
+    rows: Rows, faster: tuple[str, str], slower: tuple[str, str], settings: Sequence[str]
+) -> float:
+    """By how much one system is faster than another, at most; each with who chose its sizes."""
+    return max(
+        rate_of(rows, setting, new_tokens, *faster) / rate_of(rows, setting, new_tokens, *slower)
+        for setting in settings
+        for new_tokens in GENERATIONS
+    )
+
+
+def row_of(setting: str, new_tokens: int, system: str, sizes_by: str, found: Predicted) -> dict[str, Value]:
+    """One system at one generation length."""
+    return {
+        "setting": setting,
+        "new_tokens": new_tokens,
+        "system": system,
+        "sizes_by": sizes_by,
+        "batch_size": found.batch_size,
+        "micro_batch_size": found.micro_batch_size,
+        "tokens_per_second": rounded(found.tokens_per_second),
+        "bound_by": found.bound_by,
+        "busy": round(found.busy, 3),
+    }

@@ -1,0 +1,143 @@
+"""The systems that the paper compares, by our policies, and what is predicted of one of them on the virtual clock."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+
+from moesched import plugins
+from moesched.errors import BadInput
+from moesched.inputs.lookup import find_shape
+from moesched.machines import load_machine
+from moesched.machines.cost import cost_model
+from moesched.models.layout import weight_layout
+from moesched.planner.traits import Setting, resident_bytes
+from moesched.planner.trial_run import trial_run
+from moesched.reproduce.moe_lightning.paper import PaperSetting
+from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.requests.workloads import load_workload
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
+
+ROOM = 1.05
+MOST_REQUESTS = 4096
+
+
+class System(msgspec.Struct, frozen=True):
+    """How a system of the paper schedules.
+
+    Attributes:
+        policy: ours that does it.
+        padded: whether every prompt counts as the longest of the workload.
+        attends_as_flexgen: whether FlexGen's kernel attends on the CPU.
+    """
+
+    policy: str
+    padded: bool = True
+    attends_as_flexgen: bool = False
+
+
+SYSTEMS = {
+    "FlexGen(c)": System("flexgen_cpu", attends_as_flexgen=True),
+    "FlexGen": System("flexgen_synchronous"),
+    "DeepSpeed": System("layer_streaming"),
+    "MoE-Lightning(p)": System("cgopipe"),
+    "MoE-Lightning": System("cgopipe", padded=False),
+}
+AS_DRAWN = System("flexgen")
+"""FlexGen as Fig. 6 draws it: the next micro-batch's keys and values come while one computes."""
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a schedule comes to.
+
+    Attributes:
+        step_seconds: of a decode step in the middle of the generation.
+        bound_by: the lane that is busy the most in such a step, and `busy`, for which share of it.
+        gpu_budget: by how much the accelerator's memory was taken to be larger, so that the paper's sizes fit.
+        host_bytes: what is used of the host's memory.
+    """
+
+    tokens_per_second: float
+    batch_size: int
+    micro_batch_size: int
+    prefill_seconds: float
+    step_seconds: float
+    bound_by: str
+    busy: float
+    weights_on_gpu: float
+    gpu_budget: float
+    host_bytes: int
+
+
+def setting_of(
+    system: System,
+    where: PaperSetting,
+    workload: str,
+    new_tokens: int,
+    rates: Rates,
+    *,
+    requests: int = MOST_REQUESTS,
+) -> Setting:
+    """A system in a setting of the paper, its machine at these rates, with so many requests of the workload."""
+    machine = load_machine(where.machine)
+    layout = weight_layout(find_shape(where.model))
+    described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
+    chosen = load_workload(workload)
+    lengths = [chosen.longest] * requests if system.padded else chosen.lengths(requests)
+    return Setting(
+        make=partial(plugins.make_policy, system.policy, {}),
+        machine=described,
+        layout=layout,
+        lengths=tuple(lengths),
+        new_tokens=new_tokens,
+        cost=cost_model(described, layout.dtype),
+        budgets={},
+    )
+
+
+def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Predicted:
+    """The throughput with these sizes: the prefill and a few decode steps in the middle of the generation.
+
+    Where they do not fit the accelerator's memory as we account for it, it is taken to be larger, in steps of 5 %: the
+    systems that were measured ran with them.
+
+    Raises:
+        BadInput: the host's memory is too small.
+    """
+    batch = setting.batch(micro_batches, micro_batch_size)
+    plan, policy, larger = _fitting(setting, micro_batches, micro_batch_size)
+    total = sum(map(plan.slot_bytes, plan.layout.pages))
+    weights = resident_bytes(plan) / total
+    host = plan.memory("host").used
+    seen = trial_run(plan, policy, setting.cost)
+    bound_by = max(seen.utilization, key=seen.utilization.__getitem__)
+    return Predicted(
+        tokens_per_second=seen.tokens_per_second(batch),
+        batch_size=len(batch.prompts),
+        micro_batch_size=micro_batch_size,
+        prefill_seconds=seen.prefill_seconds,
+        step_seconds=seen.step_seconds,
+        bound_by=bound_by,
+        busy=seen.utilization[bound_by],
+        weights_on_gpu=weights,
+        gpu_budget=larger,
+        host_bytes=host,
+    )
+
+
+def _fitting(setting: Setting, micro_batches: int, micro_batch_size: int) -> tuple[Plan, Policy, float]:
+    batch = setting.batch(micro_batches, micro_batch_size)
+    gpu = setting.machine.accelerator.memory
+    capacity = setting.capacity(gpu)
+    larger = 1.0
+    while True:
+        try:
+            plan, policy = setting.plan(batch, {**setting.budgets, gpu: round(capacity * larger)})
+        except BadInput as error:
+            if f"bytes of {gpu}" not in str(error):
+                raise
+            larger *= ROOM
+        else:
+            return plan, policy, larger

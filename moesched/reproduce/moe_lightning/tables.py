@@ -1,0 +1,111 @@
+"""Tables 4 and 5 of MoE-Lightning, cell by cell, with the sizes that they print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from statistics import median
+
+import msgspec
+
+from moesched.reproduce.moe_lightning.calibration import predict_cell
+from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
+from moesched.reproduce.moe_lightning.rates import Rates
+from moesched.reproduce.moe_lightning.systems import AS_DRAWN, Predicted
+from moesched.reproduce.report import NEAR, Accuracy, Section, Value, rounded
+
+HOW = (
+    "Each cell with N and µ as printed, prompts padded to the workload's longest. The prefill and four decode steps "
+    "in the middle of the generation run on the virtual clock, and stand for all. FlexGen runs as its published code "
+    "does; its throughput with the schedule that Fig. 6 draws is given beside it. Where the sizes do not fit the GPU's "
+    "memory as we account for it, the memory is taken to be larger (gpu_memory), as the systems ran with them."
+)
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of a table and what we predict of it; `as_drawn`, with FlexGen's schedule as Fig. 6 draws it."""
+
+    column: Column
+    row: Row
+    predicted: Predicted
+    as_drawn: Predicted
+
+    @property
+    def error(self) -> float:
+        """Relative, of the prediction."""
+        return self.predicted.tokens_per_second / self.row.tokens_per_second - 1
+
+    @property
+    def name(self) -> str:
+        """The cell in words."""
+        column = self.column
+        return f"{column.table}, {column.workload}, {column.setting}, {self.row.name}"
+
+
+def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str], None]) -> list[Cell]:
+    """All cells of a table."""
+    found = []
+    for column in paper.cells:
+        for row in column.rows if column.table == table else ():
+            on_progress(f"{table}: {row.name} on {column.setting}")
+            predicted = as_drawn = predict_cell(paper, column, row, rates)
+            if row.system == "FlexGen":
+                as_drawn = predict_cell(paper, column, row, rates, AS_DRAWN)
+            found.append(Cell(column=column, row=row, predicted=predicted, as_drawn=as_drawn))
+    return found
+
+
+def table_section(table: str, cells: Sequence[Cell]) -> Section:
+    """A table beside ours."""
+    return Section(
+        name=table.lower().replace(" ", "-"),
+        title=f"{table}: tokens per second",
+        how=HOW,
+        rows=[_row(cell) for cell in cells],
+    )
+
+
+def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
+    """How far the predicted cells are off, and which pairs of a column come in the wrong order.
+
+    as_drawn: with FlexGen's schedule as Fig. 6 draws it.
+    """
+
+    def ours(cell: Cell) -> float:
+        return (cell.as_drawn if as_drawn else cell.predicted).tokens_per_second
+
+    errors = [abs(ours(cell) / cell.row.tokens_per_second - 1) for cell in cells if not cell.row.fit]
+    pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]
+    wrong = [
+        f"{first.name} and {second.row.name}"
+        for first, second in pairs
+        if (first.row.tokens_per_second > second.row.tokens_per_second) != (ours(first) > ours(second))
+    ]
+    return Accuracy(cells=len(errors), median_error=rounded(median(errors)), pairs=len(pairs), wrong=wrong)
+
+
+def _comparable(first: Cell, second: Cell) -> bool:
+    """Whether two cells are of the same column and more than 20 % apart in the paper."""
+    slow, fast = sorted(cell.row.tokens_per_second for cell in (first, second))
+    return first.column is second.column and fast / slow > 1 + NEAR
+
+
+def _row(cell: Cell) -> dict[str, Value]:
+    column, row, predicted = cell.column, cell.row, cell.predicted
+    return {
+        "workload": column.workload,
+        "setting": column.setting,
+        "system": row.name,
+        "micro_batch_size": row.micro_batch_size,
+        "micro_batches": row.micro_batches,
+        "paper": row.tokens_per_second,
+        "ours": rounded(predicted.tokens_per_second),
+        "error": round(cell.error, 4),
+        "fitted": row.fit,
+        "as_drawn": rounded(cell.as_drawn.tokens_per_second) if row.system == "FlexGen" else None,
+        "prefill_seconds": rounded(predicted.prefill_seconds),
+        "step_seconds": rounded(predicted.step_seconds),
+        "bound_by": predicted.bound_by,
+        "busy": round(predicted.busy, 3),
+        "gpu_memory": round(predicted.gpu_budget, 3),
+    }

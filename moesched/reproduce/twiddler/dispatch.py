@@ -1,0 +1,263 @@
+"""Twiddler's Figs. 4 to 6 on the virtual clock: one request, experts on the GPU, on the CPU or fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded, span
+from moesched.reproduce.twiddler import llama_cpp
+from moesched.reproduce.twiddler.environments import OURS, RIVALS, Bench, Ran
+from moesched.reproduce.twiddler.paper import TwiddlerPaper
+
+Rows = list[dict[str, Value]]
+Progress = Callable[[str], None]
+
+POLICIES = (*OURS, *RIVALS)
+SERIAL, LLAMA = "layer_split, beam by beam", "layer_split, as llama.cpp b2956"
+NEVER_SLOWER = 0.99
+
+GENERATION = (
+    "One request, every input with every output of the paper's grid. The prefill and {steps} decode steps are "
+    "simulated; all others count as long as these on average (steps hardly grow with so short a context). Tokens/s "
+    "are generated tokens over the whole time, as in the paper. `"
+    + LLAMA
+    + "` is an estimate: projections of the layers that are not "
+    "on the GPU on the CPU, prompts of at least 32 tokens on the GPU (`moesched/reproduce/twiddler/llama_cpp.py`)."
+)
+PREFILL = "One prompt, to its first token."
+BEAMS = (
+    "{input} tokens in, {output} out. `layer_split` runs all beams as one batch. Beam by beam it takes a step of one "
+    "sequence for each. llama.cpp b2956 also decodes anew, in every step and for every beam, what the beam has beyond "
+    "the tokens that all beams share; how far beams grow apart is modelled (`reproduce/twiddler/llama_cpp.py`)."
+)
+
+
+def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
+    """Fig. 4: tokens per second by input and output."""
+    rows: Rows = []
+    for bench in benches:
+        for prompt in paper.grid.inputs:
+            on_progress(f"Fig. 4: {prompt} in, environment {bench.environment.name}")
+            found = {policy: bench.generate(policy, prompt) for policy in POLICIES}
+            found[LLAMA] = llama_cpp.generate(bench, prompt)
+            rows += [
+                _generated(bench, prompt, output, policy, ran)
+                for policy, ran in found.items()
+                for output in paper.grid.outputs
+            ]
+    compared = [(ours, rival) for rival in ("layer_split", LLAMA) for ours in OURS]
+    return Section(
+        name="generation",
+        title="Fig. 4: tokens/s of single-batch generation",
+        how=GENERATION.format(steps=benches[0].looked_at),
+        rows=rows,
+        claims=[
+            ratio_claim(
+                paper.claims["generation"],
+                [mean_ratio(rows, "tokens_per_second", ours, rival)],
+                f"{ours}, {rival}",
+            )
+            for ours, rival in compared
+        ],
+        notes=[
+            f"Decode steps alone, {ours} over {rival}: "
+            + ", ".join(
+                f"{mean_ratio(rows, 'step_seconds', rival, ours, bench):.2f}x in environment {bench.environment.name}"
+                for bench in benches
+            )
+            + "."
+            for ours, rival in compared
+        ],
+    )
+
+
+def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
+    """Fig. 5: time to the first token."""
+    rows: Rows = []
+    for bench in benches:
+        for prompt in paper.grid.prefills:
+            on_progress(f"Fig. 5: {prompt} in, environment {bench.environment.name}")
+            found = {policy: bench.first_token(policy, prompt) for policy in POLICIES}
+            found[LLAMA] = llama_cpp.first_token(bench, prompt)
+            rows += [
+                {
+                    "environment": bench.environment.name,
+                    "input": prompt,
+                    "policy": policy,
+                    "seconds": rounded(seconds),
+                    "tokens_per_second": rounded(prompt / seconds),
+                }
+                for policy, seconds in found.items()
+            ]
+    return Section(
+        name="prefill",
+        title="Fig. 5: seconds to the first token of a long prompt",
+        how=PREFILL,
+        rows=rows,
+        claims=[
+            ratio_claim(paper.claims[name], [mean_ratio(rows, "tokens_per_second", ours, rival)], ours)
+            for name, rival in (("prefill_streaming", "layer_streaming"), ("prefill_lru", "lru_offload"))
+            for ours in OURS
+        ],
+    )
+
+
+def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
+    """Fig. 6: tokens per second of beam search."""
+    prompt, output = paper.grid.beam_input, paper.grid.beam_output
+    rows: Rows = []
+    for bench in benches:
+        for width in paper.grid.widths:
+            on_progress(f"Fig. 6: width {width}, environment {bench.environment.name}")
+            found = {
+                policy: bench.generate(policy, prompt, width).seconds(output)
+                for policy in (*OURS, "layer_split")
+            }
+            found[SERIAL] = beam_by_beam(bench, prompt, width, output)
+            found[LLAMA] = llama_cpp.search(bench, prompt, width, output)
+            rows += [
+                {
+                    "environment": bench.environment.name,
+                    "width": width,
+                    "policy": policy,
+                    "tokens_per_second": rounded(output / seconds),
+                }
+                for policy, seconds in found.items()
+            ]
+    claim = paper.claims["beams"]
+    return Section(
+        name="beams",
+        title="Fig. 6: tokens/s of beam search",
+        how=BEAMS.format(input=prompt, output=output),
+        rows=rows,
+        claims=[
+            ratio_claim(claim, [mean_ratio(rows, "tokens_per_second", ours, rival)], f"{ours}, {rival}")
+            for rival in ("layer_split", SERIAL, LLAMA)
+            for ours in OURS
+        ],
+    )
+
+
+def beam_by_beam(bench: Bench, prompt: int, width: int, output: int) -> float:
+    """What `layer_split` takes that gives each beam a step of its own, in seconds."""
+    one = bench.generate("layer_split", prompt)
+    return one.prefill_seconds + (output - 1) * width * one.step_seconds
+
+
+def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
+    """What the authors published of absolute times beside ours."""
+    by_name = {bench.environment.name: bench for bench in benches}
+    rows: Rows = []
+    for each in paper.measured:
+        bench = by_name[each.environment]
+        on_progress(f"measured: {each.policy}, environment {each.environment}")
+        for prompt, seconds in each.seconds.items():
+            ours = bench.first_token(each.policy, int(prompt))
+            rows.append(_beside(each.environment, each.policy, f"first token of {prompt}", seconds, ours))
+        ours = bench.generate(each.policy, paper.grid.beam_input).step_seconds
+        rows.append(_beside(each.environment, each.policy, "decode step", each.step_seconds, ours))
+    return Section(
+        name="measured",
+        title="Absolute times that the authors published, in seconds",
+        how="The paper prints ratios only. Its authors' repository has raw measurements of environment 2 and, of an "
+        "earlier version, a picture of environment 1.",
+        rows=rows,
+        notes=[f"Environment {each.environment}, {each.policy}: {each.source}." for each in paper.measured],
+    )
+
+
+def goals(generated: Section, first: Section, searched: Section) -> Section:
+    """What this project wants of its schedules on these environments, as claims."""
+    single, long, wide = generated.rows, first.rows, searched.rows
+    both = [
+        *_ratios(long, "tokens_per_second", "twiddler_makespan", "twiddler"),
+        *_ratios(wide, "tokens_per_second", "twiddler_makespan", "twiddler"),
+    ]
+    alone = _ratios(single, "tokens_per_second", "twiddler_makespan", "twiddler")
+    claims = [
+        goal
+        for ours in OURS
+        for goal in (
+            _goal(f"{ours} over the best rival, single batch", _over_best(single, ours), 1.26),
+            _goal(f"{ours} over the best rival, long prefill", _over_best(long, ours), 1.07),
+            _goal(
+                f"{ours} over layer_split batched, beam search",
+                _ratios(wide, "tokens_per_second", ours, "layer_split"),
+                2,
+            ),
+            _goal(f"{ours} over {SERIAL}, beam search", _ratios(wide, "tokens_per_second", ours, SERIAL), 11),
+            _goal(f"{ours} over {LLAMA}, beam search", _ratios(wide, "tokens_per_second", ours, LLAMA), 11),
+        )
+    ]
+    claims += [
+        _goal("twiddler_makespan over twiddler, prefill and beam search", both, 1.10),
+        _goal("twiddler_makespan over twiddler, single batch", alone, NEVER_SLOWER),
+        _goal("twiddler_makespan over twiddler, at its worst", [min(both + alone)], NEVER_SLOWER),
+    ]
+    return Section(
+        name="goals",
+        title="What our schedules are to reach",
+        how="Ratios are means over all configurations of both environments. The best rival is the fastest in that "
+        "configuration of `layer_split`, also as llama.cpp b2956, `lru_offload` and `layer_streaming`.",
+        rows=[
+            {"goal": each.what, "bar": each.paper, "ours": each.ours, "met": each.agrees} for each in claims
+        ],
+    )
+
+
+def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
+    """By how much a figure of ours is larger than the rival's, on average over all configurations."""
+    chosen = [row for row in rows if bench is None or row["environment"] == bench.environment.name]
+    return fmean(_ratios(chosen, key, ours, rival))
+
+
+def _ratios(rows: Rows, key: str, ours: str, rival: str) -> list[float]:
+    by_policy = _by_configuration(rows, key)
+    return [each[ours] / each[rival] for each in by_policy]
+
+
+def _over_best(rows: Rows, ours: str) -> list[float]:
+    return [
+        each[ours] / max(each[rival] for rival in (*RIVALS, LLAMA))
+        for each in _by_configuration(rows, "tokens_per_second")
+    ]
+
+
+def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
+    """A figure of each policy, by the configuration that the row's other keys say."""
+    found: dict[tuple[Value, ...], dict[str, float]] = {}
+    for row in rows:
+        where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)
+        found.setdefault(where, {})[str(row["policy"])] = float(row[key] or 0)
+    return list(found.values())
+
+
+def _goal(what: str, ratios: Sequence[float], bar: float) -> Claim:
+    mean = fmean(ratios)
+    least = f", least {min(ratios):.3g}x" if len(ratios) > 1 else ""
+    return Claim(
+        where="goal", what=what, paper=f">= {bar:g}x", ours=f"{span(mean, mean)}{least}", agrees=mean >= bar
+    )
+
+
+def _generated(bench: Bench, prompt: int, output: int, policy: str, ran: Ran) -> dict[str, Value]:
+    return {
+        "environment": bench.environment.name,
+        "input": prompt,
+        "output": output,
+        "policy": policy,
+        "tokens_per_second": rounded(output / ran.seconds(output)),
+        "step_seconds": rounded(ran.step_seconds),
+    }
+
+
+def _beside(environment: str, policy: str, what: str, paper: float, ours: float) -> dict[str, Value]:
+    return {
+        "environment": environment,
+        "policy": policy,
+        "what": what,
+        "measured": paper,
+        "ours": rounded(ours),
+        "ratio": rounded(ours / paper),
+    }

@@ -1,0 +1,166 @@
+"""Twiddler's environments on the virtual clock: its machines as it measured them, its systems as our policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.inputs.lookup import find_shape
+from moesched.jobs.model_jobs import simulate_model
+from moesched.machines import Machine, Processor, load_machine
+from moesched.models.layout import weight_layout
+from moesched.reproduce.twiddler.paper import Environment, TwiddlerPaper
+from moesched.requests.workloads import given_lengths
+from moesched.routing.profile import write_profile
+from moesched.routing.sources import find_profile
+
+OURS = ("twiddler", "twiddler_makespan")
+RIVALS = {
+    "layer_split": "llama.cpp",
+    "lru_offload": "Mixtral-Offloading",
+    "layer_streaming": "DeepSpeed-MII",
+}
+SEED = 0
+LOOKED_AT = 32
+"""How many decode steps of a generation are simulated; the others are as long as these on average."""
+
+FETCHING = "layer_split, fetching"
+"""The same split between layers, but experts of the others go to the GPU where that is faster (Algorithm 1)."""
+
+Machines = Callable[[Machine], Machine]
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """What a system comes to: seconds to the first token, and of a decode step on average."""
+
+    prefill_seconds: float
+    step_seconds: float
+
+    def seconds(self, new_tokens: int) -> float:
+        """To the last of so many tokens."""
+        return self.prefill_seconds + (new_tokens - 1) * self.step_seconds
+
+
+class Bench:
+    """One environment, with every system on it; what was simulated once is remembered.
+
+    Args:
+        popularity: a file of the routing's profile, which says what Twiddler keeps on the GPU.
+        looked_at: how many decode steps are simulated.
+    """
+
+    def __init__(
+        self,
+        paper: TwiddlerPaper,
+        environment: Environment,
+        machine: Machine,
+        popularity: Path,
+        looked_at: int = LOOKED_AT,
+    ) -> None:
+        self.paper = paper
+        self.environment = environment
+        self.machine = machine
+        self.config = find_shape(paper.model)
+        self.layout = weight_layout(self.config)
+        self.looked_at = looked_at
+        ours: dict[str, str | int] = {"experts": environment.experts, "popularity": str(popularity)}
+        whole = environment.gpu_layers * self.config.experts
+        self._systems: dict[str, tuple[str, dict[str, str | int]]] = {
+            "twiddler": ("twiddler", ours),
+            "twiddler_makespan": ("twiddler_makespan", ours),
+            "lru_offload": ("lru_offload", {"offload_per_layer": environment.offload_per_layer}),
+            "layer_split": ("layer_split", {"gpu_layers": environment.gpu_layers}),
+            "layer_streaming": ("layer_streaming", {}),
+            FETCHING: ("twiddler", {"experts": whole, "placement": "front"}),
+        }
+        self.run = cache(self._run)
+
+    def first_token(self, system: str, prompt: int) -> float:
+        """Seconds to the first token."""
+        return self.run(system, prompt, 1, 1).prefill_seconds
+
+    def generate(self, system: str, prompt: int, beams: int = 1) -> Ran:
+        """A prompt and decode steps after it."""
+        return self.run(system, prompt, 1 + self.looked_at, beams)
+
+    @property
+    def dense_bytes(self) -> int:
+        """What every token needs of the layers that llama.cpp has on the CPU."""
+        on_cpu = range(self.environment.gpu_layers, self.config.layers)
+        return sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
+
+    def _run(self, system: str, prompt: int, new_tokens: int, beams: int) -> Ran:
+        policy, settings = self._systems[system]
+        report = simulate_model(
+            self.paper.model,
+            machine=self.machine,
+            policy=policy,
+            settings=settings,
+            workload=given_lengths([prompt], new_tokens),
+            routing=self.paper.routing,
+            seed=SEED,
+            beams=beams,
+            batch_size=1,
+            micro_batch_size=1,
+            budgets={self.machine.accelerator.memory: self._gpu_bytes(system)},
+        )
+        prefill, *steps = report.step_seconds
+        return Ran(prefill, fmean(steps) if steps else 0.0)
+
+    def _gpu_bytes(self, system: str) -> int:
+        """The GPU's memory; what llama.cpp keeps on the CPU and `layer_split` on the GPU comes on top."""
+        capacity = self.machine.memories[self.machine.accelerator.memory].nbytes
+        return capacity + (self.dense_bytes if system in ("layer_split", FETCHING) else 0)
+
+
+def as_measured(paper: TwiddlerPaper) -> Machines:
+    """The profile, with the CPU as the paper and its authors' code have it: a straight line through zero."""
+    config = find_shape(paper.model)
+    rate = 6.0 * config.hidden * config.intermediate / paper.cpu.seconds_per_token
+
+    def changed(machine: Machine) -> Machine:
+        host = machine.host
+        linear = replace(host, flops=dict.fromkeys(host.flops, rate), expert_bandwidth=None)
+        return _with(machine, machine.roles.host, linear)
+
+    return changed
+
+
+def copies_over_compute(ratio: float | None) -> Machines:
+    """Copying an expert takes so many times what the GPU takes to run it; None leaves it its memory's rate."""
+
+    def changed(machine: Machine) -> Machine:
+        link = machine.link(machine.roles.weights, machine.accelerator.memory)
+        bandwidth = None if ratio is None else ratio * link.bandwidth
+        return _with(
+            machine, machine.roles.accelerator, replace(machine.accelerator, expert_bandwidth=bandwidth)
+        )
+
+    return changed
+
+
+@contextmanager
+def benches(
+    paper: TwiddlerPaper, change: Machines | None = None, looked_at: int = LOOKED_AT
+) -> Iterator[list[Bench]]:
+    """All environments, their machines as they were measured or with another `change` of the profile."""
+    change = change or as_measured(paper)
+    config = find_shape(paper.model)
+    with TemporaryDirectory() as folder:
+        popularity = Path(folder) / "popularity.csv"
+        write_profile(find_profile(paper.routing, config, seed=SEED), popularity)
+        yield [
+            Bench(paper, each, change(load_machine(each.machine)), popularity, looked_at)
+            for each in paper.environments
+        ]
+
+
+def _with(machine: Machine, name: str, processor: Processor) -> Machine:
+    return replace(machine, processors={**machine.processors, name: processor})

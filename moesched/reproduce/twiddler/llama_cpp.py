@@ -1,0 +1,105 @@
+"""llama.cpp b2956, which Twiddler was compared with, where it differs from `layer_split`: estimates.
+
+* The layers that are not on the GPU lie on the CPU whole: it also computes their projections and routers. Attention
+  itself is left out here, and that less is copied.
+* Products of at least 32 rows have their weights copied to the GPU (pull request 6083, in ggml-cuda.cu), for 512 rows
+  of a prompt at a time (n_ubatch).
+* Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes anew what a beam has
+  beyond the tokens that all beams share: the KV cache holds those only, and takes in more when all agree on them.
+
+How far beams have grown apart depends on the text. Here every beam goes on from any beam of the step before, all
+equally likely (the neutral model of Wright and Fisher).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+
+from moesched.machines.cost import cost_model
+from moesched.models.operations import Operations
+from moesched.reproduce.twiddler.environments import FETCHING, Bench, Ran
+from moesched.tasks import Work
+
+LEAST_ON_GPU = 32
+AT_ONCE = 512
+PREFIXES = (1, 2, 4, 8, 16, 31, 32, 64)
+"""Tokens of a pass that is simulated; times between them are interpolated."""
+SEARCHES = 32
+"""Over how many searches is averaged."""
+
+
+def generate(bench: Bench, prompt: int) -> Ran:
+    """A prompt and decode steps after it."""
+    step = bench.generate("layer_split", prompt).step_seconds + _dense_on_host(bench, 1)
+    return Ran(first_token(bench, prompt), step)
+
+
+def first_token(bench: Bench, prompt: int) -> float:
+    """Seconds to the first token of a prompt."""
+    whole, rest = divmod(prompt, AT_ONCE)
+    return whole * pass_seconds(bench, AT_ONCE) + (pass_seconds(bench, rest) if rest else 0.0)
+
+
+def pass_seconds(bench: Bench, tokens: int) -> float:
+    """So many tokens of one sequence through all layers at once."""
+    if tokens < LEAST_ON_GPU:
+        return bench.first_token("layer_split", tokens) + _dense_on_host(bench, tokens)
+    machine = bench.machine
+    link = machine.link(machine.roles.weights, machine.accelerator.memory)
+    return bench.first_token(FETCHING, tokens) + bench.dense_bytes / link.bandwidth
+
+
+def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
+    """Seconds of a beam search."""
+    passes = {length: pass_seconds(bench, length) for length in PREFIXES}
+    return first_token(bench, prompt) + search_seconds(width, new_tokens, passes)
+
+
+def _dense_on_host(bench: Bench, tokens: int) -> float:
+    """What projections and routers take longer on the CPU."""
+    operations, machine = Operations(bench.config, bench.layout.dtype), bench.machine
+    cost = cost_model(machine, bench.layout.dtype)
+
+    def seconds(processor: str) -> float:
+        amounts = operations.pre_attention(tokens), operations.route(tokens)
+        works = (Work("dense", processor, each.flops, each.nbytes, tokens, each.parts) for each in amounts)
+        return sum(cost.work(work).seconds for work in works)
+
+    layers = bench.config.layers - bench.environment.gpu_layers
+    return layers * (seconds(machine.roles.host) - seconds(machine.roles.accelerator))
+
+
+def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
+    """The tokens of each call of the model, step by step; the first step takes what the prompt left and has none."""
+    beams: list[tuple[int, ...]] = [()]
+    for step in range(new_tokens):
+        shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*beams, strict=False)))
+        beams = [beam[shared:] for beam in beams]
+        yield [length for length in (shared, *map(len, beams)) if length]
+        parents = [chance.randrange(len(beams)) for _ in range(width)]
+        beams = [(*beams[parent], step * width + child) for child, parent in enumerate(parents)]
+
+
+def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float], seed: int = 0) -> float:
+    """What all steps of a search take after the prompt, on average.
+
+    seconds_of: what the model takes for so many tokens at once; between these, time is interpolated.
+    """
+    chance = random.Random(seed)
+    total = 0.0
+    for _ in range(SEARCHES):
+        for calls in decoded_lengths(width, new_tokens, chance):
+            total += sum(interpolated(seconds_of, length) for length in calls)
+    return total / SEARCHES
+
+
+def interpolated(seconds_of: Mapping[int, float], tokens: int) -> float:
+    """Between the nearest two; beyond the last one along the line of the last two."""
+    known = sorted(seconds_of)
+    right = min(max(1, bisect_left(known, tokens)), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    slope = (seconds_of[high] - seconds_of[low]) / (high - low)
+    return seconds_of[low] + (tokens - low) * slope

@@ -1,0 +1,73 @@
+"""Fig. 7 of Twiddler's Appendix A: what moving an expert takes, and what running it takes here or there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.machines.cost import cost_model
+from moesched.models.operations import Operations
+from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded
+from moesched.reproduce.twiddler.environments import Bench
+from moesched.reproduce.twiddler.paper import TwiddlerPaper
+from moesched.tasks import Work
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+NEGLIGIBLE = 0.01
+
+
+def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
+    """Milliseconds of one expert by its tokens, of copying its weights and one activation."""
+    rows: list[dict[str, Value]] = []
+    for bench in benches:
+        copy, activation = _copies(bench)
+        rows += [
+            {
+                "environment": bench.environment.name,
+                "tokens": tokens,
+                "weight_copy_ms": rounded(1e3 * copy),
+                "activation_copy_ms": rounded(1e3 * activation),
+                "gpu_ms": rounded(1e3 * _expert(bench, bench.machine.roles.accelerator, tokens)),
+                "cpu_ms": rounded(1e3 * _expert(bench, bench.machine.roles.host, tokens)),
+            }
+            for tokens in TOKENS
+        ]
+    ratios = [float(row["weight_copy_ms"] or 0) / float(row["gpu_ms"] or 1) for row in rows]
+    shares = [
+        float(row["activation_copy_ms"] or 0) / float(row["cpu_ms"] or 1)
+        for row in rows
+        if row["tokens"] == 1
+    ]
+    return Section(
+        name="microbenchmarks",
+        title="Fig. 7: one expert, in milliseconds",
+        how="By the cost model, each alone; the GPU's and the CPU's rates were set by what the paper and its authors "
+        "say of these.",
+        rows=rows,
+        claims=[
+            ratio_claim(paper.claims["copy"], ratios),
+            Claim(
+                where="A",
+                what="copying an activation takes less than 1 % of an expert of one token on the CPU",
+                paper="yes",
+                ours=f"{max(shares):.2%}",
+                agrees=max(shares) < NEGLIGIBLE,
+            ),
+        ],
+    )
+
+
+def _copies(bench: Bench) -> tuple[float, float]:
+    """Seconds of an expert's weights to the GPU, and of one activation from there."""
+    cost, machine = cost_model(bench.machine, bench.layout.dtype), bench.machine
+    fast, slow = machine.accelerator.memory, machine.host.memory
+    weights = sum(page.nbytes for page in bench.layout.expert(0, 0))
+    activation = Operations(bench.config, bench.layout.dtype).hidden_bytes
+    links = (f"{slow}->{fast}", weights), (f"{fast}->{slow}", activation)
+    there, back = (cost.work(Work(link, link, nbytes=nbytes)).seconds for link, nbytes in links)
+    return there, back
+
+
+def _expert(bench: Bench, processor: str, tokens: int) -> float:
+    flops, nbytes, parts = Operations(bench.config, bench.layout.dtype).fetched_expert(tokens)
+    work = Work("expert", processor, flops, nbytes, tokens, parts)
+    return cost_model(bench.machine, bench.layout.dtype).work(work).seconds

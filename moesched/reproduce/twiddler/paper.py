@@ -1,0 +1,78 @@
+"""What Twiddler prints and its authors published, read from the TOML file beside this module."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import msgspec
+
+from moesched.reproduce.moe_lightning.paper import PaperClaim
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment of Table 1.
+
+    Attributes:
+        machine: a profile of ours.
+        experts: how many Twiddler keeps on the GPU.
+        offload_per_layer: what Mixtral-Offloading was given there.
+        gpu_layers: what llama.cpp was given there (ngl).
+    """
+
+    name: str
+    machine: str
+    experts: int
+    offload_per_layer: int
+    gpu_layers: int
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sizes that were measured, in tokens: of generation, of long prefill, of beam search."""
+
+    inputs: list[int]
+    outputs: list[int]
+    prefills: list[int]
+    widths: list[int]
+    beam_input: int
+    beam_output: int
+
+
+class HostRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an expert takes on the CPU for each token."""
+
+    seconds_per_token: float
+    source: str
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the authors measured of a system.
+
+    Attributes:
+        seconds: to the first token, by the prompt's tokens.
+        step_seconds: of a decode step, at 32 tokens in.
+    """
+
+    environment: str
+    policy: str
+    seconds: dict[str, float]
+    step_seconds: float
+    source: str
+
+
+class TwiddlerPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of it."""
+
+    title: str
+    model: str
+    routing: str
+    environments: list[Environment]
+    grid: Grid
+    cpu: HostRate
+    claims: dict[str, PaperClaim]
+    measured: list[Measured]
+
+
+def twiddler_paper() -> TwiddlerPaper:
+    """Table 1, the grid, what the text states, and the authors' raw measurements."""
+    text = (resources.files("moesched.reproduce.twiddler") / "paper.toml").read_bytes()
+    return msgspec.toml.decode(text, type=TwiddlerPaper)

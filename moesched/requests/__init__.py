@@ -1,0 +1,1 @@
+"""Requests: batches and micro-batches, prefill in chunks, beams, sampling, workloads."""

@@ -1,0 +1,122 @@
+"""Beam search: which continuations of a request are pursued, and which of the ended ones is the best.
+
+A score is the sum of a sequence's log probabilities; an ended sequence's is divided by its generated tokens to the
+power of the length penalty. What is kept, and when the search ends, is as in Hugging Face's `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.requests.sampling import Sampling
+
+Logits = npt.NDArray[np.floating[Any]]
+
+
+class Standing(NamedTuple):
+    """How far a request's search has come: the best sequence so far, its score, and whether it will not change."""
+
+    tokens: tuple[int, ...]
+    score: float
+    done: bool
+
+
+class Moves(NamedTuple):
+    """What the search goes on with: each beam's parent among the beams before, and its new token."""
+
+    parents: list[int]
+    tokens: list[int]
+
+
+class _Beam(NamedTuple):
+    tokens: tuple[int, ...]
+    score: np.float32
+
+
+class BeamSearch:
+    """The search of one request.
+
+    Args:
+        sampling: gives the width, the length penalty, and whether the search ends as soon as that many have ended.
+        stop_tokens: end a sequence.
+        most: tokens at which a sequence ends anyhow.
+    """
+
+    def __init__(self, sampling: Sampling, stop_tokens: Collection[int], most: int) -> None:
+        self._width = sampling.beams
+        self._penalty = sampling.length_penalty
+        self._early = sampling.early_stopping
+        self._stop_tokens = frozenset(stop_tokens)
+        self._most = most
+        self._running = [_Beam((), np.float32(0))]
+        self._ended: list[_Beam] = []
+        self._done = False
+
+    @property
+    def standing(self) -> Standing:
+        """The best that has ended, or while none has, the likeliest that runs."""
+        if self._ended:
+            tokens, score = self._ended[0]
+        else:
+            tokens, score = self._running[0]
+            score = self._penalised(score, max(1, len(tokens)))
+        return Standing(tokens, float(score), self._done)
+
+    def advance(self, logits_SV: Logits) -> Moves:
+        """Take one more token, from the logits that follow each beam; the first time there is only one.
+
+        A search that is done goes on with the beams that it has, so that their number stays the same.
+        """
+        if self._done:
+            return Moves(list(range(self._width)), [0] * self._width)
+        scores_SV = _log_softmax(logits_SV) + np.array([[beam.score] for beam in self._running], np.float32)
+        best = _largest(scores_SV, max(2, 1 + len(self._stop_tokens)) * self._width)
+        vocabulary = scores_SV.shape[1]
+        candidates = [divmod(int(place), vocabulary) for place in best]
+        beams = [
+            _Beam((*self._running[parent].tokens, token), scores_SV[parent, token])
+            for parent, token in candidates
+        ]
+        length = len(beams[0].tokens)
+        ends = [length == self._most or token in self._stop_tokens for _, token in candidates]
+        self._end([beam for beam, end in zip(beams[: self._width], ends, strict=False) if end], length)
+        going_on = [place for place, end in enumerate(ends) if not end] or list(range(len(beams)))
+        going_on = going_on[: self._width]
+        self._running = [beams[place] for place in going_on]
+        self._done = all(ends) or self._is_decided(length)
+        return Moves(
+            [candidates[place][0] for place in going_on], [candidates[place][1] for place in going_on]
+        )
+
+    def _end(self, beams: Sequence[_Beam], length: int) -> None:
+        if self._early and len(self._ended) == self._width:
+            return
+        ended = [beam._replace(score=self._penalised(beam.score, length)) for beam in beams]
+        self._ended = sorted(self._ended + ended, key=lambda beam: -beam.score)[: self._width]
+
+    def _is_decided(self, length: int) -> bool:
+        """Whether no beam that runs may do better, if it kept its present mean, than the worst that has ended."""
+        if len(self._ended) < self._width:
+            return False
+        return self._early or bool(self._penalised(self._running[0].score, length) <= self._ended[-1].score)
+
+    def _penalised(self, score: np.float32, length: int) -> np.float32:
+        return np.float32(score / np.float32(length**self._penalty))
+
+
+def _log_softmax(logits_SV: Logits) -> npt.NDArray[np.float32]:
+    shifted = logits_SV.astype(np.float32) - logits_SV.max(axis=1, keepdims=True)
+    log_probabilities: npt.NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return log_probabilities
+
+
+def _largest(scores_SV: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """The places, counted over all rows, of the largest scores, in their order."""
+    flat = scores_SV.ravel()
+    found = np.argpartition(flat, -count)[-count:] if count < flat.size else np.arange(flat.size)
+    order = np.lexsort((found, -flat[found]))
+    return found[order]

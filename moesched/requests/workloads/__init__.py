@@ -1,0 +1,159 @@
+"""Workloads: how long prompts are and how many tokens are generated, read from TOML profiles.
+
+Every figure of a shipped profile states its source in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.machines.toml_library import profile_names, profile_text
+
+
+class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A set of `distinct` prompts, of which only the average and the largest length in tokens are known.
+
+    The lengths between are spread as the exponential distribution with that average, cut off at 1 and at the
+    largest: the one that assumes nothing else.
+    """
+
+    average: float
+    largest: int
+    distinct: int = 1
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts of certain lengths, given one by one or by their distribution.
+
+    Attributes:
+        new_tokens: tokens to generate for each prompt; the first is meant where nobody says otherwise.
+        prompts: the distribution of the lengths.
+        prompt_tokens: or each prompt's length.
+    """
+
+    name: str
+    new_tokens: tuple[int, ...]
+    description: str = ""
+    prompts: PromptLengths | None = None
+    prompt_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.prompts is None) == (not self.prompt_tokens):
+            raise BadInput(f"workload {self.name}: give either [prompts] or a list prompt_tokens")
+        if not self.new_tokens or min(self.new_tokens) < 1:
+            raise BadInput(
+                f"workload {self.name}: new_tokens is {list(self.new_tokens)}; give numbers above 0"
+            )
+        if self.prompt_tokens and min(self.prompt_tokens) < 1:
+            raise BadInput(
+                f"workload {self.name}: a prompt of {min(self.prompt_tokens)} tokens; give 1 or more"
+            )
+        if self.prompts is not None:
+            _check(self.name, self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """The length of its longest prompt in tokens."""
+        return max(self.prompt_tokens) if self.prompts is None else max(spread(self.prompts))
+
+    def lengths(self, count: int, seed: int = 0) -> list[int]:
+        """Prompt lengths in tokens of `count` requests.
+
+        Given lengths come in their order and again from the start; drawn ones in an order that the seed shuffles,
+        each distinct prompt once before any comes again.
+        """
+        if self.prompts is None:
+            return [self.prompt_tokens[i % len(self.prompt_tokens)] for i in range(count)]
+        once = spread(self.prompts)
+        drawn: list[int] = []
+        for turn in range(-(-count // len(once))):
+            drawn += random.Random(f"{seed}/{turn}").sample(once, len(once))
+        return drawn[:count]
+
+
+def spread(prompts: PromptLengths) -> list[int]:
+    """The lengths of the distinct prompts, shortest first, with exactly that average (rounded) and that largest."""
+    count, largest = prompts.distinct, prompts.largest
+    if count == 1 or prompts.average == largest:
+        return [round(prompts.average)] * count
+
+    def lengths(slope: float) -> list[float]:
+        return [_quantile(i / (count - 1), largest, slope) for i in range(count)]
+
+    total = round(prompts.average * count)
+    rounded = [round(length) for length in lengths(_root(lambda slope: sum(lengths(slope)) - total))]
+    _correct(rounded, total, largest)
+    return sorted(rounded)
+
+
+def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
+    """A workload of just these prompts, in this order."""
+    return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
+
+
+def workload_names() -> list[str]:
+    """The names of the profiles that ship."""
+    return profile_names("moesched.requests.workloads")
+
+
+def load_workload(name_or_file: str) -> Workload:
+    """A shipped profile by its name, or a TOML file by its path.
+
+    Raises:
+        BadInput: neither exists, or the file is no workload.
+    """
+    return _parse(profile_text("moesched.requests.workloads", "workload", name_or_file), name_or_file)
+
+
+def _parse(text: bytes, where: str) -> Workload:
+    try:
+        return msgspec.toml.decode(text, type=Workload)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{where}: not a workload: {error}") from None
+
+
+def _check(name: str, prompts: PromptLengths) -> None:
+    given = f"workload {name}: prompts of {prompts.average:g} tokens on average, {prompts.largest} at most"
+    if prompts.distinct < 1 or not 1 <= prompts.average <= prompts.largest:
+        raise BadInput(f"{given}, {prompts.distinct} of them; give 1 <= average <= largest and distinct >= 1")
+    others = prompts.average * prompts.distinct - prompts.largest
+    most = (prompts.distinct - 1) * prompts.largest
+    if prompts.distinct > 1 and not prompts.distinct - 1 <= others <= most:
+        raise BadInput(f"{given}: {prompts.distinct} prompts cannot be that; give more distinct ones")
+
+
+def _quantile(share: float, largest: int, slope: float) -> float:
+    """The length that `share` of an exponential distribution cut off at 1 and `largest` lies below.
+
+    slope: by what power of e the density falls from the one end to the other.
+    """
+    if abs(slope) < 1e-9:
+        return 1 + (largest - 1) * share
+    return 1 - (largest - 1) * math.log1p(share * math.expm1(-slope)) / slope if share < 1 else largest
+
+
+def _root(falling: Callable[[float], float]) -> float:
+    """Where a falling function of a slope crosses zero, or the steepest slope that is worth telling apart."""
+    low, high = -50.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def _correct(lengths: list[int], total: int, largest: int) -> None:
+    """Add or take what rounding took or added, one token a prompt, from all but the longest."""
+    missing = total - sum(lengths)
+    change = 1 if missing > 0 else -1
+    while missing:
+        for i in range(len(lengths) - 2, -1, -1):
+            if missing and 1 <= lengths[i] + change <= largest:
+                lengths[i] += change
+                missing -= change

@@ -1,0 +1,118 @@
+"""Generation: takes one batch through a policy, from loading the weights that stay to the last token.
+
+The same coroutine runs under both drivers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from moesched.requests.beams import Standing
+from moesched.seams import Policy
+from moesched.steps.run_state import MicroBatch, RunState
+from moesched.steps.step import Step
+from moesched.tasks import Task
+
+OnTokens = Callable[[dict[int, int]], object]
+Sampled = tuple[MicroBatch, Task]
+"""A micro-batch, and the task that samples its tokens."""
+
+
+class Generation:
+    """One batch's requests and what has become of them.
+
+    Args:
+        on_tokens: told of each micro-batch's new tokens, by request, as they come.
+
+    Attributes:
+        tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
+        scores: the best beam's score, by request; empty without beam search.
+        loaded: when the weights that stay were loaded; nanoseconds.
+        busy_loading: how long each lane had been busy by then; nanoseconds.
+        step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
+        first_tokens: when each request whose prompt is through had its first token; nanoseconds.
+    """
+
+    def __init__(
+        self,
+        run_state: RunState,
+        policy: Policy,
+        *,
+        stop_tokens: Collection[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        self.tokens: list[list[int]] = [[] for _ in run_state.plan.batch.prompts]
+        self._beams = run_state.plan.batch.beams
+        self.scores: list[float] = [-math.inf] * len(self.tokens) if self._beams > 1 else []
+        self.loaded = 0
+        self.busy_loading: dict[str, int] = {}
+        self.step_ends: list[int] = []
+        self.first_tokens: dict[int, int] = {}
+        self._run = run_state
+        self._policy = policy
+        self._stop_tokens = frozenset(stop_tokens)
+        self._on_tokens = on_tokens
+        self._stopped: set[int] = set()
+
+    async def run(self) -> list[list[int]]:
+        """Load, prefill, decode; returns the tokens. A step is submitted while the one before it runs."""
+        await self._load()
+        steps = self._run.steps
+        samples = await self._submit(0, last=steps == 1)
+        for index in range(1, steps):
+            following = await self._submit(index, last=index == steps - 1)
+            await self._collect(samples)
+            samples = following
+            if len(self._stopped) == len(self.tokens):
+                break
+        await self._collect(samples)
+        return self.tokens
+
+    async def _load(self) -> None:
+        loads = [task for resident in self._run.plan.resident for task in self._run.load(resident)]
+        await self._wait_for(loads)
+        await self._wait_for(self._run.fill())  # slots may have helped to load what stays
+        self.busy_loading = {name: lane.busy for name, lane in self._run.lanes.items()}
+
+    async def _wait_for(self, loads: Sequence[Task]) -> None:
+        for task in loads:
+            await task
+            self.loaded = max(self.loaded, task.end)
+
+    async def _submit(self, index: int, *, last: bool) -> list[Sampled]:
+        step = Step(self._run, index, last=last)
+        await (self._policy.decode(step) if index else self._policy.prefill(step))
+        return step.close()
+
+    async def _collect(self, samples: list[Sampled]) -> None:
+        """Wait for a step's tokens and hand them out."""
+        for batch, sample in samples:
+            values = await sample
+            if not self.step_ends:
+                self.first_tokens |= dict.fromkeys(batch.ends, sample.end)
+            if self._beams > 1:
+                self._take_in(batch.ends, values)
+                continue
+            fresh = {}
+            for request, token in zip(batch.ends, values, strict=True):
+                if request not in self._stopped:
+                    fresh[request] = token
+                    self.tokens[request].append(token)
+                    if token in self._stop_tokens:
+                        self._stopped.add(request)
+            if self._on_tokens is not None and fresh:
+                self._on_tokens(fresh)
+        self.step_ends.append(max(sample.end for _, sample in samples))
+
+    def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
+        """How far beam search has come. Tokens are handed out when they will not change any more."""
+        for request, (tokens, score, done) in zip(requests, standings, strict=True):
+            if request in self._stopped:
+                continue
+            self.tokens[request], self.scores[request] = list(tokens), score
+            if done:
+                self._stopped.add(request)
+                if self._on_tokens is not None:
+                    for token in tokens:
+                        self._on_tokens({request: token})

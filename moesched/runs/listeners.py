@@ -1,0 +1,116 @@
+"""Listeners: told how a run goes on, for progress bars, streamed text and figures by kind of task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.trace.summary import KindUse
+
+if TYPE_CHECKING:
+    from moesched.drivers.replay import Template, Timeline
+
+
+class Listener:
+    """What a run tells of itself. Every method does nothing here; a listener overrides those that it cares for."""
+
+    def opened(self, device: Any) -> None:
+        """The run's device is there (of several ranks the first one), and no batch has begun: it can be watched."""
+
+    def planned(self, plan: Plan) -> None:
+        """A batch is about to run by this plan."""
+
+    def loading(self, done: int, total: int) -> None:
+        """So many of the pages that stay are loaded. Told by runs on a cluster, whose tasks nobody hears of here."""
+
+    def ended(self, task: Task) -> None:
+        """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""
+
+    def replayed(self, timeline: Timeline) -> None:
+        """A replayed run is over; by default `ended` hears of its tasks, which takes longer than replaying them."""
+        if type(self).ended is not Listener.ended:
+            for task in timeline.tasks():
+                self.ended(task)
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """A request got a token; `text` is what that makes final of its text."""
+
+    def finished(self, request: int, text: str) -> None:
+        """A request gets no more tokens; `text` is the last of its text."""
+
+    def ran(self) -> None:
+        """The batch is through, or was interrupted."""
+
+    def writing(self, trace: Path) -> None:
+        """The batch's trace is about to be written, which may take a while; `ran` is told again afterwards."""
+
+
+class KindMeter:
+    """Adds up tasks by what they are and where they ran, loading included."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[float]] = {}
+
+    def ended(self, task: Task) -> None:
+        """Count a task."""
+        work = task.work
+        self._add(task.verb, task.lane.name, 1, task.end - task.start, work.nbytes, work.flops)
+
+    def replayed(self, timeline: Timeline) -> None:
+        """Count a replayed run's tasks without making them."""
+        groups: dict[Template, dict[tuple[int, str, str], list[int]]] = {}
+        first = 0
+        for template, works in zip(timeline.steps, timeline.works, strict=True):
+            if template not in groups:
+                groups[template] = _alike(template)
+            for (micro_batch, verb, lane), positions in groups[template].items():
+                taken = sum(timeline.ends[first + each] - timeline.starts[first + each] for each in positions)
+                work = works.get((micro_batch, verb))
+                if work is not None:
+                    nbytes, flops = len(positions) * work.nbytes, len(positions) * work.flops
+                else:
+                    nbytes = sum(template.tasks[each].work.nbytes for each in positions)
+                    flops = sum(template.tasks[each].work.flops for each in positions)
+                self._add(verb, lane, len(positions), taken, nbytes, flops)
+            first += len(template.tasks)
+
+    def kinds(self) -> list[KindUse]:
+        """The sums and what rates they come to."""
+        return [
+            kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
+            for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
+        ]
+
+    def _add(self, verb: str, lane: str, tasks: int, taken: int, nbytes: float, flops: float) -> None:
+        sums = self._sums.get((verb, lane))
+        if sums is None:
+            sums = self._sums[verb, lane] = [0, 0, 0.0, 0.0]
+        sums[0] += tasks
+        sums[1] += taken
+        sums[2] += nbytes
+        sums[3] += flops
+
+
+def _alike(template: Template) -> dict[tuple[int, str, str], list[int]]:
+    """Positions of a captured step's tasks by micro-batch, verb and lane; joins are left out."""
+    positions: dict[tuple[int, str, str], list[int]] = {}
+    for position, task in enumerate(template.tasks):
+        if template.lanes[position] >= 0:
+            positions.setdefault((task.micro_batch, task.verb, task.lane.name), []).append(position)
+    return positions
+
+
+def kind_use(kind: str, lane: str, tasks: int, seconds: float, nbytes: float, flops: float) -> KindUse:
+    """One kind of task on one lane, with its rates while it ran."""
+    return KindUse(
+        kind=kind,
+        lane=lane,
+        tasks=tasks,
+        seconds=seconds,
+        nbytes=nbytes,
+        flops=flops,
+        gigabytes_per_second=nbytes / seconds / 1e9 if seconds else 0.0,
+        gigaflops_per_second=flops / seconds / 1e9 if seconds else 0.0,
+    )

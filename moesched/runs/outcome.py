@@ -1,0 +1,219 @@
+"""Reports: what a run did, measured or predicted, in the numbers that people compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a run when it is over. Times are nanoseconds.
+
+    Attributes:
+        loaded: when the weights that stay were loaded.
+        step_ends: when each step, prefill first, had sampled its last micro-batch.
+        tokens: generated tokens, by request.
+        busy: how long each lane was busy after loading.
+        tasks: how many tasks were submitted.
+        scores: of the best beam, by request; empty without beam search.
+        first_tokens: when each request had its first token; those that had none are left out.
+    """
+
+    loaded: int
+    step_ends: list[int]
+    tokens: list[list[int]]
+    busy: dict[str, int]
+    tasks: int
+    scores: list[float] = []
+    first_tokens: dict[int, int] = {}
+
+
+class LaneUse(msgspec.Struct, frozen=True):
+    """How long a lane was busy between the end of loading and the end of the run."""
+
+    busy_seconds: float
+    utilization: float
+
+
+class Dilations(msgspec.Struct, frozen=True):
+    """Real seconds for each second of an emulated machine."""
+
+    prefill: float
+    decode: float
+
+
+class EmulatedLane(msgspec.Struct, frozen=True):
+    """One lane of an emulated machine.
+
+    Attributes:
+        real_share: seconds of real work over the dilated seconds of the modelled work; below a third when all is well.
+        overruns: tasks whose real work took more than a third of their dilated time.
+        late: those whose real work took longer than that time, so that they ended late.
+        excess_seconds: by how much tasks took longer than modelled, together; in the emulated machine's time.
+    """
+
+    real_share: float
+    overruns: int
+    late: int
+    excess_seconds: float
+
+
+class Emulation(msgspec.Struct, frozen=True):
+    """How a machine was emulated by this one. All other times of a report are the emulated machine's.
+
+    Attributes:
+        dilation: how much slower time passed than on the emulated machine.
+        core_load: the share of this machine's cores that the run kept busy.
+    """
+
+    dilation: Dilations
+    core_load: float
+    lanes: dict[str, EmulatedLane]
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """The sizes that a run was planned with.
+
+    Attributes:
+        kv_on_gpu: the share of the micro-batches whose KV cache the accelerator holds.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; None where all of a micro-batch's do.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+    new_tokens: int
+    resident_pages: int
+    streamed_pages: int
+    kv_on_gpu: float
+    discipline: str
+    beams: int = 1
+    prefill_chunk: int | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did, measured or predicted as `measured` says.
+
+    Attributes:
+        wall_seconds: what the run took here; all other times are those of the machine that it ran on, emulated or not.
+        emulation: how the machine was emulated; None where it was there, or was only predicted.
+        tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
+            and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
+        nodes: how many machines shared the model's experts. Lanes and tasks are those of the first; of each memory the
+            fullest node's peak counts.
+        scores: of each request's best beam; None without beam search.
+        first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
+            where there was none. `prefill_seconds` is when all of them had theirs.
+        failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
+        process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes,
+            what the allocator keeps of those that were given back, and the device's own; None where not all
+            memories are the host's.
+    """
+
+    measured: bool
+    policy: str
+    machine: str
+    model: str
+    plan: PlanReport
+    load_seconds: float
+    prefill_seconds: float
+    decode_tokens_per_second: float
+    throughput_tokens_per_second: float
+    step_seconds: list[float]
+    peak_bytes: dict[str, int]
+    lanes: dict[str, LaneUse]
+    tasks: int
+    wall_seconds: float
+    first_token_seconds: float | None = None
+    simulated_seconds: float | None = None
+    tokens: list[list[int]] | None = None
+    scores: list[float] | None = None
+    text: list[str] | None = None
+    interrupted: bool = False
+    failure: str | None = None
+    emulation: Emulation | None = None
+    tensor_parallel: int = 1
+    nodes: int = 1
+    process_bytes: int | None = None
+
+
+def make_report(
+    plan: Plan,
+    policy: Policy,
+    outcome: Outcome,
+    wall_seconds: float,
+    *,
+    measured: bool,
+    interrupted: bool = False,
+    failure: str | None = None,
+    emulation: Emulation | None = None,
+    own_bytes: int = 0,
+    peers: Sequence[Plan] = (),
+) -> Report:
+    """The report of a run of `plan` that came out as `outcome`, beside that of the other ranks' or nodes' plans.
+
+    own_bytes: what all devices of this process take beside what plans reserve.
+    """
+    loaded = outcome.loaded / 1e9
+    ends = [end / 1e9 for end in outcome.step_ends]
+    last = ends[-1] if ends else loaded
+    first = ends[0] if ends else loaded
+    counts = [len(tokens) for tokens in outcome.tokens]
+    decoded = sum(max(0, count - 1) for count in counts)
+    return Report(
+        measured=measured,
+        policy=type(policy).__name__,
+        machine=plan.machine.name,
+        model=plan.layout.config.name,
+        plan=_plan_report(plan),
+        load_seconds=loaded,
+        prefill_seconds=first - loaded,
+        first_token_seconds=fmean(outcome.first_tokens.values()) / 1e9 - loaded
+        if outcome.first_tokens
+        else None,
+        decode_tokens_per_second=_rate(decoded, last - first),
+        throughput_tokens_per_second=_rate(sum(counts), last - loaded),
+        step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
+        peak_bytes={
+            memory.name: plan.in_all(memory, max(each.memories[memory.name].peak for each in (plan, *peers)))
+            for memory in plan.memories.values()
+        },
+        tensor_parallel=plan.ranks,
+        nodes=plan.nodes,
+        process_bytes=plan.process_bytes + own_bytes if plan.machine.unified or emulation else None,
+        lanes={
+            name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
+            for name, nanoseconds in outcome.busy.items()
+        },
+        tasks=outcome.tasks,
+        wall_seconds=wall_seconds,
+        simulated_seconds=None if measured else last,
+        tokens=outcome.tokens if measured else None,
+        scores=(outcome.scores or None) if measured else None,
+        interrupted=interrupted,
+        failure=failure,
+        emulation=emulation,
+    )
+
+
+def _plan_report(plan: Plan) -> PlanReport:
+    resident = sum(len(each.slots) for each in plan.resident)
+    return PlanReport(
+        batch_size=len(plan.batch.prompts),
+        micro_batch_size=max(len(requests) for requests in plan.batch.micro_batches),
+        new_tokens=plan.batch.new_tokens,
+        resident_pages=resident,
+        streamed_pages=len(plan.pages) - resident,
+        kv_on_gpu=plan.kv_on_gpu,
+        discipline=plan.discipline,
+        beams=plan.batch.beams,
+        prefill_chunk=plan.batch.prefill_chunk if plan.chunked else None,
+    )
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,1 @@
+"""What a policy works with: the plan of a run, memories and pools, and the verbs of a prefill or decode step."""

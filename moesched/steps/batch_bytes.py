@@ -1,0 +1,76 @@
+"""What the micro-batches of a batch take of memories beside weights, as a plan reserves it; all in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from moesched.models.footprint import (
+    exchanged_bytes,
+    expert_workspace_bytes,
+    host_rows_bytes,
+    layer_bytes,
+    mask_bytes,
+    staying_bytes,
+    workspace_bytes,
+)
+from moesched.models.operations import Operations
+from moesched.requests.batch import Batch, cached_tokens
+from moesched.requests.chunks import Chunk
+
+
+class BatchBytes:
+    """Sizes of one batch on one model.
+
+    Args:
+        chunks: what each micro-batch of prefill has; more than the batch has micro-batches where prompts are cut.
+
+    Attributes:
+        staying: hidden states of all micro-batches, from layer to layer.
+        workspace: of the largest micro-batch's kernels.
+        in_decode: activations of all micro-batches within a layer, in decode.
+        host_workspace: of experts that run on the host.
+        hidden: hidden states of the largest micro-batch.
+    """
+
+    def __init__(self, batch: Batch, chunks: Mapping[int, Chunk], operations: Operations) -> None:
+        self._batch = batch
+        self._operations = operations
+        self._cut = {chunk.micro_batch for chunk in chunks.values() if chunk.before >= 0}
+        chunked = len(chunks) > len(batch.micro_batches)
+        prefill = [sum(chunk.tokens) for chunk in chunks.values()]
+        self._decode_rows = list(map(batch.sequences, batch.micro_batches))
+        rows = prefill if chunked else list(map(max, prefill, self._decode_rows))
+        self._largest_first = sorted(rows, reverse=True)
+        most = self._largest_first[0]
+        stay = [*rows, *self._decode_rows] if chunked else rows
+        self.staying = sum(staying_bytes(operations, tokens) for tokens in stay)
+        self.workspace = workspace_bytes(operations, most, max(self._decode_rows))
+        if chunked:
+            self.workspace += mask_bytes(most, max(batch.prompts))
+        self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
+        self.host_workspace = expert_workspace_bytes(operations, most)
+        self.hidden = most * operations.hidden_bytes
+
+    def in_prefill(self, in_flight: int) -> int:
+        """Activations of so many micro-batches within a layer, of the largest ones."""
+        return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
+
+    def host_rows(self, in_flight: int | None) -> int:
+        """Rows of experts on the host, so many micro-batches (or all) being within a layer in prefill."""
+        prefill = sum(host_rows_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
+        return max(prefill, sum(host_rows_bytes(self._operations, rows) for rows in self._decode_rows))
+
+    def exchanged(self, in_flight: int) -> int:
+        """Sums on their way between nodes."""
+        rows = max(sum(self._largest_first[:in_flight]), sum(self._decode_rows))
+        return rows * exchanged_bytes(self._operations)
+
+    def device_kv(self, micro_batches: Iterable[int]) -> int:
+        """One layer's keys and values of micro-batches' prompts, of those that are cut into chunks."""
+        tokens = sum(
+            cached_tokens(self._batch.prompts[request])
+            for number in micro_batches
+            if number in self._cut
+            for request in self._batch.micro_batches[number]
+        )
+        return tokens * self._operations.kv_bytes

@@ -1,0 +1,382 @@
+"""Memories with budgets, pools of page slots, and views of the weights that a kernel reads.
+
+All of it is kept in program order: what a policy frees is free for its next line, although the tasks that use the
+bytes may not have run. Physical reuse waits through edges: freed bytes carry their last users, and whoever gets
+the bytes waits for those. So a budget that holds in program order holds on the machine, whatever overlaps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from moesched.engine import Engine
+from moesched.errors import NotResident, OverBudget, PolicyError
+from moesched.models.layout import Page
+from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
+
+K = TypeVar("K", bound=Hashable)
+
+Replacement = Literal["ring", "lru", "none"]
+
+
+class Memory:
+    """One tier with a budget in bytes; `table` says which slot holds a page, by the page's id."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used = 0
+        self.peak = 0
+        self.table: dict[int, Slot] = {}
+        self._fresh = capacity
+        self._freed: deque[tuple[int, tuple[Task, ...]]] = deque()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that nothing has been given."""
+        return self.capacity - self.used
+
+    def allocate(self, name: str, nbytes: int) -> Block:
+        """Bytes for a block; its first writer waits for the last users of the bytes that it gets.
+
+        Raises:
+            OverBudget: fewer bytes are free.
+        """
+        block = Block(name, nbytes, self.name)
+        block.readers = self._take(name, nbytes)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Give a block's bytes back; they carry those who still use them.
+
+        Raises:
+            PolicyError: the block is not in this memory, or was given back already.
+        """
+        if block.memory != self.name:
+            raise PolicyError(
+                f"block {block.name} has no bytes of {self.name} to give back: release it once, there"
+            )
+        users = tuple(block.readers)
+        if block.writer is not None:
+            users = (*users, block.writer)
+        self.used -= block.nbytes
+        self._freed.append((block.nbytes, users))
+        block.memory = ""
+        block.tag = None
+
+    def reserve(self, what: str, nbytes: int) -> None:
+        """Take bytes for as long as the run lasts: a cache, activations, an arena of slots."""
+        self._take(what, nbytes)
+
+    def require(self, what: str, nbytes: int) -> None:
+        """Note that at some other time so many bytes are in use.
+
+        Raises:
+            OverBudget: they are more than the budget.
+        """
+        if nbytes > self.capacity:
+            raise OverBudget(
+                f"{what} need {nbytes:,} bytes of {self.name}, whose budget is {self.capacity:,}: "
+                f"{nbytes - self.capacity:,} bytes too few"
+            )
+        self.peak = max(self.peak, nbytes)
+
+    def _take(self, what: str, nbytes: int) -> list[Task]:
+        if nbytes > self.free_bytes:
+            raise OverBudget(
+                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(self.free_bytes, 0):,} free of its "
+                f"budget of {self.capacity:,}: {nbytes - self.free_bytes:,} bytes too few"
+            )
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        fresh = min(nbytes, self._fresh)
+        self._fresh -= fresh
+        missing = nbytes - fresh
+        users: dict[int, Task] = {}
+        while missing > 0:
+            size, owners = self._freed.popleft()
+            users.update((task.id, task) for task in owners)
+            if size > missing:
+                self._freed.appendleft((size - missing, owners))
+            missing -= size
+        return list(users.values())
+
+
+class Slot(Block):
+    """Room for one page. Its tag is the id of the page that it holds; `views` are those that read it."""
+
+    __slots__ = ("fixed", "index", "page", "pool", "views")
+
+    def __init__(self, pool: Pool, index: int, nbytes: int, *, fixed: bool = False) -> None:
+        super().__init__(f"{pool.name}[{index}]", nbytes, pool.memory.name)
+        self.pool = pool
+        self.index = index
+        self.fixed = fixed
+        self.page: Page | None = None
+        self.views: list[View[Any]] = []
+
+    def forget(self) -> None:
+        """Let go of the tasks and views that used the slot."""
+        self.writer = None
+        self.readers.clear()
+        self.views.clear()
+
+
+class Pool:
+    """Page slots of one size in one memory, allocated once and outliving steps.
+
+    An empty slot is taken first. When there is none, a `ring` overwrites the page that came longest ago, `lru` the one
+    used longest ago, and `none` refuses.
+    """
+
+    def __init__(
+        self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring"
+    ) -> None:
+        memory.reserve(f"pool {name} of {slots} slots", slots * slot_bytes)
+        self.name = name
+        self.memory = memory
+        self.slot_bytes = slot_bytes
+        self.replacement = replacement
+        self.slots = [Slot(self, index, slot_bytes) for index in range(slots)]
+        self._empty = deque(self.slots)
+        self._held: OrderedDict[int, Slot] = OrderedDict()
+
+    def __contains__(self, page: Page) -> bool:
+        return page.id in self._held
+
+    @property
+    def empty_slots(self) -> int:
+        """How many slots hold no page."""
+        return len(self._empty)
+
+    def pages(self) -> list[Page]:
+        """The pages that it holds, the next to be replaced first."""
+        return [slot.page for slot in self._held.values() if slot.page is not None]
+
+    def assign(self, page: Page, engine: Engine) -> Slot:
+        """The slot that `page` goes to; what lay there is gone from here on, in program order."""
+        number = page.id
+        table = self.memory.table
+        if number in table:
+            _vacate_lost(page, table[number], engine)
+        slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
+        slot.page = page
+        slot.tag = number
+        table[number] = self._held[number] = slot
+        return slot
+
+    def assign_all(self, pages: Sequence[Page], engine: Engine) -> tuple[Slot, ...]:
+        """The slots of all these pages, or of none of them."""
+        slots: list[Slot] = []
+        try:
+            for page in pages:
+                slots.append(self.assign(page, engine))
+        except PolicyError:
+            for slot in slots:
+                self.vacate(slot, engine)
+            raise
+        return tuple(slots)
+
+    def vacate(self, slot: Slot, engine: Engine) -> None:
+        """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
+        self._forget(slot, engine)
+        slot.page = slot.tag = None
+        self._empty.append(slot)
+
+    def cancel(self, pages: Sequence[Page], engine: Engine) -> bool:
+        """Cancel the transfer of these pages and empty their slots, if it has not started; says whether.
+
+        Raises:
+            NotResident: a page is not in the pool.
+            PolicyError: they are not what one transfer brings, or a task that was submitted uses one of them.
+        """
+        slots = held_slots("cancel", pages, self)
+        transfer = slots[0].writer if slots else None
+        if not isinstance(transfer, PageTransfer) or {*transfer.slots} != {*slots}:
+            raise PolicyError(
+                "cancel: these pages are not what one fetch brings: name all of one fetch together"
+            )
+        used = next((slot for slot in slots if slot.readers or slot.views), None)
+        if transfer.state < RUNNING and used is not None and used.page is not None:
+            raise PolicyError(
+                f"cancel: page {describe(used.page)} is used by a task that was submitted: evict it"
+            )
+        if used is not None or not engine.cancel(transfer):
+            return False
+        for slot in slots:
+            self.vacate(slot, engine)
+        return True
+
+    def touch(self, slot: Slot) -> None:
+        """Note a use, for the replacement rule."""
+        if self.replacement == "lru" and slot.tag is not None:
+            self._held.move_to_end(slot.tag)
+
+    def _replaced(self, page: Page, engine: Engine) -> Slot:
+        """The slot whose turn it is to be given another page."""
+        if self.replacement == "none" or not self._held:
+            raise OverBudget(
+                f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
+                f"itself: evict a page before moving {describe(page)} there"
+            )
+        slot = next(iter(self._held.values()))
+        self._forget(slot, engine)
+        return slot
+
+    def _forget(self, slot: Slot, engine: Engine) -> None:
+        """Nobody finds the page in a slot any more."""
+        if slot.views:
+            for view in list(slot.views):
+                view.close(engine)
+        assert slot.tag is not None
+        del self.memory.table[slot.tag]
+        del self._held[slot.tag]
+
+
+class Fixed(Pool):
+    """Pages that stay in a memory for the whole run, each in a slot of just its size."""
+
+    def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
+        super().__init__(name, memory, 0, 0, "none")
+        sizes = tuple(sizes)
+        fits = sum(sizes) <= memory.free_bytes
+        if fits:
+            memory.reserve(f"{len(sizes)} pages, kept in {memory.name}", sum(sizes))
+        for page, size in zip(pages, sizes, strict=True):
+            if not fits:
+                memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
+            self._hold(page, size)
+
+    def _hold(self, page: Page, size: int) -> None:
+        slot = Slot(self, len(self.slots), size, fixed=True)
+        slot.page = page
+        slot.tag = page.id
+        self.memory.table[page.id] = self._held[page.id] = slot
+        self.slots.append(slot)
+
+
+class Home(Fixed):
+    """Pages in the memory that weights come from, whose bytes are reserved there: nothing loads or moves them."""
+
+    def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:
+        super().__init__("home", memory, (), ())
+        for page in pages:
+            self._hold(page, page.nbytes)
+
+
+class View(Generic[K]):
+    """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
+
+    n kernels that read n pages through a view need 2n edges instead of n²; on streams, where an edge between two
+    tasks of the device costs the host nothing and a node between them would, they have n². A view lasts until one
+    of its slots is given another page; that write waits for every kernel that read through the view. `bound` is the
+    device's own: what it made of the slots' bytes.
+    """
+
+    __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
+
+    def __init__(
+        self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
+    ) -> None:
+        self.owner = owner
+        self.key = key
+        self.pages = pages
+        self.slots = slots
+        self.bound: Any = None
+        self.moving = tuple(slot for slot in slots if not slot.fixed)
+        self.block: Block | None = None
+        self.reads: tuple[Block, ...] = self.moving
+        if len(self.moving) > 1 and not engine.has_streams:
+            self.block = Block(f"view {key}")
+            engine.join(self.moving, (self.block,))
+            self.reads = (self.block,)
+        for slot in self.moving:
+            slot.views.append(self)
+
+    def touch(self) -> None:
+        """Note a use of the pages, for pools that replace the least recently used."""
+        for slot in self.moving:
+            slot.pool.touch(slot)
+
+    def close(self, engine: Engine) -> None:
+        """End the view; the next writers of its slots wait for its readers."""
+        readers_done = [] if self.block is None else [engine.join((), (self.block,))]
+        del self.owner.open[self.key]
+        for slot in self.moving:
+            slot.readers += readers_done
+            slot.views.remove(self)
+
+
+class Views(Generic[K]):
+    """The open views of one memory by their key, which says which pages they show."""
+
+    def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
+        self.memory = memory
+        self.pages_of = pages_of
+        self.open: dict[K, View[K]] = {}
+
+    def show(self, key: K, engine: Engine) -> View[K]:
+        """A view of the key's pages, all of which must be in this memory.
+
+        Raises:
+            NotResident: one of them is not.
+        """
+        slots = []
+        pages = self.pages_of(key)
+        for page in pages:
+            slot = self.memory.table.get(page.id)
+            lost = None if slot is None else _lost(slot)
+            if lost is not None:
+                engine.raise_failure()
+                raise NotResident(
+                    f"page {describe(page)} never came to {self.memory.name}: its transfer failed or was cancelled; "
+                    "fetch it again before the kernel that reads it"
+                ) from lost
+            if slot is None:
+                raise NotResident(
+                    f"page {describe(page)} is not in {self.memory.name}: fetch it before the kernel that reads it, "
+                    "and keep its slot until then"
+                )
+            slots.append(slot)
+        view = self.open[key] = View(self, key, pages, tuple(slots), engine)
+        return view
+
+
+def describe(page: Page) -> str:
+    """A page as a reader names it: layer, expert or the dense part, and which of its pages."""
+    part = "dense" if page.expert < 0 else f"E{page.expert}"
+    return f"L{page.layer} {part} #{page.index}"
+
+
+def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
+    """The slots of a pool that hold these pages.
+
+    Raises:
+        NotResident: it does not hold one of them; the message begins with the verb.
+    """
+    table = source.memory.table
+    held = []
+    for page in pages:
+        slot = table.get(page.id)
+        if slot is None or slot.pool is not source:
+            raise NotResident(
+                f"{verb}: page {describe(page)} is not in pool {source.name}: bring it there first"
+            )
+        held.append(slot)
+    return tuple(held)
+
+
+def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
+    """Empty the slot that a page was to be moved to, but never was."""
+    if _lost(held) is None:
+        raise PolicyError(
+            f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"
+        )
+    held.pool.vacate(held, engine)
+
+
+def _lost(slot: Slot) -> BaseException | None:
+    """Why the transfer that was to fill the slot failed or was cancelled; None where it was not."""
+    return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

@@ -1,0 +1,43 @@
+"""Which experts each node of a cluster holds, and who runs which of them: what is checked of both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from moesched.errors import PolicyError
+
+
+def require_placement(placement: Sequence[Collection[int]], nodes: int, experts: int) -> None:
+    """Check a placement: for each node the experts that it holds.
+
+    Raises:
+        PolicyError: it is for another number of nodes, names an expert that is not there, or leaves one out.
+    """
+    if len(placement) != nodes:
+        raise PolicyError(f"place_experts: a placement on {len(placement)} nodes, and there are {nodes}")
+    held = set().union(*placement)
+    if strange := sorted(held.difference(range(experts))):
+        raise PolicyError(f"place_experts: there is no E{strange[0]}: experts go from 0 to {experts - 1}")
+    if missing := sorted(set(range(experts)) - held):
+        raise PolicyError(f"place_experts: no node holds {named(missing)}: each expert needs one at least")
+
+
+def ownership_problem(
+    owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
+) -> str:
+    """What is wrong with saying that these nodes run these experts, of those that were routed; empty if nothing is."""
+    if missing := sorted(set(routed) - owners.keys()):
+        return f"it leaves out {named(missing)}, which tokens were routed to"
+    for expert, node in owners.items():
+        if expert not in routed:
+            return f"no token was routed to E{expert}: leave it out, or warm_expert"
+        if not 0 <= node < len(placement):
+            return f"E{expert} is given to node {node}, and nodes go from 0 to {len(placement) - 1}"
+        if expert not in placement[node]:
+            return f"E{expert} is given to node {node}, which does not hold it"
+    return ""
+
+
+def named(experts: Collection[int]) -> str:
+    """Experts as messages name them."""
+    return ", ".join(f"E{expert}" for expert in experts)

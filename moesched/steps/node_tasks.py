@@ -1,0 +1,122 @@
+"""What a node of several submits for a verb: kernels, and the exchanges in which the nodes tell each other.
+
+Where nodes share a model's experts (`Plan.place_experts`), these verbs are more than one task:
+
+    combine          partial_sum, all_reduce, combine
+
+Every node attends, routes and samples alike. In a centralised plan only the first one does:
+
+    route            on the first node: route, broadcast                on the others: broadcast, route
+    combine          on the first node: partial_sum, gather, combine    on the others: partial_sum, gather
+    sample           on the first node: sample, broadcast               on the others: broadcast, sample
+
+Sums are in float32 and added in the order of the nodes; the residual is added afterwards, and rounded once. So all
+nodes that attend have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moesched.engine import Engine
+from moesched.machines.networks import NETWORK
+from moesched.models.operations import Amount, Operations
+from moesched.steps.plan import Plan
+from moesched.steps.split_verbs import Split, SplitVerbs, SubTask, WorkOf
+from moesched.tasks import Block, Collective, Lane, Task
+
+SUM, ROWS, TOKENS = "sums", "routed rows", "tokens"
+"""What is exchanged, as the tasks' operands say."""
+
+TOKEN_BYTES = 8
+
+SCATTERED_FROM = 32 << 10
+"""From so many bytes on nodes add up a share of the sum each and hand it round, rather than send all to everybody."""
+
+
+class NodeTasks(SplitVerbs):
+    """Submits the tasks of one node to its engine.
+
+    Args:
+        network: the lane of its exchanges.
+        micro_batches: how many there are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        network: Lane,
+        plan: Plan,
+        operations: Operations,
+        work_of: WorkOf,
+        micro_batches: int,
+    ) -> None:
+        split: dict[str, Split] = {"combine": self._reduce}
+        if plan.centralised:
+            split = {"route": self._send, "combine": self._add_up, "sample": self._send}
+        if not plan.attends:
+            split = {"route": self._take_rows, "combine": self._hand_in, "sample": self._take_tokens}
+        super().__init__(engine, work_of, split)
+        self._lane = network
+        self._nodes = plan.nodes
+        self._operations = operations
+        self._sums = [Block(f"sums mb{index}") for index in range(micro_batches)]
+
+    def _reduce(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield from self._exchanged_sum("all_reduce", task, reads)
+        yield self._last_of_combine(task), (*reads, self._sums[task.micro_batch]), writes
+
+    def _add_up(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield from self._exchanged_sum("gather", task, reads)
+        yield self._last_of_combine(task), (*reads, self._sums[task.micro_batch]), writes
+
+    def _hand_in(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield from self._exchanged_sum("gather", task, reads)
+
+    def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        """What the first node finds out, and a broadcast of it."""
+        yield task, reads, writes
+        yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
+
+    def _take_rows(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield self._exchange("broadcast", task, ROWS), (), writes
+        task.work = self._work("take rows", task, self._operations.take_rows)
+        yield task, writes, writes
+
+    def _take_tokens(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield self._exchange("broadcast", task, TOKENS), (), writes
+        task.work = self._work("take tokens", task, lambda tokens: Amount(0, tokens * TOKEN_BYTES))
+        yield task, writes, writes
+
+    def _exchanged_sum(self, verb: str, task: Task, reads: Sequence[Block]) -> Iterator[SubTask]:
+        sums = (self._sums[task.micro_batch],)
+        yield self._kernel("partial_sum", task, task.work), reads, sums
+        yield self._exchange(verb, task, SUM), sums, sums
+
+    def _last_of_combine(self, task: Task) -> Task:
+        task.work = self._work("add residual", task, self._operations.add_residual)
+        return task
+
+    def _exchange(self, verb: str, task: Task, what: str) -> Collective:
+        rows = task.work.tokens
+        signature = f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
+        if what == SUM:
+            signature += "".join(
+                f", E{expert} of node {node}" for expert, node in sorted(task.operands.items())
+            )
+        work = self._work_of(f"{verb} of {what}", NETWORK, rows, lambda rows: self._amount(verb, what, rows))
+        return Collective(
+            self._lane, work, verb, task.layer, task.micro_batch, -1, what, task.step, signature=signature
+        )
+
+    def _amount(self, verb: str, what: str, rows: int) -> Amount:
+        """The bytes that pass the card of the busiest node, in the direction in which there are more."""
+        each = {
+            SUM: self._operations.sum_bytes,
+            ROWS: self._operations.row_and_choices_bytes,
+            TOKENS: TOKEN_BYTES,
+        }[what]
+        others = self._nodes - 1
+        if verb == "all_reduce" and rows * each > SCATTERED_FROM:
+            return Amount(0, 2 * others / self._nodes * rows * each)
+        return Amount(0, others * rows * each)

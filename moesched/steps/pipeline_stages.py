@@ -1,0 +1,79 @@
+"""The stages of a plan: accelerators, each with the layers that it computes. Without a pipeline there is one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from moesched.machines import Machine
+from moesched.machines.group import numbered
+from moesched.steps.memory import Views
+from moesched.steps.plan import Plan
+from moesched.tasks import Lane
+
+
+class PipelineStage:
+    """One accelerator: its lanes, and the views of what lies in its memory.
+
+    Attributes:
+        end: the layer that the next stage begins with; -1 at the last one.
+        processors: the accelerator's name and the host's, by role.
+        memory: the accelerator's.
+        to_host, from_host: the lanes of copies between the accelerator's memory and the host's, unless they are one.
+        empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that hold nothing.
+        onward: the memories that a hidden state passes on its way to the next stage, this one and that one included.
+    """
+
+    __slots__ = (
+        "dense",
+        "empty_kv_slots",
+        "end",
+        "expert",
+        "from_host",
+        "lane",
+        "memory",
+        "number",
+        "onward",
+        "processors",
+        "to_host",
+        "whole",
+    )
+
+    def __init__(self, plan: Plan, number: int, lanes: Mapping[str, Lane]) -> None:
+        machine, layout, roles = plan.machine, plan.layout, plan.machine.roles
+        fast, host = plan.memory("accelerator", number), plan.memory("host")
+        self.number = number
+        last = number == len(plan.stages) - 1
+        self.end = -1 if last else plan.stages[number].stop
+        self.lane = lanes[numbered("accelerator", number)]
+        self.processors = {"accelerator": numbered(roles.accelerator, number), "host": roles.host}
+        self.memory = fast.name
+        self.to_host: Lane
+        self.from_host: Lane
+        if not machine.unified:
+            self.to_host = lanes[machine.link(fast.name, host.name).lane]
+            self.from_host = lanes[machine.link(host.name, fast.name).lane]
+        self.dense = Views(fast, layout.dense)
+        self.whole = Views(fast, layout.layer)
+        self.expert: dict[str, Views[tuple[int, int]]] = {
+            "accelerator": Views(fast, lambda key: layout.expert(*key)),
+            "host": Views(host, lambda key: layout.expert(*key)),
+        }
+        self.empty_kv_slots = deque(range(number * plan.kv_slots, (number + 1) * plan.kv_slots))
+        self.onward: tuple[tuple[str, str], ...] = ()
+        if not last:
+            self.onward = _way(machine, fast.name, plan.memory("accelerator", number + 1).name)
+
+    @property
+    def views(self) -> list[Views[Any]]:
+        """All of them."""
+        return [self.dense, self.whole, *self.expert.values()]
+
+
+def _way(machine: Machine, source: str, destination: str) -> tuple[tuple[str, str], ...]:
+    """The hops from one accelerator's memory to another's: over the interconnect, or through the host's memory."""
+    joined = any((link.source, link.destination) == (source, destination) for link in machine.links)
+    stops = [source, destination] if joined else [source, machine.host.memory, destination]
+    return tuple(pairwise(stops))

@@ -1,0 +1,103 @@
+"""What a rank of several submits for a verb: kernels, and the all-reduces that make whole what each rank has in part.
+
+Where a model is cut over several ranks (see `models/tensor_parallel.py`), four verbs are more than one task:
+
+    post_attention   output_projection, all_reduce, post_attention, all_reduce
+    route            output_projection, all_reduce, route
+    combine          combine, all_reduce
+    sample           logits, all_reduce, sample
+
+The all-reduces belong to the meaning of the verbs: policies are those of one accelerator. One rank adds the residuals,
+so that the sum of the ranks' hidden states is the hidden state. Each rank's logits are zero but for its own rows of the
+LM head, so that their sum is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moesched.engine import Engine
+from moesched.machines import INTERCONNECT
+from moesched.models.operations import Operations
+from moesched.steps.split_verbs import SplitVerbs, SubTask, WorkOf
+from moesched.tasks import Block, Collective, Kernel, Lane, Task
+
+HIDDEN, LOGITS = "hidden", "logits"
+"""What is reduced, as the tasks' operands say."""
+
+
+class RankTasks(SplitVerbs):
+    """Submits the tasks of one rank to its engine.
+
+    Args:
+        interconnect: the lane of its all-reduces.
+        micro_batches: how many there are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        interconnect: Lane,
+        operations: Operations,
+        work_of: WorkOf,
+        micro_batches: int,
+    ) -> None:
+        split = {
+            "post_attention": self._post_attention,
+            "route": self._route,
+            "combine": self._combine,
+            "sample": self._sample,
+        }
+        super().__init__(engine, work_of, split)
+        self._lane = interconnect
+        self._operations = operations
+        self._logits = [Block(f"logits mb{index}") for index in range(micro_batches)]
+
+    def _post_attention(
+        self, task: Task, reads: Sequence[Block], writes: Sequence[Block]
+    ) -> Iterator[SubTask]:
+        yield self._output_projection(task), reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+        task.work = self._work("experts", task, self._operations.after_projection)
+        yield task, reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+
+    def _route(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        hidden = writes[:1]
+        yield self._output_projection(task), reads, hidden
+        yield self._all_reduce(task, HIDDEN), hidden, hidden
+        task.work = self._work("router", task, self._operations.router)
+        yield task, reads, writes
+
+    def _combine(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        yield task, reads, writes
+        yield self._all_reduce(task, HIDDEN), writes, writes
+
+    def _sample(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
+        logits = (self._logits[task.micro_batch],)
+        yield self._kernel("logits", task, task.work), reads, logits
+        yield self._all_reduce(task, LOGITS), logits, logits
+        task.work = self._work("choice", task, self._operations.choice)
+        yield task, logits, writes
+
+    def _output_projection(self, task: Task) -> Kernel:
+        verb = "output_projection"
+        return self._kernel(verb, task, self._work(verb, task, self._operations.output_projection))
+
+    def _all_reduce(self, task: Task, what: str) -> Collective:
+        rows = task.work.tokens
+        nbytes = rows * (self._operations.hidden_bytes if what == HIDDEN else self._operations.logits_bytes)
+        work = self._work_of(
+            f"all_reduce of {what}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
+        )
+        return Collective(
+            self._lane,
+            work,
+            "all_reduce",
+            task.layer,
+            task.micro_batch,
+            -1,
+            what,
+            task.step,
+            signature=f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
+        )

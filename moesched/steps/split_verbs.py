@@ -1,0 +1,63 @@
+"""Verbs that are several tasks where several ranks or nodes work together: the tasks, submitted one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from moesched.engine import Engine
+from moesched.models.operations import Amount
+from moesched.tasks import Block, Collective, Decision, Kernel, Task, Work
+
+SubTask = tuple[Task, Sequence[Block], Sequence[Block]]
+"""A task, and what it reads and writes."""
+Split = Callable[[Task, Sequence[Block], Sequence[Block]], Iterator[SubTask]]
+"""From a verb's own task, and what that reads and writes, to the tasks that the verb is."""
+WorkOf = Callable[[str, str, int, Callable[[int], Amount]], Work]
+"""The work of a kind on a resource for so many rows, the same object for the same rows."""
+
+
+class SplitVerbs:
+    """Submits verbs to an engine, some of them as several tasks.
+
+    Args:
+        split: how, by the verb; the others are one task.
+    """
+
+    def __init__(self, engine: Engine, work_of: WorkOf, split: Mapping[str, Split]) -> None:
+        self._engine = engine
+        self._engine.submit_frames += 1  # `submit` below lies between the verb and the engine
+        self._work_of = work_of
+        self._split = split
+
+    def submit(
+        self,
+        task: Task,
+        reads: Sequence[Block] = (),
+        writes: Sequence[Block] = (),
+        after: Sequence[Task] = (),
+        transfer_class: int = 0,
+    ) -> Task:
+        """Submit a verb's task, or the tasks that the verb is here.
+
+        Returns:
+            the verb's handle: the decision that a policy awaits, or the last task.
+        """
+        split = self._split.get(task.verb)
+        if split is None:
+            return self._engine.submit(task, reads, writes, after, transfer_class)
+        last = task
+        for part, needed, left in split(task, reads, writes):
+            if isinstance(part, Collective):
+                self._engine.collective(part, needed, left)
+            else:
+                self._engine.submit(part, needed, left)
+            last = part
+        return task if isinstance(task, Decision) else last
+
+    def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
+        """A part of a verb, on the lane of its own task."""
+        return Kernel(task.lane, work, verb, task.layer, task.micro_batch, -1, task.operands, task.step)
+
+    def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
+        """The work of a part, on as many rows as the verb's."""
+        return self._work_of(kind, task.work.resource, task.work.tokens, amount)

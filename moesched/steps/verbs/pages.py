@@ -1,0 +1,105 @@
+"""The verbs that move weights: fetch, pin, lift, cancel, evict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.errors import NotResident, OverBudget, PolicyError
+from moesched.models.layout import Page
+from moesched.steps.memory import Pool, Slot, describe, held_slots
+from moesched.steps.verbs.base import Verbs
+from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
+
+
+class PageVerbs(Verbs):
+    """Pages, and what brings them to pools and takes them from there."""
+
+    def pages(self, layer: int) -> tuple[Page, ...]:
+        """All pages of a layer."""
+        return self._run.plan.layout.layer(layer)
+
+    def dense_pages(self, layer: int) -> tuple[Page, ...]:
+        """The pages of a layer that every token needs: norms, attention's projections, the router."""
+        return self._run.plan.layout.dense(layer)
+
+    def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
+        """The pages of one expert."""
+        return self._run.plan.layout.expert(layer, expert)
+
+    def fetch(
+        self,
+        pages: Sequence[Page],
+        pool: Pool,
+        *,
+        source: Pool | None = None,
+        urgent: bool = False,
+        speculative: bool = False,
+    ) -> Task:
+        """Move pages into slots of `pool` in one transfer, from `source` or from where the weights live.
+
+        On its link an urgent transfer goes before those that are not, and a speculative one after all others.
+
+        Raises:
+            PolicyError: a page is in that memory already, or there are no pages to move.
+            NotResident: `source` does not hold a page.
+        """
+        task, reads = self._transfer("fetch", pages, pool, source)
+        transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
+        return self._submit(task, reads, task.slots, (), transfer_class)
+
+    def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
+        """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
+        task, reads = self._transfer("copy_to_pinned", pages, pool, source)
+        return self._submit(task, reads, task.slots, (), PREFETCH)
+
+    def promote(self, pages: Sequence[Page], pool: Pool) -> None:
+        """Make transfers of these pages that have not started urgent: the pages are needed now."""
+        for slot in held_slots("promote", pages, pool):
+            if slot.writer is not None:
+                self._engine.promote(slot.writer, DEMAND)
+
+    def cancel(self, pages: Sequence[Page], pool: Pool) -> bool:
+        """Give up pages that nobody uses and whose transfer has not started: it is cancelled, and moves no bytes.
+
+        Returns:
+            whether that is so. Otherwise nothing has changed, and `evict` gives them up.
+
+        Raises:
+            NotResident: a page is not in the pool.
+            PolicyError: they are not the pages of one fetch, or a task that was submitted uses one of them.
+        """
+        return pool.cancel(pages, self._engine)
+
+    def evict(self, pages: Sequence[Page], pool: Pool) -> None:
+        """Give up pages; their slots are free for the next fetch."""
+        for page in pages:
+            slot = pool.memory.table.get(page.id)
+            if slot is None or slot.pool is not pool:
+                raise NotResident(f"evict: page {describe(page)} is not in pool {pool.name}")
+            if slot.fixed:
+                raise PolicyError(
+                    f"evict: page {describe(page)} is kept for the whole run: keep fewer in the plan"
+                )
+            pool.vacate(slot, self._engine)
+
+    def _transfer(
+        self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
+    ) -> tuple[PageTransfer, tuple[Slot, ...]]:
+        """The task that moves pages into slots of a pool, and the slots that it reads them from."""
+        if not pages:
+            raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
+        reads = () if source is None else held_slots(verb, pages, source)
+        if len(pages) > len(pool.slots):
+            raise OverBudget(
+                f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
+            )
+        slots = pool.assign_all(pages, self._engine)
+        nbytes = 0
+        for page in pages:
+            nbytes += page.nbytes
+        origin = self._weights if source is None else source.memory.name
+        lane, work = self._run.move(origin, pool.memory.name, nbytes, len(slots))
+        first = pages[0]
+        task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
+        task.pages, task.slots = tuple(pages), slots
+        return task, reads

@@ -1,0 +1,185 @@
+"""The adversary: a seeded stream of random but legal choices of order, place and time.
+
+It exists to break things. Whatever it does, the tokens must be those of every other policy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from moesched.models.layout import Page
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+from moesched.tasks import Task
+
+
+class Adversarial:
+    """Advances random micro-batches by random verbs, with pages fetched, evicted and awaited at random times.
+
+    Settings:
+        seed: of all choices.
+        cancels: whether fetches are cancelled at times; which of them can be depends on the clock.
+    """
+
+    def __init__(self, seed: int = 0, cancels: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.cancels = cancels
+
+    def plan(self, plan: Plan) -> None:
+        choose = self.random
+        plan.discipline = choose.choice(("in_order", "ready_first"))
+        kv_on_host = {j for j in plan.micro_batches if choose.random() < 0.5}
+        plan.place_kv("host", kv_on_host)
+        plan.place_kv("accelerator", set(plan.micro_batches) - kv_on_host)
+        plan.reserve_kv_buffers(choose.randint(0, 3))
+        self.kv_slots = plan.kv_slots
+        self.unified = plan.machine.unified
+        self.host_has_weights = plan.weights_on_host and not self.unified
+        self.experts_on_host = (self.unified or self.host_has_weights) and choose.random() < 0.5
+        if self.experts_on_host:
+            plan.run_experts_on_host()
+        layer = plan.layout.layer(0)
+        room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
+        slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
+        self.pool = plan.pool(
+            "accelerator", "adversary", slots, layer, choose.choice(("ring", "lru", "none"))
+        )
+        self.held: list[Page] = []
+
+    async def prefill(self, step: Step) -> None:
+        """Advance a random micro-batch by some verbs, until all are sampled; the chunks of a prompt one by one."""
+        chains: list[list[int]] = []
+        for j in step.micro_batches:
+            if step.goes_on(j):
+                chains[-1].append(j)
+            else:
+                chains.append([j])
+        programs = [self._in_turn(step, chain) for chain in chains]
+        answers: dict[int, Any] = {}
+        while programs:
+            program = self.random.choice(programs)
+            for _ in range(self.random.randint(1, 8)):
+                try:
+                    handle = program.send(answers.pop(id(program), None))
+                except StopIteration:
+                    programs.remove(program)
+                    break
+                if handle.verb in ("route", "preview_route"):
+                    answers[id(program)] = await handle
+                elif self.random.random() < 0.02:
+                    await handle
+
+    decode = prefill
+
+    def _in_turn(self, step: Step, chain: Sequence[int]) -> Generator[Task, dict[int, int], None]:
+        for j in chain:
+            yield from self._micro_batch(step, j)
+
+    def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
+        """All verbs of one micro-batch, in an order that its own data allows."""
+        choose = self.random
+        yield step.embed(j)
+        for i in step.layers:
+            early = choose.random() < 0.5 and self._takes_slot(step, j)
+            if early:
+                yield step.load_kv(i, j)
+            self._hold(step, step.dense_pages(i))
+            yield step.pre_attention(i, j)
+            if early or self._takes_slot(step, j):
+                yield from self._attend_loaded(step, i, j, early)
+            else:
+                yield from self._attend(step, i, j)
+            if choose.random() < 0.5:
+                self._hold(step, step.pages(i))
+                yield step.post_attention(i, j)
+                continue
+            self._hold(step, step.dense_pages(i))
+            routed = yield step.route(i, j)
+            if choose.random() < 0.2 and i + 1 in step.layers:
+                self._hold(step, step.dense_pages(i + 1))
+                yield step.preview_route(i + 1, j)
+            yield from self._run_experts(step, i, j, choose.sample(sorted(routed), len(routed)))
+            yield step.combine(i, j)
+        yield step.sample(j)
+
+    def _run_experts(
+        self, step: Step, i: int, j: int, experts: Sequence[int]
+    ) -> Generator[Task, dict[int, int], None]:
+        """Experts in this order, some of them on the host."""
+        choose = self.random
+        there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
+        if there or (self.experts_on_host and choose.random() < 0.1):
+            yield step.offload_routed(i, j)
+        for expert in experts:
+            if expert not in there or not self.host_has_weights:
+                self._hold(step, step.expert_pages(i, expert))
+            yield step.run_expert(i, expert, j, at="host" if expert in there else "accelerator")
+            if expert == (there or [-1])[-1]:
+                yield step.load_routed(i, j)
+
+    def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
+        """Attention where the KV cache lets it run."""
+        kv_on_host = not step.kv_on_accelerator(j)
+        on_host = kv_on_host and (step.kind == "decode" or step.chunked or self.random.random() < 0.5)
+        if on_host or (self.unified and self.random.random() < 0.5):
+            yield step.offload_qkv(i, j)
+            yield step.cpu_attention(i, j)
+            yield step.load_hidden(i, j)
+        else:
+            yield step.attention(i, j)
+            if kv_on_host:
+                yield step.offload_kv(i, j)
+
+    def _takes_slot(self, step: Step, j: int) -> bool:
+        """Whether attention is to run on the accelerator on keys and values loaded for it; takes a slot if so."""
+        loads = step.kind == "decode" and not step.kv_on_accelerator(j)
+        taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
+        self.kv_slots -= taken
+        return taken
+
+    def _attend_loaded(
+        self, step: Step, i: int, j: int, early: bool
+    ) -> Generator[Task, dict[int, int], None]:
+        """Attention on the accelerator, of a decode step, with the KV cache on the host."""
+        if not early:
+            yield step.load_kv(i, j)
+        yield step.attention(i, j)
+        self.kv_slots += 1
+        yield step.offload_kv(i, j)
+
+    def _hold(self, step: Step, needed: Sequence[Page]) -> None:
+        """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing.
+
+        One for nothing may also be cancelled again.
+        """
+        choose = self.random
+        if choose.random() < 0.1:
+            self._start_for_nothing(step, needed)
+        missing = [page for page in needed if page not in self.pool]
+        if choose.random() < 0.2:
+            stray = choose.choice(step.pages(choose.choice(step.layers)))
+            if stray not in self.pool and stray not in missing and len(needed) < len(self.pool.slots):
+                missing.append(stray)
+        choose.shuffle(missing)
+        keep = {page.id for page in needed}
+        others = [page for page in self.pool.pages() if page.id not in keep]
+        choose.shuffle(others)
+        while self.pool.empty_slots < len(missing):
+            step.evict([others.pop()], self.pool)
+        while missing:
+            portion = [missing.pop() for _ in range(choose.randint(1, len(missing)))]
+            step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
+
+    def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
+        """Have a page come that nobody has asked for, and change one's mind."""
+        choose = self.random
+        page = choose.choice(step.pages(choose.choice(step.layers)))
+        if page in self.pool or page in needed or not self.pool.empty_slots:
+            return
+        step.fetch([page], self.pool, speculative=choose.random() < 0.5)
+        if choose.random() < 0.5:
+            step.promote([page], self.pool)
+        if choose.random() < 0.8 and not (self.cancels and step.cancel([page], self.pool)):
+            step.evict([page], self.pool)

@@ -1,0 +1,67 @@
+"""A transport that keeps a record of all exchanges: how many, how many bytes, how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from moesched.seams import Transport
+from moesched.testing.wrapping_transport import Call, WrappingTransport
+
+T = TypeVar("T")
+
+
+class Record(NamedTuple):
+    """One call.
+
+    Attributes:
+        seconds: from the call to its return, waiting for others included.
+        failed: whether it raised.
+    """
+
+    call: Call
+    seconds: float
+    failed: bool
+
+
+class RecordingTransport(WrappingTransport):
+    """Notes every call of a transport.
+
+    Attributes:
+        records: in the order in which the calls ended.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.records: list[Record] = []
+        self._adding = threading.Lock()
+
+    @property
+    def calls(self) -> int:
+        """How many calls ended."""
+        return len(self.records)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays that were brought."""
+        return sum(record.call.nbytes for record in self.records)
+
+    @property
+    def seconds(self) -> float:
+        """How long all calls took together."""
+        return sum(record.seconds for record in self.records)
+
+    def around(self, call: Call, run: Callable[[], T]) -> T:
+        """Run a call and note how it went."""
+        began = time.perf_counter()
+        failed = True
+        try:
+            value = run()
+            failed = False
+            return value
+        finally:
+            record = Record(call, time.perf_counter() - began, failed)
+            with self._adding:
+                self.records.append(record)
