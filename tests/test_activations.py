@@ -44,7 +44,7 @@ class Wide(LayerStreaming):
         super().plan(plan)
         plan.in_flight = 3
 
-    def _run(self, step: Step) -> None:
+    def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for j in step.micro_batches:

@@ -363,4 +363,4 @@ def test_what_runs_on_one_node_slows_nothing_on_another() -> None:
 def test_every_part_of_a_verb_names_the_policy_s_line() -> None:
     slices, _ = slices_of("ep_naive", joined(latency_seconds=0.0, bandwidth=1e9))
     lines = {each.verb: each.line for each in slices if each.step == 1}
-    assert all("node_experts.py" in lines[verb] for verb in ("broadcast", "gather", "partial_sum", "sample"))
+    assert all("node_steps.py" in lines[verb] for verb in ("broadcast", "gather", "partial_sum", "sample"))

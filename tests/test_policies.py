@@ -147,7 +147,7 @@ def algorithm_1(layers: int, micro_batches: int) -> Iterator[str]:
         yield f"pre_attention L{i} mb{j}"
         yield f"offload_qkv L{i} mb{j}"
         yield f"cpu_attention L{i} mb{j}"
-        yield f"pin page {j} of L{(i + 1) % layers}"
+        yield f"copy_to_pinned page {j} of L{(i + 1) % layers}"
 
     for i, j in order[:2]:
         yield from ahead(i, j)

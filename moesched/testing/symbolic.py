@@ -108,7 +108,7 @@ class SymbolicDevice:
         for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
             data.write(slot, page.id if source is None else data.read(source))
 
-    _pin = _fetch
+    _copy_to_pinned = _fetch
 
     # -- a micro-batch through a layer -------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class SymbolicDevice:
         output = expert(task.layer, task.expert, hidden, weights)
         data.write((f"output{where}", task.expert, task.micro_batch), output)
 
-    def _touch_expert(self, task: Task, data: _Access) -> None:
+    def _warm_expert(self, task: Task, data: _Access) -> None:
         data.weights(task.operands)
 
     def _partial_sum(self, task: Task, data: _Access) -> None:
