@@ -114,12 +114,12 @@ class _OneLayer:
                 plan.keep([page for page in pages if page.expert >= 0], "host")
 
     async def prefill(self, step: Step) -> None:
-        await self._run(step)
+        await self._schedule(step)
 
     async def decode(self, step: Step) -> None:
-        await self._run(step)
+        await self._schedule(step)
 
-    async def _run(self, step: Step) -> None:
+    async def _schedule(self, step: Step) -> None:
         pages = step.pages(0)
         if self._pinned is not None:
             step.copy_to_pinned(pages, self._pinned)

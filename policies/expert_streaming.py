@@ -50,12 +50,12 @@ class ExpertStreaming:
 
     async def prefill(self, step: Step) -> None:
         self._move(step)
-        await self._run(step)
+        await self._schedule(step)
 
     async def decode(self, step: Step) -> None:
-        await self._run(step)
+        await self._schedule(step)
 
-    async def _run(self, step: Step) -> None:
+    async def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:

@@ -37,12 +37,12 @@ class FlexGenPipeline:
     async def prefill(self, step: Step) -> None:
         for layers in self.stages:
             self._fetch(step, layers[0])
-        self._run(step)
+        self._schedule(step)
 
     async def decode(self, step: Step) -> None:
-        self._run(step)
+        self._schedule(step)
 
-    def _run(self, step: Step) -> None:
+    def _schedule(self, step: Step) -> None:
         count, all_of_them = len(self.stages), step.micro_batches
         cuts = [group * len(all_of_them) // count for group in range(count + 1)]
         groups = [all_of_them[start:end] for start, end in pairwise(cuts) if start < end]

@@ -21,12 +21,12 @@ class LayerStreaming:
 
     async def prefill(self, step: Step) -> None:
         self._fetch(step, 0)
-        self._run(step)
+        self._schedule(step)
 
     async def decode(self, step: Step) -> None:
-        self._run(step)
+        self._schedule(step)
 
-    def _run(self, step: Step) -> None:
+    def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
