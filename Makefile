@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 # Compiled with the installation where a C compiler is there.
-KERNEL := $(wildcard devices/expert_*.[ch])
+KERNEL := $(wildcard devices/products/expert_*.[ch])
 
 SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py)
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
@@ -44,7 +44,7 @@ clean: ## remove what was built and written: wheels, caches, traces, generated m
 	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv and the compiled CPU kernel
-	rm -rf $(VENV) devices/_expert_kernel*
+	rm -rf $(VENV) devices/products/_expert_kernel*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -54,5 +54,5 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -c 'from moesched.devices.expert_kernel import availability; print(availability())'
+	@$(BIN)/python -c 'from moesched.devices.products.expert_kernel import availability; print(availability())'
 	@touch $@

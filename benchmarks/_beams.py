@@ -10,7 +10,7 @@ import torch
 from _small_runs import ONE_MEMORY, fast_memory
 from msgspec.structs import replace
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout

@@ -18,7 +18,7 @@ from moesched.runs.listeners import Listener
 PRELOADED = [
     "moesched.cli.main",
     "moesched.cluster.node",
-    "moesched.devices.torch_device",
+    "moesched.devices.torch.device",
     "moesched.transports.zeromq",
     "pytest",
     "structlog",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Link, Machine, Tier, parse_machine
 from moesched.machines.local import unified_machine
 from moesched.requests.batch import Batch, split_batch
@@ -17,7 +17,7 @@ from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
 
 if TYPE_CHECKING:
-    from moesched.devices.mlx_device import MlxDevice
+    from moesched.devices.mlx.device import MlxDevice
 
 FLOPS = {"float32": 1e11, "bfloat16": 1e11}
 

@@ -25,7 +25,7 @@ from _results import Stuck, within, write_result
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from rich.progress import track
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig

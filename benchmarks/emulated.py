@@ -112,7 +112,7 @@ class Bench:
 
     def device(self) -> Any:
         """The emulated device, anew."""
-        kind = plugins.find("devices", "moesched.devices.emulated_device:EmulatedDevice")
+        kind = plugins.find("devices", "moesched.devices.emulated.device:EmulatedDevice")
         return kind(self.checkpoint, self.layout, dilation=self._dilation)
 
     def best(self, policy: str) -> BatchSizes:

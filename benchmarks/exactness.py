@@ -45,7 +45,7 @@ from _results import write_result
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from rich.progress import track
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy

@@ -35,11 +35,11 @@ import torch
 from _results import RESULTS, named_for_machine, write_result
 from rich.progress import track
 
-from moesched.devices import torch_kernels as kernels
-from moesched.devices.crossover import most_rows
-from moesched.devices.expert_kernel import ExpertKernel, variants
-from moesched.devices.packed_weights import pack, packing_pays
-from moesched.devices.team import Team, usable_cores, use_cores
+from moesched.devices.products.crossover import most_rows
+from moesched.devices.products.expert_kernel import ExpertKernel, variants
+from moesched.devices.products.linear import expert_ffn
+from moesched.devices.products.packed_weights import pack, packing_pays
+from moesched.devices.products.team import Team, usable_cores, use_cores
 from moesched.jobs.model_jobs import run_model
 from moesched.machines.local import cache_folder
 from moesched.models.random_model import write_random_model
@@ -142,7 +142,7 @@ def contenders(
     x_nD = torch.randn(rows, HIDDEN).bfloat16()
     plain, torchs = cycle(experts), cycle(kept)
     numbers = torch.ones(STREAM_BYTES // 8, dtype=torch.float64)
-    theirs = [partial(lambda: kernels.expert_ffn(x_nD, *next(torchs)))] * team.cores
+    theirs = [partial(lambda: expert_ffn(x_nD, *next(torchs)))] * team.cores
 
     def stream() -> None:
         use_cores(team.cores)

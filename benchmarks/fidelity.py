@@ -64,7 +64,7 @@ The last keeps time from being dilated a hundred times, since starting a product
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 MEASURES = ("decode", "total")
-EMULATED = "moesched.devices.emulated_device:EmulatedDevice"
+EMULATED = "moesched.devices.emulated.device:EmulatedDevice"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,8 +27,7 @@ from _results import named_for_machine, write_result
 from gpu_offload import GB, PINNED, TINY, capped, layers_that_fit
 
 from moesched import plugins
-from moesched.devices.cuda_device import CudaDevice
-from moesched.devices.random_weights import random_checkpoint
+from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput, MoeschedError
 from moesched.machines import Machine
 from moesched.machines.local import available_memory
@@ -39,6 +38,7 @@ from moesched.requests.batch import Batch
 from moesched.runs.runs import plan_run, run, simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
+from moesched.testing.random_weights import random_checkpoint
 
 SCENARIOS = (
     Scenario(64, 33),

@@ -31,8 +31,7 @@ from _results import named_for_machine, write_result
 from emulated import Link, figures
 
 from moesched import plugins
-from moesched.devices.cuda_device import CudaDevice
-from moesched.devices.random_weights import random_checkpoint
+from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput, MoeschedError
 from moesched.machines import Machine, Tier
 from moesched.machines.local import available_memory
@@ -46,6 +45,7 @@ from moesched.runs.outcome import Report
 from moesched.runs.runs import plan_run, run, simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
+from moesched.testing.random_weights import random_checkpoint
 
 POLICIES = ("cgopipe", "flexgen", "layer_streaming")
 CLASSES = {

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from _results import named_for_machine, write_result
 
-from moesched.devices.emulated_device import EmulatedDevice
+from moesched.devices.emulated.device import EmulatedDevice
 from moesched.machines import Machine, Tier, load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout

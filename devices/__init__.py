@@ -1,1 +1,1 @@
-"""Devices: what runs kernels and copies. Each file is one device; found by name through entry points."""
+"""Devices: what runs kernels and copies. One folder for each library; found by name through entry points."""

@@ -9,7 +9,7 @@ import torch
 from _mixtrals import DECISIVE, hugging_face_logits, prompts_of
 from _small_runs import ONE_MEMORY, Generated, generate
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from moesched.devices import torch_kernels as kernels
-from moesched.devices.kv_cache import BlockedKV, KVStep
+from moesched.devices.products.linear import expert_ffn
+from moesched.devices.torch import kernels
+from moesched.devices.torch.kv_cache import BlockedKV, KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.tensors import is_transposed
 
@@ -125,7 +126,7 @@ class Reference:
         """One expert's FFN."""
         prefix = f"layers.{layer}.experts.{expert}."
         gate, up, down = (self.blocks[prefix + part] for part in ("gate", "up", "down"))
-        return kernels.expert_ffn(x_nD, gate, up, down)
+        return expert_ffn(x_nD, gate, up, down)
 
 
 def generate(

@@ -128,11 +128,11 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
 
 
 def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
-    from moesched.devices.first_bad_tensor import FirstBadTensor
-    from moesched.devices.kv_cache import BlockedKV
-    from moesched.devices.micro_batch import MicroBatchState
-    from moesched.devices.page_reader import PageReader
-    from moesched.devices.torch_kernels import rotary
+    from moesched.devices.shared.page_reader import PageReader
+    from moesched.devices.torch.first_bad_tensor import FirstBadTensor
+    from moesched.devices.torch.kernels import rotary
+    from moesched.devices.torch.kv_cache import BlockedKV
+    from moesched.devices.torch.micro_batch import MicroBatchState
     from moesched.models.layout import weight_layout
 
     checkpoint = open_checkpoint(model)

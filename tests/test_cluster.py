@@ -25,7 +25,7 @@ from moesched.cluster.control import Control
 from moesched.cluster.curve.keys import SECRET_NAME, make_keys, write_keys
 from moesched.cluster.messages import JoinRequest, Quit, Welcome
 from moesched.cluster.node_jobs import NodeRun
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, NodeLost
 from moesched.trace import read_trace
 from small_models import SMALL, small_model

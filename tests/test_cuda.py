@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moesched
-from moesched.devices.copies import copied, wait_for_copies
-from moesched.devices.cuda_streams import REMEMBERED, CudaStreams
+from moesched.devices.torch.copies import copied, wait_for_copies
+from moesched.devices.torch.cuda_streams import REMEMBERED, CudaStreams
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
 from test_same_logits import CONFIG, DBRX, PROMPTS

@@ -17,9 +17,9 @@ from transformers import DbrxForCausalLM
 
 import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
-from moesched.devices import torch_kernels as kernels
-from moesched.devices.page_reader import DTYPES, PageReader
-from moesched.devices.plain_weights import plain_linear
+from moesched.devices.products.linear import linear
+from moesched.devices.products.plain_weights import plain_linear
+from moesched.devices.shared.page_reader import DTYPES, PageReader
 from moesched.errors import BadInput
 from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -182,7 +182,7 @@ def test_a_product_with_column_blocks_is_that_with_the_whole_matrix(dtype: torch
     exact = x_TF.double() @ stored_FD.double()
     blocks = [block.T for block in cut_in_three(stored_FD)]
     rounding = exact.abs().mean() * torch.finfo(dtype).eps
-    for product in (kernels.linear(x_TF, blocks), plain_linear(x_TF, stored_FD.T)):
+    for product in (linear(x_TF, blocks), plain_linear(x_TF, stored_FD.T)):
         assert product.dtype == dtype
         assert (product - exact).abs().mean() < 8 * rounding  # the order of the sums is the processor's
 

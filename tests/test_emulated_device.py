@@ -15,10 +15,10 @@ import torch
 
 import moesched
 from moesched.cli.main import main
-from moesched.devices.dilated_clock import DilatedClock
-from moesched.devices.emulated_device import EmulatedDevice, least_dilation
-from moesched.devices.rehearsal import Rehearsed, rehearse
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.emulated.device import EmulatedDevice, least_dilation
+from moesched.devices.emulated.dilated_clock import DilatedClock
+from moesched.devices.emulated.rehearsal import Rehearsed, rehearse
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import Machine, parse_machine
 from moesched.machines.cost import Roofline
@@ -35,7 +35,7 @@ from moesched.testing import check_device
 from moesched.trace import Recorder, Slice
 from small_models import SMALL, small_model
 
-NAME = "moesched.devices.emulated_device:EmulatedDevice"
+NAME = "moesched.devices.emulated.device:EmulatedDevice"
 
 MACHINE = b"""
 name = "slow accelerator"

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from _small_runs import ONE_MEMORY, generate
 
-from moesched.devices import crossover
-from moesched.devices.expert_kernel import ExpertKernel, availability, variants
-from moesched.devices.products import Products
-from moesched.devices.team import affinity, usable_cores
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.products import crossover
+from moesched.devices.products.expert_kernel import ExpertKernel, availability, variants
+from moesched.devices.products.products import Products
+from moesched.devices.products.team import affinity, usable_cores
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
@@ -176,7 +176,7 @@ def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None
 def test_a_forked_process_does_the_work_alone() -> None:
     script = """
 import os, torch
-from moesched.devices.expert_kernel import ExpertKernel
+from moesched.devices.products.expert_kernel import ExpertKernel
 kernel = ExpertKernel(8, threads=2)
 x, weight = torch.ones(1, 1024).bfloat16(), torch.ones(1024, 1024).bfloat16()
 kernel.linear(x, [weight])

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.emulated_device import EmulatedDevice
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.emulated.device import EmulatedDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput

@@ -11,8 +11,8 @@ import pytest
 from _damage import Damage, Damaged, Kind, end_of
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.rehearsal import rehearse
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.emulated.rehearsal import rehearse
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, PolicyError
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import Roofline

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import moesched
-from moesched.devices.page_reader import PageReader
+from moesched.devices.shared.page_reader import PageReader
 from moesched.machines import load_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from moesched.devices.kv_cache import BlockedKV, OutOfBlocks
+from moesched.devices.torch.kv_cache import BlockedKV, OutOfBlocks
 from moesched.errors import BadInput, OverBudget
 from moesched.models.layout import kv_bytes
 from moesched.models.shapes import SHAPES

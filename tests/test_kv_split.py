@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from moesched.cli.main import main
-from moesched.devices.emulated_device import EmulatedDevice
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.emulated.device import EmulatedDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model

@@ -15,7 +15,7 @@ from _qwens import qwen, random_qwen
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import STEPS, assert_same_tokens, generated
-from moesched.devices import torch_kernels as kernels
+from moesched.devices.torch import kernels
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig

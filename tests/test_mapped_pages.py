@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from moesched.devices.mapped_pages import POPULATE_READ, MappedPages, system_takes
-from moesched.devices.page_reader import PageReader
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.mapped_pages import POPULATE_READ, MappedPages, system_takes
 from moesched.errors import MoeschedError
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint

@@ -24,10 +24,10 @@ from _small_runs import ONE_MEMORY, Generated, generate, same_bits
 import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
 from commands import refused
-from moesched.devices.mlx_device import MlxDevice
-from moesched.devices.mlx_machine import WiredPages, with_gpu
-from moesched.devices.mlx_stacks import stacks_for
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.mlx.device import MlxDevice
+from moesched.devices.mlx.machine import WiredPages, with_gpu
+from moesched.devices.mlx.stacks import stacks_for
+from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -337,7 +337,7 @@ def test_it_is_listed(command: Any) -> None:
 
 def test_without_mlx_it_is_listed_with_the_remedy(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("sys").modules, "mlx.core", None)
-    monkeypatch.delitem(importlib.import_module("sys").modules, "moesched.devices.mlx_device")
+    monkeypatch.delitem(importlib.import_module("sys").modules, "moesched.devices.mlx.device")
     entry = next(
         each for each in command("list", "devices", "--json").json["devices"] if each["name"] == "mlx"
     )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import TaskFailed
 from moesched.machines import Machine
 from moesched.machines.local import unified_machine

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from moesched.devices.arena import ALIGNMENT, Arena
-from moesched.devices.direct_file import DirectFile
-from moesched.devices.page_reader import PageReader
+from moesched.devices.shared.arena import ALIGNMENT, Arena
+from moesched.devices.shared.direct_file import DirectFile
+from moesched.devices.shared.page_reader import PageReader
 from moesched.errors import BadInput, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, room_for, weight_layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesched.devices.plain_weights import plain_linear
-from moesched.devices.team import one_core, usable_cores
+from moesched.devices.products.plain_weights import plain_linear
+from moesched.devices.products.team import one_core, usable_cores
 
 
 def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:

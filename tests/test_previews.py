@@ -11,7 +11,7 @@ import torch
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from safetensors.torch import load_file, save_file
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, NotResident, OutOfOrder, PolicyError
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import open_checkpoint

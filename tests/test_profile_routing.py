@@ -14,7 +14,7 @@ import pytest
 
 import moesched
 from moesched.analysis.heat_map import draw_heat_map
-from moesched.devices import torch_kernels as kernels
+from moesched.devices.torch import kernels
 from moesched.jobs.profiling import profile_routing
 from moesched.routing.profile import RoutingProfile, read_profile
 from moesched.routing.trace import RoutingTrace, read_routing_trace, write_routing_trace

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
-import torch
 
-from moesched.devices.page_reader import PageReader
-from moesched.devices.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.device import TorchDevice
 from moesched.machines import parse_machine
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.runs import plan_run, run
+from moesched.testing.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
 from small_models import SMALL
 from test_emulated_device import MACHINE
 
@@ -49,9 +49,9 @@ def test_a_seed_makes_the_same_weights_again_and_another_one_others() -> None:
 
 @pytest.mark.parametrize("offset", [0, 4096, REPEATED_BYTES - 4096, 3 * REPEATED_BYTES + 8192])
 def test_a_file_without_end_repeats_its_items(offset: int) -> None:
-    items = torch.arange(REPEATED_BYTES // 4, dtype=torch.int32)
+    items = np.arange(REPEATED_BYTES // 4, dtype=np.int32)
     into = bytearray(3 * 4096)
-    assert Repeated(MATRICES, items).read(memoryview(into), offset, 1) == len(into)
+    assert Repeated(MATRICES, items.view(np.uint8)).read(memoryview(into), offset, 1) == len(into)
     first = offset % REPEATED_BYTES // 4
-    wanted = (torch.arange(len(into) // 4, dtype=torch.int32) + first) % len(items)
-    assert torch.frombuffer(into, dtype=torch.int32).equal(wanted.to(torch.int32))
+    wanted = (np.arange(len(into) // 4) + first) % len(items)
+    assert np.frombuffer(into, dtype=np.int32).tolist() == wanted.tolist()

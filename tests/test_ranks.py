@@ -12,9 +12,9 @@ import torch
 
 import moesched
 from moesched.cli.main import main
-from moesched.devices.arena import aligned_bytes
-from moesched.devices.emulated_device import EmulatedDevice
-from moesched.devices.page_reader import PageReader
+from moesched.devices.emulated.device import EmulatedDevice
+from moesched.devices.shared.arena import aligned_bytes
+from moesched.devices.shared.page_reader import PageReader
 from moesched.errors import BadInput, TaskFailed
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.machines import INTERCONNECT, Machine, parse_machine

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.torch_device import TorchDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.nn.functional as F
 
-from moesched.devices import torch_kernels as kernels
+from moesched.devices.products.linear import linear
 from moesched.jobs.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
 from reference import Reference
 from small_models import SMALL, small_model
@@ -29,7 +29,7 @@ class WatchedReference(Reference):
 
     def expert(self, layer: int, expert: int, x_nD: Any) -> Any:
         gate = self.blocks[f"layers.{layer}.experts.{expert}.gate"]
-        self.seen[layer].append(F.silu(kernels.linear(x_nD, gate)).flatten().numpy())
+        self.seen[layer].append(F.silu(linear(x_nD, gate)).flatten().numpy())
         return super().expert(layer, expert, x_nD)
 
     def values(self, prompts: list[list[int]]) -> list[Any]:

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from moesched.devices.packed_weights import cores_keep_bits
-from moesched.devices.team import Team, use_cores
+from moesched.devices.products.packed_weights import cores_keep_bits
+from moesched.devices.products.team import Team, use_cores
 
 
 @pytest.fixture

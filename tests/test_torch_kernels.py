@@ -11,9 +11,10 @@ import torch
 from _mixtrals import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from moesched.devices import torch_kernels as kernels
-from moesched.devices.packed_weights import pack, packed_bytes, packing_pays
-from moesched.devices.torch_kernels import KVView
+from moesched.devices.products.linear import expert_ffn, linear
+from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
+from moesched.devices.torch import kernels
+from moesched.devices.torch.kernels import KVView
 from moesched.models.footprint import QUERY_TILE
 from reference import Reference, cut_in_three, generate, whole
 
@@ -216,7 +217,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
         for expert in order:
             rows = slice(starts[expert], starts[expert] + counts[expert])
             gate, up, down = experts[expert]
-            y_nD[rows] = kernels.expert_ffn(x_TD[tokens_n[rows]], [gate], [up], [down])
+            y_nD[rows] = expert_ffn(x_TD[tokens_n[rows]], [gate], [up], [down])
         return kernels.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
     expected = run(list(range(8)))
@@ -257,7 +258,7 @@ def test_giving_every_expert_every_token_comes_to_the_same() -> None:
         rows = torch.split(x_TD[grouping.tokens_n], grouping.counts)
         y_nD = torch.cat(
             [
-                kernels.expert_ffn(x, *([matrix] for matrix in matrices))
+                expert_ffn(x, *([matrix] for matrix in matrices))
                 for x, matrices in zip(rows, experts, strict=True)
             ]
         )
@@ -300,4 +301,4 @@ def test_packed_weights_give_the_same_bits_as_row_blocks_of_plain_ones() -> None
         assert weight.nbytes <= packed_bytes(packed) <= 2 * weight.nbytes + 65536
         for tokens in (1, 3, 16, 40):
             x = torch.randn(tokens, inputs).to(torch.bfloat16)
-            assert torch.equal(kernels.linear(x, [packed]), kernels.linear(x, cut_in_three(weight)))
+            assert torch.equal(linear(x, [packed]), linear(x, cut_in_three(weight)))

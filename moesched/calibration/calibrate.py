@@ -183,7 +183,7 @@ class _Calibration:
         self.extent = extent
         self.folder = folder
         self.scratch = folder / "scratch"
-        self.probe: DeviceProbe = plugins.find("devices", "moesched.devices.torch_probe:TorchProbe")(
+        self.probe: DeviceProbe = plugins.find("devices", "moesched.devices.torch.probe:TorchProbe")(
             usable_cores()
         )
         self.times: dict[_What, list[float]] = {}

@@ -157,10 +157,11 @@ def _normal_table(dtype: str) -> npt.NDArray[Any]:
     """
     normal = NormalDist(0.0, STANDARD_DEVIATION)
     values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], dtype=np.float32)
-    return values if dtype == "float32" else _round_to_bfloat16(values)
+    return values if dtype == "float32" else round_to_bfloat16(values)
 
 
-def _round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 numbers; ties go to the even one."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -171,7 +172,7 @@ def _chunks(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]
     count = math.prod(tensor.shape)
     if tensor.is_norm:
         one = np.ones(1, dtype=np.float32)
-        yield np.repeat(one if dtype == "float32" else _round_to_bfloat16(one), count)
+        yield np.repeat(one if dtype == "float32" else round_to_bfloat16(one), count)
         return
     key = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=16).digest()
     bits = np.random.Philox(key=int.from_bytes(key, "little"))

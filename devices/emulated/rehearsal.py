@@ -1,0 +1,209 @@
+"""A rehearsal: what the operations of a run really take here, before an emulated machine's time begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from moesched.drivers.pricing import nanoseconds
+from moesched.drivers.virtual import VirtualDriver
+from moesched.engine import Engine
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.requests.batch import Batch
+from moesched.requests.sampling import Sampling
+from moesched.runs.generation import Generation
+from moesched.runs.runs import make_lanes, plan_run
+from moesched.seams import CostModel, Exchange, Policy
+from moesched.steps.plan import KV_ROLES, Plan, Role
+from moesched.steps.run_state import Kind, RunState
+from moesched.steps.step import Step
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
+
+from ..torch.device import TorchDevice
+
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
+REPEATS = 4
+STEPS = 3
+NO_LIMIT = 1 << 62
+
+
+class Rehearsed(NamedTuple):
+    """One kind of operation on its lane: real and modelled seconds of all that were rehearsed, in every layer."""
+
+    lane: str
+    verb: str
+    real: float
+    modelled: float
+
+
+def rehearse(
+    checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel
+) -> dict[Kind, list[Rehearsed]]:
+    """Run the model's first layer on the plan's largest micro-batch, one task after the other.
+
+    Every weight streams: those that stay are computed with at least as fast. Returns what came of it, by kind of step.
+    """
+    config = msgspec.structs.replace(checkpoint.config, layers=1)
+    short = weight_layout(config, layout.dtype, layout.page_bytes)
+    device = TorchDevice(msgspec.structs.replace(checkpoint, config=config), short)
+    if config.ranks > 1:
+        device.join(0, _Alone(), device)
+    batch = _largest_micro_batch(plan.batch)
+    policy = _OneLayer([role for role in KV_ROLES if plan.cached_by(role)], plan.experts_on_host)
+    budgets = dict.fromkeys(plan.memories, NO_LIMIT)
+    trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
+    watch = _Watch(device, cost)
+    with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
+        device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
+        # A lane's thread sets how many cores torch uses for it; the caller's own number is not to change.
+        thread.submit(_perform, trial, policy, cost, watch).result()
+    return watch.summary(len(plan.layers))
+
+
+def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None:
+    """Run a plan on the virtual clock, with the real work of each task done as it ends."""
+    lanes = make_lanes(plan)
+    engine = Engine(lanes.values())
+    with closing(RunState(plan, engine, lanes)) as run_state:
+        types = (Kernel, HostKernel, PageTransfer, Decision, Collective)
+        driver = VirtualDriver([engine], cost, perform=dict.fromkeys(types, watch.perform))
+        driver.run(Generation(run_state, policy).run())
+
+
+class _Alone:
+    """The transport of a rank that has no others: what it has is the sum."""
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        return part.copy()
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        assert array is not None, "the only rank is the root"
+        return array.copy()
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array]:
+        return [part.copy()]
+
+    async def aclose(self) -> None: ...
+
+
+class _OneLayer:
+    """Policy of the rehearsal: each verb once for each micro-batch, with KV caches wherever the run has some."""
+
+    def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
+        self._kv_roles = kv_roles
+        self._experts_on_host = experts_on_host
+
+    def plan(self, plan: Plan) -> None:
+        for j in plan.micro_batches:
+            plan.place_kv(self._kv_roles[j // 2 % len(self._kv_roles)], [j])
+        pages = plan.layout.layer(0)
+        self._buffer = plan.pool("accelerator", "weights", len(pages), pages)
+        self._pinned = plan.pool("pinned", "staging", len(pages), pages) if plan.has_pinned else None
+        if self._experts_on_host:
+            plan.run_experts_on_host()
+            if not plan.weights_on_host:
+                plan.keep([page for page in pages if page.expert >= 0], "host")
+
+    async def prefill(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def decode(self, step: Step) -> None:
+        await self._schedule(step)
+
+    async def _schedule(self, step: Step) -> None:
+        pages = step.pages(0)
+        if self._pinned is not None:
+            step.copy_to_pinned(pages, self._pinned)
+        await step.fetch(pages, self._buffer, source=self._pinned)
+        for j in step.micro_batches:
+            step.embed(j)
+            step.pre_attention(0, j)
+            self._attend(step, j)
+            await self._second_half(step, j)
+            await step.sample(j)
+        step.evict(pages, self._buffer)
+        if self._pinned is not None:
+            step.evict(pages, self._pinned)
+
+    async def _second_half(self, step: Step, j: int) -> None:
+        """As one task and expert by expert, in turn."""
+        if j % 2:
+            step.post_attention(0, j)
+            return
+        routed = await step.route(0, j)
+        on_host = list(routed)[::2] if self._experts_on_host else []
+        if on_host:
+            step.offload_routed(0, j)
+        for expert in routed:
+            step.run_expert(0, expert, j, at="host" if expert in on_host else "accelerator")
+        if on_host:
+            step.load_routed(0, j)
+        step.combine(0, j)
+
+    def _attend(self, step: Step, j: int) -> None:
+        if step.kv_on_accelerator(j):
+            step.attention(0, j)
+        elif step.kind == "prefill":
+            step.attention(0, j)
+            step.offload_kv(0, j)
+        else:
+            step.offload_qkv(0, j)
+            step.cpu_attention(0, j)
+            step.load_hidden(0, j)
+
+
+class _Watch:
+    """Performs tasks, and remembers what they took."""
+
+    def __init__(self, device: TorchDevice, cost: CostModel) -> None:
+        self._device = device
+        self._cost = cost
+        self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
+
+    def perform(self, task: Task) -> Any:
+        start = perf_counter_ns()
+        value = self._device.execute(task)
+        real = (perf_counter_ns() - start) / 1e9
+        kind: Kind = "decode" if task.step else "prefill"
+        key = (kind, task.lane.name, task.verb)
+        modelled = nanoseconds(task.work, self._cost) / 1e9
+        self._seconds.setdefault(key, []).append((real, modelled, task.layer >= 0))
+        return value
+
+    def summary(self, layers: int) -> dict[Kind, list[Rehearsed]]:
+        by_kind: dict[Kind, list[Rehearsed]] = {"prefill": [], "decode": []}
+        for (kind, lane, verb), times in self._seconds.items():
+            count = len(times) * (layers if times[0][2] else 1)
+            real = median(each[0] for each in times)
+            modelled = median(each[1] for each in times)
+            by_kind[kind].append(Rehearsed(lane, verb, count * real, count * modelled))
+        return by_kind
+
+
+def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Tokens that differ: equal ones would all be routed to the same experts."""
+    return [
+        [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
+        for request, length in enumerate(lengths)
+    ]
+
+
+def _largest_micro_batch(batch: Batch) -> Batch:
+    """The micro-batch with the most tokens, several times over; of prompts in chunks, as many as a chunk has."""
+    requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
+    share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(
+        batch.prompts[r] for r in requests
+    )
+    lengths = [max(1, int(batch.prompts[request] * min(share, 1.0))) for request in requests]
+    size = len(lengths)
+    micro_batches = tuple(tuple(range(n * size, (n + 1) * size)) for n in range(REPEATS))
+    return Batch(tuple(lengths * REPEATS), STEPS, micro_batches)

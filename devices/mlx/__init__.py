@@ -1,0 +1,1 @@
+"""The MLX device, for machines with one memory such as Apple silicon."""

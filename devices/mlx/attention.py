@@ -1,0 +1,85 @@
+"""The first half of a layer on MLX: queries, keys and values, attention over the KV cache, its output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from moesched.models.config import ModelConfig
+from moesched.tasks import Task
+
+from . import kernels
+from .kernels import Array
+from .kv_cache import RequestsKV
+from .micro_batch import MlxBatch
+from .weights import Weights
+
+
+class MlxAttention:
+    """Runs what comes before the experts.
+
+    Args:
+        weights: the arrays that a view shows.
+        kv: has a place for every request.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batches: Sequence[MlxBatch],
+        weights: Callable[[Any], Weights],
+        embedding_VD: Array,
+        kv: RequestsKV,
+    ) -> None:
+        self._config = config
+        self._batches = batches
+        self._weights = weights
+        self._embedding_VD = embedding_VD
+        self._kv = kv
+
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What runs each verb: made when asked for, so that nothing that it holds outlives a batch."""
+        return {
+            "embed": self._embed,
+            "pre_attention": self._pre_attention,
+            "attention": self._attention,
+            "cpu_attention": self._attention,
+        }
+
+    def _embed(self, task: Task) -> None:
+        batch = self._batches[task.micro_batch]
+        batch.step = self._kv.extend(batch.requests, [len(tokens) for tokens in batch.new])
+        ids_T = mx.array([token for tokens in batch.new for token in tokens])
+        batch.angles = kernels.rotary(batch.step.positions_T, self._config.head_dim, self._config.rope_theta)
+        batch.hidden_TD = self._embedding_VD[ids_T]
+        mx.eval(batch.hidden_TD, *batch.angles)
+
+    def _pre_attention(self, task: Task) -> None:
+        batch, dense = self._batches[task.micro_batch], self._weights(task.operands).dense
+        batch.qkv = kernels.project_qkv(
+            batch.hidden_TD,
+            dense["attention_norm"][0],
+            dense["q"] + dense["k"] + dense["v"],
+            *batch.angles,
+            self._config,
+            (dense["q_norm"][0], dense["k_norm"][0]) if self._config.qk_norm else None,
+        )
+        mx.eval(*batch.qkv)
+
+    def _attention(self, task: Task) -> None:
+        batch = self._batches[task.micro_batch]
+        q_THd, k_TKd, v_TKd = batch.qkv
+        del batch.qkv
+        cached = self._kv.append(task.layer, batch.step, k_TKd, v_TKd)
+        views = self._kv.views(task.layer, batch.step)
+        batch.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
+        mx.eval(batch.attended_TX, *cached)
+
+    def project_output(self, task: Task) -> None:
+        """Bring attention's output back to the hidden size and add it to the hidden states, which are not evaluated."""
+        batch, dense = self._batches[task.micro_batch], self._weights(task.operands).dense
+        batch.hidden_TD = batch.hidden_TD + kernels.linear(batch.attended_TX, dense["o"])
+        del batch.attended_TX

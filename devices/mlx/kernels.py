@@ -1,0 +1,276 @@
+"""The kernels of a MoE transformer on MLX, as pure functions of arrays, which are lazy: whoever needs one evaluates it.
+
+Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as row blocks, top to bottom, and
+experts' matrices in stacks: one array for several experts, (E, N, D), or (E, D, N) where the files hold the transpose,
+whose blocks are then parts of D. What decides accuracy is computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from moesched.models.config import ModelConfig, NormKind
+from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
+
+Array = mx.array
+Blocks = Sequence[Array]
+Product = Callable[[Array, Blocks], Array]
+
+MANY_ROWS = 64
+"""From so many rows on, Metal reads an expert's weights once for neighbouring rows, if it is told that these are
+sorted. What counts is the rows of a whole micro-batch: it chooses another kernel, whose last bits differ."""
+
+
+class Stack(NamedTuple):
+    """The matrices of several experts, each part as blocks (E, N, D).
+
+    transposed_down: whether the blocks of down are (E, some of D, N).
+    """
+
+    gate: Blocks
+    up: Blocks
+    down: Blocks
+    transposed_down: bool
+
+
+class Rows(NamedTuple):
+    """Which expert of a stack each row goes to.
+
+    places_n: the expert's place in the stack, uint32, ascending. counts: how many rows each place has, where the host
+    knows: without it the rows can only be gathered. many: whether the micro-batch has `MANY_ROWS`.
+    """
+
+    places_n: Array
+    counts: Sequence[int] | None
+    many: bool
+
+
+class KVView(NamedTuple):
+    """The cached keys and values of S sequences of one length, the last `queries` tokens of which are new."""
+
+    keys_SLKd: Array
+    values_SLKd: Array
+    queries: int
+
+
+# ---------------------------------------------------------------- the parts that everything uses
+
+
+def linear(x_TD: Array, blocks: Blocks) -> Array:
+    """x times the transpose of the matrix that the blocks make: (T, N)."""
+    return _joined([x_TD @ block.T for block in blocks], axis=-1)
+
+
+def norm(x_TD: Array, weight_D: Array, eps: float, kind: NormKind = "rms") -> Array:
+    """Each token normalised, by its root mean square or by mean and variance, times the weight."""
+    if kind == "layer":
+        return mx.fast.layer_norm(x_TD, weight_D, None, eps)
+    return mx.fast.rms_norm(x_TD, weight_D, eps)
+
+
+def _joined(parts: list[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def rotary(positions_T: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
+    """Cosines and signed sines (T, 1, d), float32, that turn queries and keys by their positions."""
+    exponents = mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
+    angles = positions_T[:, None].astype(mx.float32) * (1.0 / theta**exponents)
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    return mx.concatenate([cos, cos], -1)[:, None], mx.concatenate([-sin, sin], -1)[:, None]
+
+
+def apply_rotary(x_THd: Array, cos_T1d: Array, sin_T1d: Array) -> Array:
+    """Heads turned by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
+    first, second = mx.split(x_THd, 2, axis=-1)
+    swapped = mx.concatenate([second, first], axis=-1)
+    return (x_THd * cos_T1d + swapped * sin_T1d).astype(x_THd.dtype)
+
+
+def project_qkv(
+    hidden_TD: Array,
+    norm_D: Array,
+    qkv: Blocks,
+    cos_T1d: Array,
+    sin_T1d: Array,
+    config: ModelConfig,
+    qk_norms: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array, Array]:
+    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and turned as the model has it."""
+    x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
+    if config.clip_qkv is not None:
+        x_TX = mx.clip(x_TX, -config.clip_qkv, config.clip_qkv)
+    tokens = len(x_TX)
+    queries, keys = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
+    q_TX, k_TX, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
+    if qk_norms is not None:
+        q_TX, k_TX = (
+            mx.fast.rms_norm(part.reshape(tokens, -1, len(weight)), weight, config.norm_eps)
+            for part, weight in zip((q_TX, k_TX), qk_norms, strict=True)
+        )
+    q_THd, k_TKd, v_TKd = (part.reshape(tokens, -1, config.head_dim) for part in (q_TX, k_TX, v_TX))
+    return apply_rotary(q_THd, cos_T1d, sin_T1d), apply_rotary(k_TKd, cos_T1d, sin_T1d), v_TKd
+
+
+def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:
+    """Causal attention of each sequence over its own cache: (T, H * d).
+
+    q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
+    A query sees itself and what is before it: with a window, that many tokens, itself included.
+    """
+    parts = []
+    start = 0
+    for view in views:
+        sequences = view.keys_SLKd.shape[0]
+        stop = start + sequences * view.queries
+        q_SHqd = q_THd[start:stop].reshape(sequences, view.queries, *q_THd.shape[1:]).swapaxes(1, 2)
+        parts.append(_attend(q_SHqd, view, window).swapaxes(1, 2).reshape(stop - start, -1))
+        start = stop
+    return _joined(parts, axis=0)
+
+
+def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
+    past = view.keys_SLKd.shape[1] - view.queries
+    tiles = []
+    for start in range(0, view.queries, QUERY_TILE):
+        stop = min(start + QUERY_TILE, view.queries)
+        first = 0 if window is None else max(0, past + start - window + 1)
+        keys_SKLd, values_SKLd = (
+            each[:, first : past + stop].swapaxes(1, 2) for each in (view.keys_SLKd, view.values_SLKd)
+        )
+        tiles.append(
+            mx.fast.scaled_dot_product_attention(
+                q_SHqd[:, :, start:stop],
+                keys_SKLd,
+                values_SKLd,
+                scale=1 / math.sqrt(q_SHqd.shape[-1]),
+                mask=_mask(past + start, past + stop, first, window),
+            )
+        )
+    return _joined(tiles, axis=2)
+
+
+def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
+    """Which of the keys first_key .. stop-1 the queries at positions start .. stop-1 see."""
+    if stop - start == 1:
+        return None  # all of them
+    if window is None:
+        return "causal"
+    query, key = mx.arange(start, stop)[:, None], mx.arange(first_key, stop)
+    return (key <= query) & (key > query - window)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def route(x_TD: Array, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
+    """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
+
+    Weights that sum to one are a softmax of the top-k logits; the others are what a softmax over all experts gives.
+    """
+    logits_TE = linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
+    if top_k < logits_TE.shape[-1]:
+        experts_Tk = mx.argpartition(-logits_TE, kth=top_k - 1, axis=-1)[:, :top_k]
+    else:
+        experts_Tk = mx.broadcast_to(mx.arange(top_k), logits_TE.shape)
+    experts_Tk = mx.sort(experts_Tk.astype(mx.uint32), axis=-1)
+    chosen_Tk = mx.take_along_axis(logits_TE, experts_Tk, axis=-1)
+    if sum_to_one:
+        return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
+    return experts_Tk, mx.exp(chosen_Tk - mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+
+
+def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
+    """The (token, expert) pairs sorted by expert: each row's token, its expert, and the row of each pair (T, k)."""
+    flat = experts_Tk.reshape(-1)
+    order_n = mx.argsort(flat)
+    return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
+
+
+def gathers(dtype: mx.Dtype) -> bool:
+    """Whether `gather_mm` multiplies this dtype here: Metal's does all, that of the CPU float32 alone."""
+    return bool(dtype == mx.float32 or mx.metal.is_available())
+
+
+def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
+    """What experts make of their rows: silu(gate x) * up x, brought back to the hidden size by down.
+
+    A row's result depends on no other row, so that it does not show whether experts run together or one by one.
+
+    rows: with counts where the dtype is not one that `gathers`.
+    """
+    tiles = _gathered(rows) if gathers(x_nD.dtype) else _one_by_one(rows.counts or ())
+    return _joined([_ffn(x_nD[start:stop], stack, product) for start, stop, product in tiles], axis=0)
+
+
+def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
+    gate = product(x_nD, stack.gate)
+    inner_nI = gate * mx.sigmoid(gate) * product(x_nD, stack.up)
+    if not stack.transposed_down:
+        return product(inner_nI, stack.down)
+    return _sum_of_products(inner_nI, stack.down, product)
+
+
+def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
+    """The product with blocks of some inputs each, summed in float32 and rounded once."""
+    total_nD = mx.array(0.0)
+    start = 0
+    for block in blocks:
+        stop = start + block.shape[1]
+        total_nD = total_nD + product(x_nI[:, start:stop], [block.swapaxes(-1, -2)]).astype(mx.float32)
+        start = stop
+    return total_nD.astype(x_nI.dtype)
+
+
+def _gathered(rows: Rows) -> Iterator[tuple[int, int, Product]]:
+    """Tiles of rows, whatever expert each goes to, and how they are multiplied."""
+    tile = EXPERTS_AT_ONCE * EXPERT_TILE
+    count = len(rows.places_n)
+    for start in range(0, count, tile):
+        stop = min(start + tile, count)
+        yield start, stop, partial(_gather, rows.places_n[start:stop], rows.many)
+
+
+def _gather(places_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
+    parts = [
+        mx.gather_mm(
+            x_nD[:, None], block.swapaxes(-1, -2), rhs_indices=places_n, sorted_indices=many
+        ).squeeze(1)
+        for block in blocks
+    ]
+    return _joined(parts, axis=-1)
+
+
+def _one_by_one(counts: Sequence[int]) -> Iterator[tuple[int, int, Product]]:
+    """Tiles of rows that go to one expert each, and how they are multiplied."""
+    start = 0
+    for place, count in enumerate(counts):
+        for first in range(start, start + count, EXPERT_TILE):
+            yield first, min(first + EXPERT_TILE, start + count), partial(_multiply, place)
+        start += count
+
+
+def _multiply(place: int, x_nD: Array, blocks: Blocks) -> Array:
+    return linear(x_nD, [block[place] for block in blocks])
+
+
+def sum_experts(y_nD: Array, rows_Tk: Array, weights_Tk: Array) -> Array:
+    """The weighted sum of each token's experts: (T, D), float32, by ascending expert."""
+    y_TkD, weights_Tk1 = y_nD[rows_Tk].astype(mx.float32), weights_Tk[:, :, None]
+    total_TD = y_TkD[:, 0] * weights_Tk1[:, 0]
+    for choice in range(1, y_TkD.shape[1]):
+        total_TD = total_TD + y_TkD[:, choice] * weights_Tk1[:, choice]
+    return total_TD
+
+
+def combine(y_nD: Array, rows_Tk: Array, weights_Tk: Array, residual_TD: Array) -> Array:
+    """The residual plus `sum_experts`, rounded once to the residual's dtype."""
+    return (sum_experts(y_nD, rows_Tk, weights_Tk) + residual_TD).astype(residual_TD.dtype)

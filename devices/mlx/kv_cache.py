@@ -1,0 +1,91 @@
+"""The KV cache on MLX: for each layer two arrays, in which every request has a run of slots for its final length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from moesched.models.config import ModelConfig
+
+from .kernels import Array, KVView
+
+
+class KVStep(NamedTuple):
+    """The new tokens of some requests, with their places in the cache.
+
+    past, new: tokens of each request before the step, and in it. positions_T: of the new tokens in their requests.
+    slots_T: of the new tokens in the cache. last: each request's last token among the T.
+    """
+
+    requests: tuple[int, ...]
+    past: tuple[int, ...]
+    new: tuple[int, ...]
+    positions_T: Array
+    slots_T: Array
+    last: tuple[int, ...]
+
+
+class RequestsKV:
+    """Keys and values, (slots, K, d) for each layer.
+
+    Args:
+        lengths: the most tokens that each request will have.
+    """
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
+        self._length = [0] * len(lengths)
+        *self._first, slots = accumulate(lengths, initial=0)
+        shape = (slots, config.kv_heads, config.head_dim)
+        self._layers = [[mx.zeros(shape, dtype=dtype) for _ in "kv"] for _ in range(config.layers)]
+        mx.eval(self._layers)
+
+    def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
+        """Make room for new[i] tokens at the end of requests[i], which count from now on."""
+        past = tuple(self._length[request] for request in requests)
+        spans = [np.arange(start, start + tokens) for start, tokens in zip(past, new, strict=True)]
+        slots = [self._first[request] + span for request, span in zip(requests, spans, strict=True)]
+        for request, start, tokens in zip(requests, past, new, strict=True):
+            self._length[request] = start + tokens
+        last = tuple(int(end) - 1 for end in np.cumsum(new))
+        positions_T, slots_T = (mx.array(np.concatenate(each)) for each in (spans, slots))
+        return KVStep(tuple(requests), past, tuple(new), positions_T, slots_T, last)
+
+    def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[Array]:
+        """Store the new tokens' keys and values of one layer; returns what has to be evaluated for that."""
+        arrays = self._layers[layer]
+        for place, fresh_TKd in enumerate((keys_TKd, values_TKd)):
+            arrays[place][step.slots_T] = fresh_TKd
+        return arrays
+
+    def views(self, layer: int, step: KVStep) -> list[KVView]:
+        """What the step's requests have in the cache, in the step's order, new tokens included; no copies."""
+        return [self._view(layer, *part) for part in self._parts(step)]
+
+    def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
+        """Neighbours alike in new tokens, length and distance, which one view shows: with each one's first slot."""
+        parts: list[tuple[int, int, int, list[int]]] = []
+        for request, past, new in zip(step.requests, step.past, step.new, strict=True):
+            first, length = self._first[request], past + new
+            if parts and parts[-1][:2] == (new, length):
+                _, _, distance, firsts = parts[-1]
+                if distance in (0, first - firsts[-1]) and first > firsts[-1]:
+                    parts[-1] = (new, length, first - firsts[-1], [*firsts, first])
+                    continue
+            parts.append((new, length, 0, [first]))
+        return parts
+
+    def _view(self, layer: int, new: int, length: int, distance: int, firsts: list[int]) -> KVView:
+        keys, values = (self._shown(array, length, distance, firsts) for array in self._layers[layer])
+        return KVView(keys, values, new)
+
+    def _shown(self, array_NKd: Array, length: int, distance: int, firsts: list[int]) -> Array:
+        if len(firsts) == 1:
+            return array_NKd[None, firsts[0] : firsts[0] + length]
+        _, kv_heads, head_dim = array_NKd.shape
+        slot = kv_heads * head_dim
+        shape, strides = (len(firsts), length, kv_heads, head_dim), (distance * slot, slot, head_dim, 1)
+        return mx.as_strided(array_NKd, shape, strides, firsts[0] * slot)

@@ -1,0 +1,51 @@
+"""Memory of MLX arrays that files are read into: no copy lies between the disk and what a kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from ..shared.arena import ALIGNMENT
+from ..shared.page_reader import DTYPES
+
+Array = mx.array
+
+ARRAY_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+_RAW = {4: mx.uint32, 2: mx.uint16}
+"""Types that numpy knows too, by their bytes: it has no bfloat16."""
+
+
+class Bytes:
+    """Bytes that start at a multiple of 4096, which both the page reader and kernels see.
+
+    Whoever writes to them sees to it that no kernel that reads them is under way.
+
+    Attributes:
+        array: all of them, uint8, and some more on both sides.
+        tensor: what the page reader writes to, uint8.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = mx.zeros((nbytes + ALIGNMENT,), dtype=mx.uint8)
+        mx.eval(self.array)
+        memory = np.array(self.array, copy=False)
+        self._skip = -memory.ctypes.data % ALIGNMENT
+        self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
+
+    def show(self, items: torch.Tensor, dtype: str) -> Array:
+        """The same part of the bytes as an MLX array. items: a contiguous view of `tensor`, of that dtype."""
+        start = self._skip + items.data_ptr() - self.tensor.data_ptr()
+        part = self.array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
+        return part.reshape(tuple(items.shape))
+
+
+def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
+    """An array of zeros and a tensor that are the same memory: what the tensor is given, the array has."""
+    raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
+    array = raw.view(ARRAY_DTYPES[dtype])
+    mx.eval(raw, array)
+    return array, torch.from_numpy(np.array(raw, copy=False)).view(DTYPES[dtype])

@@ -1,0 +1,66 @@
+"""What the MLX device has of one micro-batch between its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from moesched.requests.chunks import Chunk
+
+from .kernels import Array
+from .kv_cache import KVStep
+
+
+class MlxBatch:
+    """A micro-batch of decoding, or a chunk of prefill.
+
+    Attributes:
+        requests: the requests.
+        new: each one's tokens for the next step: its prompt, or a chunk of that, then the token sampled last.
+        whole: itself, or for a chunk the micro-batch that it is part of, which decodes what is sampled.
+        ends: the places of the requests that tokens are sampled for.
+        experts_n: each row's expert, where rows are sorted by expert. rows_Tk: the row of each token's each expert.
+        counts: how many rows each expert has.
+        outputs: what experts made of their rows.
+        told: what nodes tell each other, by what it is, in the host's memory.
+    """
+
+    def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]]) -> None:
+        self.requests = tuple(requests)
+        self.new = [list(tokens) for tokens in new]
+        self.whole = self
+        self.ends = list(range(len(self.requests)))
+        self.step: KVStep
+        self.angles: tuple[Array, Array]
+        self.hidden_TD: Array
+        self.qkv: tuple[Array, Array, Array]
+        self.attended_TX: Array
+        self.x_nD: Array
+        self.weights_Tk: Array
+        self.experts_n: Array
+        self.rows_Tk: Array
+        self.counts: list[int] = []
+        self.outputs: dict[int, Array] = {}
+        self.told: dict[str, npt.NDArray[Any]] = {}
+
+
+def batches_of(
+    micro_batches: Sequence[Sequence[int]], chunks: Mapping[int, Chunk], prompts: Sequence[Sequence[int]]
+) -> list[MlxBatch]:
+    """The micro-batches of decoding, then the chunks of prefill where these are others."""
+    wholes = [MlxBatch(requests, [prompts[request] for request in requests]) for requests in micro_batches]
+    if len(chunks) == len(wholes):
+        return wholes
+    return wholes + [_chunk(chunk, wholes, prompts) for chunk in chunks.values()]
+
+
+def _chunk(chunk: Chunk, wholes: Sequence[MlxBatch], prompts: Sequence[Sequence[int]]) -> MlxBatch:
+    spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
+    batch = MlxBatch(
+        chunk.requests, [prompts[request][start : start + tokens] for request, start, tokens in spans]
+    )
+    batch.whole = wholes[chunk.micro_batch]
+    batch.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
+    return batch

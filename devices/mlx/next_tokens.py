@@ -1,0 +1,88 @@
+"""The end of a step on MLX: logits of the last tokens, and the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import NotFinite
+from moesched.models.config import ModelConfig
+from moesched.requests.sampling import Sampling, sample, traced
+from moesched.tasks import Task
+
+from . import kernels
+from .kernels import Array
+from .micro_batch import MlxBatch
+
+
+class Head(NamedTuple):
+    """The LM head (V, D), and the norm before it."""
+
+    norm_D: Array
+    matrix_VD: Array
+
+
+class MlxNextTokens:
+    """Samples.
+
+    Args:
+        first_request: how many requests came in the batches before.
+        kept: where logits (S, V) are left with their requests, if anywhere.
+        first_bad: says where bad numbers of a step may come from.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batches: Sequence[MlxBatch],
+        head: Head,
+        sampling: Sampling,
+        first_request: int,
+        resident: list[tuple[tuple[int, ...], npt.NDArray[Any]]] | None,
+        first_bad: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._batches = batches
+        self._head = head
+        self._sampling = sampling
+        self._first_request = first_request
+        self._resident = resident
+        self._first_bad = first_bad
+
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What runs each verb: made when asked for, so that nothing that it holds outlives a batch."""
+        return {"sample": self.sample}
+
+    def sample(self, task: Task) -> list[int]:
+        """The next token of each request whose prompt has ended.
+
+        Raises:
+            NotFinite: the logits are no numbers; the message names the step, and the weight that is to blame.
+        """
+        batch = self._batches[task.micro_batch]
+        logits_SV = self._logits(batch)
+        requests = [batch.requests[end] for end in batch.ends]
+        if self._resident is not None:
+            self._resident.append((tuple(requests), logits_SV))
+        positions = [batch.step.past[end] + batch.step.new[end] for end in batch.ends]
+        of_run = [self._first_request + request for request in requests]
+        try:
+            tokens = sample(logits_SV, self._sampling, of_run, positions)
+        except NotFinite as error:
+            raise traced(error, task.step, self._first_bad()) from error
+        whole = batch.whole
+        for request, token in zip(requests, tokens, strict=True):
+            whole.new[whole.requests.index(request)] = [token]
+        return tokens
+
+    def _logits(self, batch: MlxBatch) -> npt.NDArray[np.float32]:
+        config = self._config
+        last_SD = batch.hidden_TD[mx.array([batch.step.last[end] for end in batch.ends])]
+        x_SD = kernels.norm(last_SD, self._head.norm_D, config.norm_eps, config.norm)
+        logits_SV = kernels.linear(x_SD, [self._head.matrix_VD]).astype(mx.float32)
+        return np.array(logits_SV)

@@ -1,0 +1,175 @@
+"""Experts that stay, in few large arrays: all experts of a layer, or an expert's matrices of all layers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import torch
+
+from moesched.models.layout import Page, WeightLayout
+from moesched.models.published import StackedBy
+from moesched.models.tensors import Shape, expert_shapes, is_transposed
+
+from ..shared.page_reader import DTYPES
+from .kernels import Array, Blocks, Stack
+from .memory import shared
+
+PARTS = ("gate", "up", "down")
+
+
+class Key(NamedTuple):
+    """Which pages an array has: those of a layer's experts, or of an expert in all layers."""
+
+    by: StackedBy
+    number: int
+
+
+class Stacked(Protocol):
+    """Pages in few arrays.
+
+    Attributes:
+        arrays: all of them.
+        missing: the ids of pages that are still to come.
+    """
+
+    arrays: list[Array]
+    missing: set[int]
+
+    def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
+        """Copy a page's tensors to their places."""
+
+    def find(self, page: Page) -> tuple[Stack, int]:
+        """The stack that has a page's expert, and its place there."""
+
+
+class _Block(NamedTuple):
+    """Rows of a matrix as one page has them."""
+
+    page_index: int
+    part: str
+    shape: Shape
+
+
+class StackedLayer:
+    """All experts of one layer, each part's blocks as arrays (experts, rows, columns): what `gather_mm` multiplies."""
+
+    def __init__(self, layout: WeightLayout, layer: int) -> None:
+        config = layout.config
+        self._layout = layout
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        arrays: dict[str, list[Array]] = {part: [] for part in PARTS}
+        for index, part, shape in _blocks(layout):
+            array, self._tensors[index, part] = shared((config.experts, *shape), layout.dtype)
+            arrays[part].append(array)
+        self.arrays = [array for blocks in arrays.values() for array in blocks]
+        self._stack = Stack(**arrays, transposed_down=config.transposed_down)
+        self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
+
+    def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
+        """Copy a page's tensors to their places."""
+        for part, stored in stored_blocks(self._layout, views):
+            self._tensors[page.index, part][page.expert].copy_(stored)
+        self.missing.discard(page.id)
+
+    def find(self, page: Page) -> tuple[Stack, int]:
+        """The stack that has a page's expert, and its place there."""
+        return self._stack, page.expert
+
+
+class StackedExpert:
+    """One expert in all layers, as one array (layers, items): the cluster paper's prestacking, section 4.1."""
+
+    def __init__(self, layout: WeightLayout, expert: int) -> None:
+        self._layout = layout
+        self._spans: dict[_Block, tuple[int, int]] = {}
+        end = 0
+        for block in _blocks(layout):
+            start, end = end, end + math.prod(block.shape)
+            self._spans[block] = (start, end)
+        layers = range(layout.config.layers)
+        self._array, self._tensor = shared((len(layers), end), layout.dtype)
+        self.arrays = [self._array]
+        self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
+
+    def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
+        """Copy a page's tensors to their places."""
+        for part, stored in stored_blocks(self._layout, views):
+            start, stop = self._spans[_Block(page.index, part, tuple(stored.shape))]
+            self._tensor[page.layer, start:stop].view(stored.shape).copy_(stored)
+        self.missing.discard(page.id)
+
+    def find(self, page: Page) -> tuple[Stack, int]:
+        """The stack that has a page's expert, and its place there."""
+        layer = self._array[page.layer]
+        parts: dict[str, Blocks] = {
+            part: [
+                layer[start:stop].reshape(1, *block.shape)
+                for block, (start, stop) in self._spans.items()
+                if block.part == part
+            ]
+            for part in PARTS
+        }
+        return Stack(**parts, transposed_down=self._layout.config.transposed_down), 0
+
+
+def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
+    """Which array each page of an expert that stays goes to, by the page's id; not all go to one.
+
+    Layers that stay whole are stacked by layer, experts of other layers that stay in all of them by expert, as far as
+    the system allocates so much at once.
+    """
+    experts = [page for page in pages if page.expert >= 0]
+    config, item = layout.config, DTYPES[layout.dtype].itemsize
+    in_layer = Counter(page.layer for page in experts)
+    whole = {layer for layer, count in in_layer.items() if count == config.experts * layout.pages_per_expert}
+    others = [page for page in experts if page.layer not in whole]
+    in_expert = Counter(page.expert for page in others)
+    matrix = config.hidden * config.intermediate * item
+    found: dict[int, Key] = {}
+    if _allocates(config.experts * matrix):
+        found |= {page.id: Key("layer", page.layer) for page in experts if page.layer in whole}
+    if _allocates(config.layers * len(PARTS) * matrix):
+        all_layers = config.layers * layout.pages_per_expert
+        found |= {
+            page.id: Key("expert", page.expert) for page in others if in_expert[page.expert] == all_layers
+        }
+    return found
+
+
+def open_stack(layout: WeightLayout, key: Key) -> Stacked:
+    """The arrays of a key, without weights so far."""
+    return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
+
+
+def stored_blocks(
+    layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """An expert's blocks of rows as they lie in the files, with the part that each is of."""
+    for name, blocks in views.items():
+        for block in blocks:
+            yield _part(name), block.T if is_transposed(layout.config, name) else block
+
+
+def _blocks(layout: WeightLayout) -> list[_Block]:
+    """The blocks of an expert, which is cut alike in all layers."""
+    shapes = expert_shapes(layout.config, 0, 0)
+    return [
+        _Block(
+            page.index, _part(extent.tensor), (extent.rows[1] - extent.rows[0], *shapes[extent.tensor][1:])
+        )
+        for page in layout.expert(0, 0)
+        for extent in page.extents
+    ]
+
+
+def _allocates(nbytes: int) -> bool:
+    """Whether the system allocates so much at once."""
+    return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
+
+
+def _part(name: str) -> str:
+    return name.rpartition(".")[2]

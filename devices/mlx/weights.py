@@ -1,0 +1,127 @@
+"""Weights as MLX kernels read them: pages in slots, pages that stay, and experts that stay in stacks.
+
+Slots and single pages are read into as they are. A stack is filled by way of one page more, which is given back when
+all are loaded; it has the bytes of its weights. Where a layer's experts are one stack, they are multiplied together,
+without the host knowing who was routed where; otherwise one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.models.layout import Page, WeightLayout
+from moesched.steps.memory import Pool, Slot, View
+
+from ..shared.arena import aligned_bytes
+from ..shared.page_reader import PageReader
+from .kernels import Array, Stack
+from .memory import Bytes
+from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
+
+
+class Weights(NamedTuple):
+    """What a view shows of a layer: dense tensors by name, as row blocks, and for each expert its stack and place."""
+
+    dense: dict[str, list[Array]]
+    experts: dict[int, tuple[Stack, int]]
+
+
+class MlxWeights:
+    """Where every page of a batch is.
+
+    Args:
+        reader: reads pages; on any thread, as long as no kernel is under way that reads the same slot.
+    """
+
+    def __init__(self, reader: PageReader, layout: WeightLayout) -> None:
+        self._reader = reader
+        self._layout = layout
+        self._slots: dict[Pool, list[Bytes]] = {}
+        self._resident: dict[int, Bytes] = {}
+        self._read: set[int] = set()
+        self._stacks: dict[Key, Stacked] = {}
+        self._key_of: dict[int, Key] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, pools: Iterable[Pool], resident: Iterable[Page]) -> None:
+        """Allocate slots, and room for pages that stay; those that stayed before are kept where they stay still."""
+        self._slots = {}
+        pages = {page.id: page for page in resident}
+        self._key_of = stacks_for(self._layout, pages.values())
+        keys, singles = set(self._key_of.values()), pages.keys() - self._key_of.keys()
+        self._stacks = {key: stack for key, stack in self._stacks.items() if key in keys}
+        self._resident = {number: memory for number, memory in self._resident.items() if number in singles}
+        self._read &= self._resident.keys()
+        self._stacks |= {key: open_stack(self._layout, key) for key in keys - self._stacks.keys()}
+        self._resident |= {
+            number: Bytes(self._reader.bytes_in_slot(pages[number]))
+            for number in singles - self._resident.keys()
+        }
+        self._slots = {pool: [Bytes(pool.slot_bytes) for _ in pool.slots] for pool in pools}
+        self._stage(self._reader.slot_bytes if self._is_incomplete() else 0)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.begin((), ())
+
+    def load(self, page: Page) -> None:
+        """Read a page that stays, unless it is here already."""
+        key = self._key_of.get(page.id)
+        if key is None:
+            if page.id not in self._read:
+                self._reader.read(page, self._resident[page.id].tensor)
+                self._read.add(page.id)
+        elif page.id in self._stacks[key].missing:
+            self._reader.read(page, self._staging)
+            self._stacks[key].take(page, self._reader.views(self._staging, page))
+            if not self._is_incomplete():
+                self._stage(0)
+
+    def fetch(self, page: Page, slot: Slot) -> None:
+        """Read a page into a slot."""
+        self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
+
+    def show(self, view: View[Any]) -> Weights:
+        """The arrays of the pages that a view shows; on the thread that evaluates them."""
+        if view.bound is None:
+            view.bound = self._bind(view)
+        bound: Weights = view.bound
+        return bound
+
+    def arrays(self) -> list[Array]:
+        """Those of the pages that stay."""
+        stacked = [array for stack in self._stacks.values() for array in stack.arrays]
+        return [memory.array for memory in self._resident.values()] + stacked
+
+    def _bind(self, view: View[Any]) -> Weights:
+        dense: dict[str, list[Array]] = {}
+        experts: dict[int, tuple[Stack, int]] = {}
+        single: dict[int, dict[str, list[Array]]] = {}
+        for page, slot in zip(view.pages, view.slots, strict=True):
+            key = self._key_of.get(page.id) if slot.fixed else None
+            if key is not None:
+                if page.index == 0:
+                    experts[page.expert] = self._stacks[key].find(page)
+                continue
+            memory = self._resident[page.id] if slot.fixed else self._slots[slot.pool][slot.index]
+            views = self._reader.views(memory.tensor, page)
+            if page.expert < 0:
+                for name, blocks in views.items():
+                    arrays = [memory.show(block, self._layout.dtype) for block in blocks]
+                    dense.setdefault(name.split(".", 2)[2], []).extend(arrays)
+                continue
+            parts = single.setdefault(page.expert, {part: [] for part in PARTS})
+            for part, block in stored_blocks(self._layout, views):
+                parts[part].append(memory.show(block, self._layout.dtype)[None])
+        for expert, parts in single.items():
+            experts[expert] = (Stack(**parts, transposed_down=self._layout.config.transposed_down), 0)
+        return Weights(dense, experts)
+
+    def _is_incomplete(self) -> bool:
+        return any(stack.missing for stack in self._stacks.values())
+
+    def _stage(self, nbytes: int) -> None:
+        self._staging = aligned_bytes(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,137 @@
+"""Up to how many rows the CPU expert kernel is faster than torch on this machine: measured once, and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import cache, partial
+from importlib.metadata import version
+from itertools import accumulate, cycle
+from math import log
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import msgspec
+import torch
+
+from moesched.machines.local import cache_folder
+
+from .expert_kernel import ExpertKernel, build
+from .linear import Blocks, Tensor, linear
+from .packed_weights import pack, packing_pays
+from .team import Team, usable_cores
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+OUTPUTS, INPUTS = 2048, 1024
+COLD_BYTES = 96 << 20
+"""Of all matrices together, so that no cache still holds one when it is used again."""
+TURNS = 9
+
+
+@cache
+def most_rows(variant: str) -> int:
+    """The number of rows up to which the kernel wins; from the file in the cache folder, measured where it has none."""
+    resident = _resident()
+    here = _here(variant)
+    if here not in resident:
+        resident[here] = measure_most_rows(variant)
+        _keep(resident)
+    return resident[here]
+
+
+def measure_again(variant: str) -> None:
+    """Measure anew, and keep that for all runs to come."""
+    _keep(_resident() | {_here(variant): measure_most_rows(variant)})
+    most_rows.cache_clear()
+
+
+def measure_most_rows(variant: str) -> int:
+    """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
+
+    Each multiplies as many matrices as there are cores: the kernel one after the other on all cores, torch as the
+    device has it, each on a core of its own and packed where that pays. They take turns, and the
+    median of each turn's ratio counts: on a shared machine the seconds themselves say little.
+    """
+    # On a thread of its own, as the number of cores that torch uses is the thread's.
+    with ThreadPoolExecutor(1, "crossover") as thread:
+        return thread.submit(_measure, variant).result()
+
+
+@torch.inference_mode()
+def _measure(variant: str) -> int:
+    with closing(ExpertKernel(ROWS[-1], variant)) as kernel, closing(Team(usable_cores())) as team:
+        return most_saved({rows: _ratio(ours, theirs) for rows, ours, theirs in _contests(kernel, team)})
+
+
+def most_saved(ratios: Mapping[int, float]) -> int:
+    """Where to end: the number of rows up to which the product of all ratios is smallest, 0 if it is never below one.
+
+    One ratio that another process spoiled does not cut off the rows behind it.
+
+    ratios: the kernel's time to torch's by number of rows, ascending.
+    """
+    saved = list(accumulate((-log(ratio) for ratio in ratios.values()), initial=0.0))
+    return (0, *ratios)[saved.index(max(saved))]
+
+
+Call = Callable[[], object]
+
+
+def _contests(kernel: ExpertKernel, team: Team) -> Iterator[tuple[int, Call, Call]]:
+    """Numbers of rows, and the same products by the kernel and by torch."""
+    count = COLD_BYTES // (2 * OUTPUTS * INPUTS)
+    matrices = [torch.full((OUTPUTS, INPUTS), 0.01, dtype=torch.bfloat16) for _ in range(count)]
+    plain = cycle(matrices)
+    torchs = cycle([pack(each) for each in matrices] if packing_pays() else matrices)
+    for rows in ROWS:
+        x_TD = torch.full((rows, INPUTS), 0.01, dtype=torch.bfloat16)
+        ours = [partial(_multiply, kernel.linear, x_TD, plain)] * team.cores
+        theirs = [partial(_multiply, linear, x_TD, torchs)] * team.cores
+        yield rows, partial(_one_by_one, ours), partial(team.run, theirs)
+
+
+def _multiply(linear: Callable[[Tensor, Blocks], Tensor], x_TD: Tensor, matrices: Iterator[Tensor]) -> Tensor:
+    return linear(x_TD, [next(matrices)])
+
+
+def _one_by_one(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _ratio(ours: Call, theirs: Call) -> float:
+    return median(_seconds(ours) / _seconds(theirs) for _ in range(TURNS))
+
+
+def _seconds(call: Call) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def _here(variant: str) -> str:
+    return f"{variant}, {usable_cores()} cores, torch {version('torch')}, kernel {build()}"
+
+
+def _file() -> Path:
+    return cache_folder() / "expert-kernel.json"
+
+
+def _resident() -> dict[str, int]:
+    try:
+        return msgspec.json.decode(_file().read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _keep(rows: dict[str, int]) -> None:
+    """Leave it for the processes to come, where there is somewhere to leave it."""
+    path = _file()
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgspec.json.encode(rows))
+        unfinished.replace(path)

@@ -1,0 +1,54 @@
+"""Products with weights that lie in blocks, and the experts that are made of them, on any torch device.
+
+A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
+files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
+is a transpose, or packed (see `packed_weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .packed_weights import packed_linear
+from .plain_weights import plain_linear
+
+Tensor = torch.Tensor
+Blocks = Sequence[Tensor]
+Linear = Callable[[Tensor, Blocks], Tensor]
+
+
+def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
+    """x times the transpose of the matrix that the blocks make: (T, N)."""
+    if len(blocks) == 1:
+        return _linear(x_TD, blocks[0])
+    if blocks[0].shape[1] < x_TD.shape[1]:
+        return _sum_of_products(x_TD, blocks)
+    return torch.cat([_linear(x_TD, block) for block in blocks], dim=-1)
+
+
+def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
+    return packed_linear(x_TD, block_ND) if block_ND.is_mkldnn else plain_linear(x_TD, block_ND)
+
+
+def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
+    """The product with column blocks, summed in float32 and rounded once."""
+    total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
+    start = 0
+    for block in blocks:
+        stop = start + block.shape[1]
+        total_TN += _linear(x_TD[:, start:stop], block)
+        start = stop
+    return total_TN.to(x_TD.dtype)
+
+
+def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
+    """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+    return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
+
+
+def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
+    """What an expert's SiLU lets through: silu(gate x)."""
+    return F.silu(linear(x_nD, gate), inplace=True)

@@ -1,0 +1,60 @@
+"""Products and experts by the CPU expert kernel where it is faster, by torch everywhere else."""
+
+from __future__ import annotations
+
+from .crossover import most_rows
+from .expert_kernel import AUTO, TORCH, ExpertKernel, check_choice, variants
+from .linear import Blocks, Tensor, expert_ffn, linear
+
+
+class Products:
+    """Multiplies by weights; who does it depends on the number of rows and on how the weights lie, never on the policy.
+
+    kernel: what multiplies a few rows, if there is such.
+    """
+
+    def __init__(self, kernel: ExpertKernel | None = None) -> None:
+        self._kernel = kernel
+
+    @property
+    def most_rows(self) -> int:
+        """Up to how many rows the kernel takes, on threads of its own."""
+        return self._kernel.most_rows if self._kernel else 0
+
+    def close(self) -> None:
+        """End the kernel's threads."""
+        if self._kernel:
+            self._kernel.close()
+            self._kernel = None
+
+    def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
+        """x times the transpose of the matrix that the blocks make: (T, N)."""
+        if self._kernel and self._kernel.takes(x_TD, blocks):
+            return self._kernel.linear(x_TD, blocks)
+        return linear(x_TD, blocks)
+
+    def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
+        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+        if self._kernel and self._kernel.takes_expert(x_nD, gate, up, down):
+            return self._kernel.expert(x_nD, gate, up, down)
+        return expert_ffn(x_nD, gate, up, down)
+
+
+def rows_for_kernel(kernel: str, dtype: str) -> int:
+    """Up to how many rows a kernel that was chosen so is to be used: 0 where it is not to be used at all.
+
+    Args:
+        kernel: `auto`, `torch`, or an instruction set.
+
+    Raises:
+        BadInput: there is no such kernel here.
+    """
+    check_choice(kernel)
+    if kernel == TORCH or dtype != "bfloat16" or not variants():
+        return 0
+    return most_rows(variants()[0] if kernel == AUTO else kernel)
+
+
+def make_kernel(kernel: str, rows: int, pin: bool) -> ExpertKernel | None:
+    """The kernel for up to so many rows, with its threads; none for 0 rows."""
+    return ExpertKernel(rows, None if kernel == AUTO else kernel, pin=pin) if rows else None

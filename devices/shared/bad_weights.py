@@ -1,0 +1,37 @@
+"""The first weight of a checkpoint in which a number is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from moesched.models.layout import WeightLayout
+
+from .arena import aligned_bytes
+from .page_reader import PageReader
+
+
+def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
+    """Read all weights and describe the first that is not finite, for an error message.
+
+    It takes the memory of one page, or of one tensor that is in no page.
+    """
+    return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
+
+
+def first_bad(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a number that is not finite."""
+    return next((name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())), None)
+
+
+def _weights(reader: PageReader, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ("embedding", "final_norm"):
+        yield f"weight {name}", reader.read_tensor(name)
+    for page in layout.pages:
+        memory = aligned_bytes(reader.bytes_in_slot(page))
+        reader.read(page, memory)
+        for name, blocks in reader.views(memory, page).items():
+            yield from ((f"weight {name}", block) for block in blocks)
+    if not layout.config.tied_embeddings:
+        yield "weight lm_head", reader.read_tensor("lm_head")

@@ -1,0 +1,89 @@
+"""The torch device on CUDA: the same class, with its accelerator on the first CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moesched.errors import BadInput
+from moesched.machines import Link, Machine, Processor, Roles, Tier
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import WeightLayout
+from moesched.seams import Transport
+
+from .device import TorchDevice
+
+ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14}
+ASSUMED_GPU_BANDWIDTH = 5e11
+ASSUMED_LINK_BANDWIDTH = 1e10
+ASSUMED_PIN_BANDWIDTH = 1e10
+
+
+class CudaDevice(TorchDevice):
+    """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
+    ) -> None:
+        _require_cuda()
+        super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
+
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several ranks, each on a GPU of its own.
+
+        Raises:
+            BadInput: there are fewer GPUs.
+        """
+        if rank >= torch.cuda.device_count():
+            raise BadInput(
+                f"device cuda: torch sees {torch.cuda.device_count()} CUDA devices here: "
+                "lower --tensor-parallel"
+            )
+        super().join(rank, transport, first)
+        self._accelerator = torch.device(f"cuda:{rank}")
+
+    @staticmethod
+    def machine(host: Machine) -> Machine:
+        """This machine with its GPU: sizes as torch reports them, rates assumed."""
+        _require_cuda()
+        gpu = torch.cuda.get_device_properties(0)
+        memory = host.memories[host.host.memory]
+        return Machine(
+            name=f"{host.name} with {gpu.name}",
+            description="rates of the GPU and its links are assumed",
+            processors={
+                "gpu": Processor(memory="gpu", flops=ASSUMED_FLOPS),
+                "cpu": Processor(memory="host", flops=host.host.flops),
+            },
+            memories={
+                "gpu": Tier(capacity=gpu.total_memory, bandwidth=ASSUMED_GPU_BANDWIDTH),
+                "host": memory,
+                "pinned": Tier(capacity=memory.nbytes // 4, bandwidth=memory.bandwidth),
+            },
+            links=[
+                Link(source="pinned", destination="gpu", bandwidth=ASSUMED_LINK_BANDWIDTH, path="host->gpu"),
+                Link(source="host", destination="gpu", bandwidth=ASSUMED_LINK_BANDWIDTH),
+                Link(source="gpu", destination="host", bandwidth=ASSUMED_LINK_BANDWIDTH),
+                Link(source="host", destination="pinned", bandwidth=ASSUMED_PIN_BANDWIDTH),
+            ],
+            roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
+        )
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Whether a machine can be this one.
+
+        Raises:
+            BadInput: it has no GPU with a memory of its own.
+        """
+        if machine.unified:
+            raise BadInput(
+                f"machine {machine.name} has no accelerator with a memory of its own: use --device torch, "
+                "or --machine auto"
+            )
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise BadInput("device cuda: torch sees no CUDA device here: use --device torch")

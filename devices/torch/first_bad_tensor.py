@@ -1,0 +1,165 @@
+"""Where bad numbers came from: a step whose logits are not finite is run again, with a look at every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.models.layout import Page, WeightLayout
+
+from ..products.linear import Tensor, expert_ffn
+from ..shared.arena import aligned_bytes
+from ..shared.bad_weights import describe_first_bad_weight, first_bad
+from ..shared.page_reader import PageReader
+from . import kernels
+from .copies import indices, moved
+from .kernels import KVView
+from .micro_batch import MicroBatchState
+from .resident_pages import Weights
+
+
+class FirstBadTensor:
+    """Runs a step of one micro-batch again, page by page from the files, until a tensor is not finite.
+
+    It takes the memory of one expert or one layer's dense part beyond the activations, and writes to no cache. Of a
+    model that is cut over several ranks only the weights are looked at.
+
+    Args:
+        accelerator: where the tensors of the step are, and are computed again.
+    """
+
+    def __init__(self, reader: PageReader, layout: WeightLayout, accelerator: torch.device) -> None:
+        self._reader = reader
+        self._layout = layout
+        self._config: ModelConfig = layout.config
+        self._accelerator = accelerator
+
+    def name(self, state: MicroBatchState) -> str:
+        """The first tensor of the step in which a number is not finite: what it is, and its layer.
+
+        Of a prompt in chunks all are looked at, up to this one.
+        """
+        if self._config.ranks > 1:
+            return describe_first_bad_weight(self._reader, self._layout)
+        return (
+            first_bad(self._chunks(state)) or "the logits alone: the same step, run once more, had good ones"
+        )
+
+    def _chunks(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
+        if state.before is not None:
+            yield from self._chunks(state.before)
+        yield from self._step(state)
+
+    def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a step in the order in which they are computed; a layer's weights come before them."""
+        config = self._config
+        embedding = self._global("embedding")
+        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
+        hidden_TD = kernels.embed(ids_T, embedding)
+        yield "weight embedding", hidden_TD
+        for layer in range(config.layers):
+            weights = self._weights(self._layout.dense(layer))
+            yield from _named(weights)
+            weights = _within_layer(weights)
+            qkv = self._project(state, hidden_TD, weights)
+            for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
+                yield f"the {name} of layer {layer}", tensor
+            q_THd, k_TKd, v_TKd = qkv
+            views = self._cached(state, layer, k_TKd, v_TKd)
+            for keys, values, new in views:
+                yield f"the cached keys of layer {layer}", keys[:, :-new]
+                yield f"the cached values of layer {layer}", values[:, :-new]
+            attended_TX = kernels.attention(q_THd, views, config.sliding_window)
+            yield f"attention's output in layer {layer}", attended_TX
+            hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
+            yield f"the hidden states after attention in layer {layer}", hidden_TD
+            x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+            experts_Tk, weights_Tk = self._route(x_TD, weights)
+            yield f"the router's weights in layer {layer}", weights_Tk
+            grouping = kernels.group_by_expert(experts_Tk, config.experts)
+            outputs = []
+            groups = torch.split(x_TD[grouping.tokens_n], grouping.counts)
+            for expert, x_nD in enumerate(groups):
+                if not len(x_nD):
+                    continue
+                mine = self._weights(self._layout.expert(layer, expert))
+                yield from _named(mine)
+                gate, up, down = (
+                    mine[f"layers.{layer}.experts.{expert}.{p}"] for p in ("gate", "up", "down")
+                )
+                outputs.append(expert_ffn(x_nD, gate, up, down))
+                yield f"the output of expert {expert} of layer {layer}", outputs[-1]
+            hidden_TD = kernels.combine(torch.cat(outputs), grouping.rows_Tk, weights_Tk, hidden_TD)
+            yield f"the hidden states after layer {layer}", hidden_TD
+        final_norm = self._global("final_norm")
+        yield "weight final_norm", final_norm
+        head_name = "embedding" if config.tied_embeddings else "lm_head"
+        head = self._global(head_name)
+        yield f"weight {head_name}", head
+        last_SD = hidden_TD[moved(state.step.last_S, self._accelerator)]
+        yield "the logits", kernels.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
+
+    def _project(
+        self, state: MicroBatchState, hidden_TD: Tensor, weights: Weights
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self._config
+        return kernels.project_qkv(
+            hidden_TD,
+            weights["attention_norm"][0],
+            weights["q"] + weights["k"] + weights["v"],
+            *state.angles,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            eps=config.norm_eps,
+            norm_kind=config.norm,
+            qk_norms=(weights["q_norm"][0], weights["k_norm"][0]) if config.qk_norm else None,
+            clip=config.clip_qkv,
+        )
+
+    def _route(self, x_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        config = self._config
+        if config.experts == 1:
+            tokens = (len(x_TD), 1)
+            return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
+        return kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one)
+
+    def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
+        """Copies of what the step's sequences have in the cache, with these new keys and values at their ends.
+
+        The step's own may be still on their way to a cache on the host.
+        """
+        views = []
+        start = 0
+        for keys, values, new in state.cache.views(layer, state.step):
+            end = start + len(keys) * new
+            view = KVView(keys.to(self._accelerator, copy=True), values.to(self._accelerator, copy=True), new)
+            view.keys_SLKd[:, -new:] = k_TKd[start:end].reshape(view.keys_SLKd[:, -new:].shape)
+            view.values_SLKd[:, -new:] = v_TKd[start:end].reshape(view.values_SLKd[:, -new:].shape)
+            views.append(view)
+            start = end
+        return views
+
+    def _weights(self, pages: Sequence[Page]) -> Weights:
+        """The tensors of pages, read from the files, by their canonical names."""
+        weights: Weights = {}
+        for page in pages:
+            memory = aligned_bytes(self._reader.bytes_in_slot(page))
+            self._reader.read(page, memory)
+            for name, blocks in self._reader.views(memory, page).items():
+                weights.setdefault(name, []).extend(moved(block, self._accelerator) for block in blocks)
+        return weights
+
+    def _global(self, name: str) -> Tensor:
+        return self._reader.read_tensor(name).to(self._accelerator)
+
+
+def _named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    for name, blocks in weights.items():
+        for block in blocks:
+            yield f"weight {name}", block
+
+
+def _within_layer(weights: Weights) -> Weights:
+    return {name.split(".", 2)[2]: blocks for name, blocks in weights.items()}

@@ -1,0 +1,98 @@
+"""Experts on the host, where the accelerator has a memory of its own: rows go there, outputs come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.tasks import HostKernel, Task
+
+from ..products.products import Products
+from .copies import moved
+from .micro_batch import HostRows, MicroBatchState
+from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
+from .observers import DeviceObservers
+
+HOST = torch.device("cpu")
+
+
+class HostExperts:
+    """Runs the verbs that experts on the host need.
+
+    An expert has the same rows of equal tensors here as on the accelerator: the last bits of a product depend on where
+    its operands lie.
+
+    Args:
+        accelerator: where the accelerator's tensors are.
+        weights: the tensors that a view shows.
+        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        there: runs the experts of the accelerator.
+        products: multiplies.
+        watchers: are told of an expert before it runs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        accelerator: torch.device,
+        states: Sequence[MicroBatchState],
+        weights: WeightsOf,
+        use_cores_for: UseCores,
+        there: MoELayer,
+        products: Products,
+        device_observers: DeviceObservers,
+    ) -> None:
+        self._expert_weights = config.hidden * config.intermediate
+        self._pinned = accelerator.type != "cpu"
+        self._states = states
+        self._weights = weights
+        self._use_cores_for = use_cores_for
+        self._there = there
+        self._products = products
+        self._device_observers = device_observers
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "offload_routed": self._offload,
+            "run_expert": self._run_expert,
+            "load_routed": self._load,
+        }
+
+    def _offload(self, task: Task) -> None:
+        """Copy each token's hidden state once, out of the row of its first expert, and which rows are whose."""
+        state = self._states[task.micro_batch]
+        x_TD = state.x_nD.index_select(0, state.grouping.rows_Tk[:, 0])
+        state.on_host = HostRows(moved(x_TD, HOST), moved(state.grouping.tokens_n, HOST))
+
+    def _run_expert(self, task: Task) -> None:
+        if not isinstance(task, HostKernel):
+            self._there.run_expert(task)
+            return
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        assert state.on_host is not None, "the step saw to it that the rows are there"
+        self._device_observers.applied(task.layer, state, [task.expert], weights)
+        x_nD, y_nD = state.on_host.rows(pinned=self._pinned)
+        rows = state.rows_of(task.expert)
+        self._use_cores_for(len(rows), self._expert_weights)
+        apply_expert(x_nD, y_nD, rows, task.expert, weights, self._products)
+
+    def _load(self, task: Task) -> None:
+        """Copy the rows of the experts that ran here; those of neighbours in one piece."""
+        state = self._states[task.micro_batch]
+        assert state.on_host is not None, "the step saw to it that an expert ran here"
+        _, y_nD = state.on_host.rows(pinned=self._pinned)
+        for rows in _joined([state.rows_of(expert) for expert in sorted(task.operands)]):
+            state.y_nD[rows].copy_(y_nD[rows], non_blocking=True)
+        state.on_host = None
+
+
+def _joined(ranges: Sequence[range]) -> list[slice]:
+    """Ascending ranges as slices, one for all that follow each other without a gap."""
+    slices: list[slice] = []
+    for each in ranges:
+        if slices and slices[-1].stop == each.start:
+            slices[-1] = slice(slices[-1].start, each.stop)
+        else:
+            slices.append(slice(each.start, each.stop))
+    return slices

@@ -1,0 +1,225 @@
+"""The host's half of a machine whose accelerator has a memory of its own: weights, KV cache and CPU attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from moesched.models.layout import Page
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.steps.memory import Slot
+from moesched.tasks import PageTransfer, Task
+
+from ..products.linear import Tensor
+from ..shared.arena import aligned_bytes
+from ..shared.page_reader import PageReader
+from .copies import copied, locked, wait_for_copies
+from .kernels import KVView
+from .micro_batch import MicroBatchState
+from .prompt_chunks import DeviceKV
+
+HOST = torch.device("cpu")
+Attend = Callable[[MicroBatchState, Tensor, Sequence[KVView]], Tensor]
+
+
+class HostSide:
+    """Runs the verbs that exist only where accelerator and host have memories of their own.
+
+    Args:
+        accelerator: where the accelerator's tensors are.
+        home: the bytes of pages in host memory, by their id, as `bring_home` reads them; others come from the files.
+        slot: the bytes of a slot, by its task's slots.
+        kv_slots: room for keys and values that are loaded from the host's KV cache.
+        cached_here: the micro-batches whose KV cache is on the host, by index.
+        at_hand: keys and values of prompts in chunks, by the micro-batches of prefill, of those cached here.
+        attend: a micro-batch's attention from queries and views of the cache.
+        attend_there: the `attention` of those whose KV cache is on the accelerator.
+    """
+
+    def __init__(
+        self,
+        accelerator: torch.device,
+        reader: PageReader,
+        home: Mapping[int, Tensor],
+        slot: Callable[[Any], Tensor],
+        kv_slots: Sequence[Tensor],
+        states: Sequence[MicroBatchState],
+        cached_here: Container[int],
+        device_kv: Mapping[int, DeviceKV],
+        attend: Attend,
+        attend_there: Callable[[Task], None],
+    ) -> None:
+        self._accelerator = accelerator
+        self._slot = slot
+        self._kv_slots = kv_slots
+        self._loaded: dict[int, list[KVView]] = {}
+        self._states = states
+        self._cached_here = cached_here
+        self._device_kv = device_kv
+        self._attend = attend
+        self._attend_there = attend_there
+        self._reader = reader
+        self._home = home
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "copy_to_pinned": self._bring,
+            "fetch": self._bring,
+            "offload_qkv": self._offload_qkv,
+            "cpu_attention": self._cpu_attention,
+            "load_hidden": self._load_hidden,
+            "offload_kv": self._offload_kv,
+            "attention": self._attention,
+            "load_kv": self._load_kv,
+        }
+
+    def _bring(self, task: PageTransfer) -> None:
+        """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
+        sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
+        for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
+            target = self._slot(slot)
+            if source is None and page.id not in self._home:
+                self._read_into(target, page)
+                continue
+            held = self._home[page.id] if source is None else self._slot(source)
+            nbytes = self._reader.bytes_in_slot(page)
+            target[:nbytes].copy_(held[:nbytes], non_blocking=True)
+
+    def _read_into(self, target: Tensor, page: Page) -> None:
+        """Read a page from its file; by way of host memory where nothing can be read into the slot."""
+        if target.device.type == "cpu":
+            self._reader.read(page, target)
+        else:
+            held = _read(self._reader, page)
+            target[: len(held)].copy_(held)
+
+    def _load_kv(self, task: Task) -> None:
+        """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""
+        state = self._states[task.micro_batch]
+        views = state.cache.views(task.layer, state.step)
+        memory = self._kv_slots[task.operands]
+        loaded = []
+        for keys, values, new in views:
+            keys_there, memory = _carved(memory, keys)
+            values_there, memory = _carved(memory, values)
+            for there, here in ((keys_there, keys), (values_there, values)):
+                there[:, :-new].copy_(self._ready(here[:, :-new]), non_blocking=True)
+            loaded.append(KVView(keys_there, values_there, new))
+        self._loaded[task.operands] = loaded
+
+    def _attention(self, task: Task) -> None:
+        if task.micro_batch not in self._cached_here:
+            self._attend_there(task)
+        elif task.operands is None:
+            self._attend_to_prompt(task)
+        else:
+            self._attend_to_loaded(task)
+
+    def _attend_to_loaded(self, task: Task) -> None:
+        """Attention over keys and values that were loaded, and the new tokens' own."""
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        views = self._loaded[task.operands]
+        start = 0
+        for keys_SLKd, values_SLKd, new in views:
+            end = start + len(keys_SLKd) * new
+            shape = keys_SLKd[:, -new:].shape
+            keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)
+            values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)
+            start = end
+        state.attended_TX = self._attend(state, q_THd, views)
+
+    def _attend_to_prompt(self, task: Task) -> None:
+        """Attention within the prompts, from the keys and values at hand: the cache is on the host.
+
+        They are laid out as they lie in the cache, prompts of one length as one view, for the same bits as from there.
+        """
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        device_kv = self._device_kv.get(task.micro_batch)
+        if device_kv is not None:
+            state.attended_TX = self._attend(state, q_THd, device_kv.extended(state, k_TKd, v_TKd))
+            return
+        views = []
+        start = 0
+        for new, sequences in _runs(state.step.new):
+            end = start + new * sequences
+            keys, values = (_laid_out(tensor[start:end], sequences) for tensor in (k_TKd, v_TKd))
+            views.append(KVView(keys, values, new))
+            start = end
+        state.attended_TX = self._attend(state, q_THd, views)
+
+    def _offload_qkv(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        state.qkv_on_host = (copied(q_THd, HOST), copied(k_TKd, HOST), copied(v_TKd, HOST))
+        if self._accelerator.type == "cpu":
+            del state.qkv  # on CUDA the copy may be still to come
+
+    def _cpu_attention(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv_on_host
+        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
+        attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
+        state.attended_on_host = self._ready(attended_TX)
+        del state.qkv_on_host
+
+    def _load_hidden(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        state.attended_TX = copied(state.attended_on_host, self._accelerator)
+        del state.attended_on_host
+
+    def _offload_kv(self, task: Task) -> None:
+        state = self._states[task.micro_batch]
+        _, k_TKd, v_TKd = state.qkv
+        keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
+        wait_for_copies(self._accelerator)  # the host itself puts them into the cache
+        state.cache.append(task.layer, state.step, keys, values)
+        if not task.step:
+            del state.qkv  # in decode attention may still need them
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        """The host's tensor where the accelerator can copy it from without making the host wait."""
+        return tensor if self._accelerator.type == "cpu" else locked(tensor)
+
+
+def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:
+    """The bytes of these pages in host memory, by their id; only those that are not at home yet are read."""
+    stays = {page.id: home[page.id] for page in pages if page.id in home}
+    return stays | {page.id: _read(reader, page) for page in pages if page.id not in stays}
+
+
+def _read(reader: PageReader, page: Page) -> Tensor:
+    memory = aligned_bytes(reader.bytes_in_slot(page))
+    reader.read(page, memory)
+    return memory
+
+
+def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values at the start of flat memory, and the memory behind them.
+
+    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
+    """
+    sequences, length, kv_heads, head_dim = like_SLKd.shape
+    room = _room(length)
+    count = sequences * room * kv_heads * head_dim
+    return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of one length: the length, and how many they are."""
+    return [(length, len(list(neighbours))) for length, neighbours in groupby(lengths)]
+
+
+def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
+    """Keys or values of so many sequences of one length, (S, L, K, d), each from the start of a block on."""
+    like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
+    memory = tensor_TKd.new_empty(sequences * _room(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
+    laid_out, _ = _carved(memory, like_SLKd)
+    return laid_out.copy_(like_SLKd)
+
+
+def _room(length: int) -> int:
+    """Tokens of the blocks that hold so many."""
+    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

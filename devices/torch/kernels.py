@@ -1,0 +1,269 @@
+"""The kernels of a MoE transformer, as pure functions of tensors that are on one device.
+
+Shapes in names: T tokens of all sequences together, D hidden size, H heads, K key-value heads, G heads that
+share one of those, d head size, S sequences, L tokens in the cache, E experts, k experts per token, n rows of
+experts, V vocabulary, N outputs of a matrix, X whatever else.
+
+A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
+files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
+is a transpose, or packed (see `packed_weights.py`). Hidden states have the weights' dtype; what decides accuracy
+(norms, rotation, softmax, routing, the sum over experts) is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moesched.models.config import NormKind
+from moesched.models.footprint import QUERY_TILE
+
+from ..products.linear import Blocks, Linear, Tensor, linear
+
+
+class KVView(NamedTuple):
+    """The cached keys and values of S sequences of one length, the new tokens' included.
+
+    keys, values: (S, L, K, d), any strides. queries: how many of each sequence's last tokens are new.
+    """
+
+    keys_SLKd: Tensor
+    values_SLKd: Tensor
+    queries: int
+
+
+class Grouping(NamedTuple):
+    """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
+
+    tokens_n: each row's token. rows_Tk: the row of each token's each expert. counts: the rows of each expert.
+    """
+
+    tokens_n: Tensor
+    rows_Tk: Tensor
+    counts: list[int]
+
+
+# ---------------------------------------------------------------- the parts that everything uses
+
+
+def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> Tensor:
+    """Each token normalised, times the weight."""
+    return (layer_norm if kind == "layer" else rms_norm)(x_TD, weight_D, eps)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Each token less its mean, divided by its standard deviation, times the weight."""
+    return F.layer_norm(x_TD, weight_D.shape, weight_D, None, eps)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Each token divided by its root mean square, times the weight."""
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+    """The hidden states that the token ids start from."""
+    return embedding_VD.index_select(0, tokens_T)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, d), float32, that turn queries and keys by their positions."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
+    angles = positions_T[:, None].float() * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+    """Heads turned by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
+    swapped = x_THd.roll(x_THd.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_THd * cos_T1d, swapped, sin_T1d).to(x_THd.dtype)
+
+
+def project_qkv(
+    hidden_TD: Tensor,
+    norm_D: Tensor,
+    qkv: Blocks,
+    cos_T1d: Tensor,
+    sin_T1d: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    norm_kind: NormKind = "rms",
+    qk_norms: tuple[Tensor, Tensor] | None = None,
+    clip: float | None = None,
+    linear: Linear = linear,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
+
+    qkv: the row blocks of q, then those of k, then those of v. qk_norms: weights that queries and keys are normalised
+    with, each as many entries together as the weight has. clip: the largest magnitude that all of them keep then.
+    linear: what multiplies.
+    """
+    x_TX = linear(norm(hidden_TD, norm_D, eps, norm_kind), qkv)
+    if qk_norms is not None:
+        x_TX = _normalise_heads(x_TX, heads, kv_heads, qk_norms, eps)
+    if clip is not None:
+        x_TX = x_TX.clamp(-clip, clip)
+    x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
+    turned = apply_rotary(x_TXd[:, : heads + kv_heads], cos_T1d, sin_T1d)
+    parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
+    q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # which lets go of all that they are parts of
+    return q_THd, k_TKd, v_TKd
+
+
+def _normalise_heads(
+    x_TX: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    head = x_TX.shape[1] // (heads + 2 * kv_heads)
+    queries, keys = heads * head, (heads + kv_heads) * head
+    parts = x_TX[:, :queries], x_TX[:, queries:keys]
+    normalised = [
+        rms_norm(part.reshape(len(part), -1, len(weight)), weight, eps).flatten(1)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return torch.cat((*normalised, x_TX[:, keys:]), dim=-1)
+
+
+def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None) -> Tensor:
+    """Causal attention of each sequence over its own cache: (T, H * d).
+
+    q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
+    A query sees itself and what is before it: with a window, that many tokens, itself included.
+
+    The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
+    of cores: whoever wants the same bits again keeps these the same.
+    """
+    parts = []
+    start = 0
+    for keys_SLKd, values_SLKd, queries in views:
+        stop = start + keys_SLKd.shape[0] * queries
+        attend = _attend_one_query if queries == 1 else _attend_many_queries
+        parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
+        start = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
+    # The heads that share keys are as good as queries of one head: no key is read twice, no mask is needed.
+    if window is not None:
+        keys_SLKd, values_SLKd = keys_SLKd[:, -window:], values_SLKd[:, -window:]
+    sequences, _, kv_heads, head_dim = keys_SLKd.shape
+    q_SKGd = q_SHd.view(sequences, kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(q_SKGd, keys_SLKd.transpose(1, 2), values_SLKd.transpose(1, 2))
+    return out.reshape(sequences, -1)
+
+
+def _attend_many_queries(q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
+    queries = q_THd.chunk(keys_SLKd.shape[0])
+    parts = [_attend_sequence(*one, window) for one in zip(queries, keys_SLKd, values_SLKd, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_sequence(q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, window: int | None) -> Tensor:
+    tokens, heads, head_dim = q_THd.shape
+    length, kv_heads, _ = keys_LKd.shape
+    shared = heads // kv_heads
+    q_KGTd = q_THd.view(tokens, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+    keys = keys_LKd.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    values = values_LKd.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    if tokens == length and (window is None or window >= length):
+        out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True)
+    else:
+        out_KGTd = _attend_tiles(q_KGTd, keys, values, window)
+    return out_KGTd.permute(2, 0, 1, 3).reshape(tokens, -1)
+
+
+def _attend_tiles(q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window: int | None) -> Tensor:
+    tokens, length = q_KGTd.shape[2], keys_KGLd.shape[2]
+    past = length - tokens
+    tiles = []
+    for start in range(0, tokens, QUERY_TILE):
+        stop = min(start + QUERY_TILE, tokens)
+        first = 0 if window is None else max(0, past + start - window + 1)
+        mask = _mask(past + start, past + stop, first, window, q_KGTd.device)
+        seen = slice(first, past + stop)
+        q, keys, values = q_KGTd[:, :, start:stop], keys_KGLd[:, :, seen], values_KGLd[:, :, seen]
+        tiles.append(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+    return torch.cat(tiles, dim=2)
+
+
+def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the keys first_key .. stop-1 the queries at positions start .. stop-1 see."""
+    query = torch.arange(start, stop, device=device)[:, None]
+    key = torch.arange(first_key, stop, device=device)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def output_projection(
+    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, linear: Linear = linear
+) -> Tensor:
+    """The attention's output brought back to the hidden size and added to the residual."""
+    return residual_TD + linear(attention_TX, o)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
+    """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
+
+    For weights that sum to one the top-k logits are softmaxed, as Mixtral does; a softmax over all experts, of which
+    the top k are divided by their sum, comes to the same. The others are what the softmax over all experts gives.
+    """
+    logits_TE = linear(x_TD.float(), [block.float() for block in router])
+    top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
+    experts_Tk, order_Tk = experts_Tk.sort(dim=-1)
+    chosen_Tk = top_Tk.gather(-1, order_Tk)
+    if sum_to_one:
+        return experts_Tk, chosen_Tk.softmax(dim=-1)
+    return experts_Tk, (chosen_Tk - logits_TE.logsumexp(dim=-1, keepdim=True)).exp()
+
+
+def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
+    """Sort the (token, expert) pairs by expert; waits for the device, since the counts come to the host."""
+    flat = experts_Tk.view(-1)
+    order_n = flat.argsort(stable=True)
+    counts: list[int] = torch.bincount(flat, minlength=experts).tolist()
+    return Grouping(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk), counts)
+
+
+def every_expert(experts_Tk: Tensor, experts: int) -> Grouping:
+    """A row of every expert for every token, whether it was routed there or not: nothing comes to the host."""
+    tokens = len(experts_Tk)
+    tokens_T = torch.arange(tokens, device=experts_Tk.device)
+    return Grouping(tokens_T.repeat(experts), experts_Tk * tokens + tokens_T[:, None], [tokens] * experts)
+
+
+def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """The weighted sum of each token's experts: (T, D), float32.
+
+    y_nD: the experts' outputs in the rows of `group_by_expert`. The sum goes by ascending expert, whatever
+    the order in which the experts ran.
+    """
+    tokens, choices = rows_Tk.shape
+    y_TkD = y_nD.index_select(0, rows_Tk.view(-1)).view(tokens, choices, -1)
+    total_TD: Tensor = y_TkD[:, 0] * weights_Tk[:, :1]
+    for choice in range(1, choices):
+        total_TD.addcmul_(y_TkD[:, choice], weights_Tk[:, choice : choice + 1])
+    return total_TD
+
+
+def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
+    """The residual plus `sum_experts`, rounded once to the residual's dtype."""
+    return sum_experts(y_nD, rows_Tk, weights_Tk).add_(residual_TD).to(residual_TD.dtype)
+
+
+def lm_head(
+    hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
+) -> Tensor:
+    """The logits (T, V), float32, that follow the given tokens: the last ones of their sequences."""
+    return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()

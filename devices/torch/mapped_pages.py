@@ -1,0 +1,146 @@
+"""Pages where they lie in the system's page cache: mapped into the process while they are needed, never copied."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from moesched.errors import BadInput, MoeschedError
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import Page, WeightLayout
+from moesched.steps.memory import Slot
+
+from ..shared.page_reader import DTYPES, PageReader, Run
+from .resident_pages import Weights
+
+POPULATE_READ = 22  # Python's mmap module has no name for it
+DONT_NEED = 4
+
+
+class MappedPages:
+    """Pages of a checkpoint that the page cache is expected to hold, such as one that was just read.
+
+    A slot shows a part of a file instead of holding a copy of it, and stops showing it when it gets another page. So
+    the process has mapped what the slots may hold, up to whole pages of the system's; what the system caches is the
+    system's affair. A kernel that still reads what a slot no longer shows gets the same bytes, a little later.
+
+    Files must stay as they are meanwhile, as for everything that maps them: one that was cut short is told when a
+    page is brought, but the system ends a process that reads what is gone since.
+
+    reader: knows the blocks of the files that make a page.
+    bytes_mapped: of all pages that were brought into slots so far, in whole blocks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, reader: PageReader) -> None:
+        self.bytes_mapped = 0
+        self._reader = reader
+        self._files: dict[Path, torch.Tensor] = {}
+        self._views = {page.id: self._view(checkpoint, page, DTYPES[layout.dtype]) for page in layout.pages}
+        self._shown: dict[Slot, Page] = {}
+
+    @staticmethod
+    def possible(reader: PageReader) -> bool:
+        """Whether the system maps when asked (Linux 5.14), and the files hold what the kernels need, bit for bit."""
+        return reader.on_disk and not reader.converts and system_takes(POPULATE_READ)
+
+    def bring(self, page: Page, slot: Slot) -> None:
+        """Have a slot show a page, and the system read what its cache lacks; one thread at a time for a slot.
+
+        Raises:
+            MoeschedError: a file is shorter than it was, or the disk failed.
+        """
+        before = self._shown.pop(slot, None)
+        if before is not None:
+            self._advise(before, DONT_NEED)
+        for run in self._reader.runs(page):
+            run.file.require(run.offset, run.needed)
+        self._shown[slot] = page
+        self._advise(page, POPULATE_READ)
+        self.bytes_mapped += sum(self._memory(run)[1] for run in self._reader.runs(page))
+
+    def views(self, page: Page) -> Weights:
+        """The page's tensors by their canonical names, as row blocks from top to bottom."""
+        return self._views[page.id]
+
+    def hide(self) -> None:
+        """Have no slot show anything."""
+        for page in self._shown.values():
+            self._advise(page, DONT_NEED)
+        self._shown.clear()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.hide()
+        self._views.clear()
+        self._files.clear()
+
+    def _view(self, checkpoint: Checkpoint, page: Page, dtype: torch.dtype) -> Weights:
+        views: Weights = {}
+        for extent in page.extents:
+            stored = checkpoint.tensors[extent.tensor]
+            row_bytes = stored.nbytes // stored.shape[0]
+            start = stored.offset + extent.rows[0] * row_bytes
+            raw = self._file(stored.file)[start : start + extent.nbytes]
+            shape = (extent.rows[1] - extent.rows[0], *stored.shape[1:])
+            views.setdefault(extent.tensor, []).append(raw.view(dtype).view(shape))
+        return views
+
+    def _file(self, path: Path) -> torch.Tensor:
+        if path not in self._files:
+            self._files[path] = _mapped(path)
+        return self._files[path]
+
+    def _advise(self, page: Page, advice: int) -> None:
+        for run in self._reader.runs(page):
+            error = _madvise(*self._memory(run), advice)
+            if error:
+                raise MoeschedError(
+                    f"mapping {run.needed} bytes of {run.file.path} at byte {run.offset} failed: "
+                    f"{os.strerror(error)}; check the disk and the file"
+                )
+
+    def _memory(self, run: Run) -> tuple[int, int]:
+        """Address and bytes of a run, within the file."""
+        file = self._files[run.file.path]
+        return file.data_ptr() + run.offset, min(run.nbytes, len(file) - run.offset)
+
+
+@cache
+def system_takes(advice: int) -> bool:
+    """Whether the system takes that advice about memory; by these numbers it is Linux's."""
+    if sys.platform != "linux":
+        return False
+    page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
+    return _madvise(page.data_ptr(), mmap.PAGESIZE, advice) == 0
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """The file's bytes as memory (uint8) that nothing was read into yet."""
+    # Private, hence writable: torch warns of memory that it may not write to.
+    how = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+    try:
+        with path.open("rb") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), 0, **how), dtype=torch.uint8)
+    except OSError as error:
+        raise BadInput(f"cannot map {path}: {error.strerror}; restore it or its permissions") from error
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """Advise the system about whole pages of memory; 0, or the number of the error.
+
+    Unlike the mmap module's it lets other threads go on meanwhile.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(address + nbytes - start)
+    return ctypes.get_errno() if _library().madvise(ctypes.c_void_p(start), size, advice) else 0
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,209 @@
+"""The second half of a layer: router, experts, and the weighted sum of what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.models.footprint import EXPERT_TILE
+from moesched.tasks import Task
+
+from ..products.linear import Blocks, Tensor
+from ..products.products import Products
+from ..products.team import Team, use_cores
+from . import kernels
+from .micro_batch import MicroBatchState
+from .observers import DeviceObservers
+from .resident_pages import Weights
+
+MOST_UNGROUPED = 128
+"""Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
+gets every token there, and the host need not wait to learn which ones were routed to it."""
+
+
+class Routed(NamedTuple):
+    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+
+    x_TD: Tensor
+    experts_Tk: Tensor
+    weights_Tk: Tensor
+
+
+Group = Callable[[Tensor, int], kernels.Grouping]
+WeightsOf = Callable[[Any], Weights]
+UseCores = Callable[[int, int], None]
+
+
+class MoELayer:
+    """Runs router, experts and combine on the accelerator.
+
+    Args:
+        on_cpu: whether the accelerator is the CPU.
+        weights: the tensors that a view shows.
+        residual: what is added to the sum of a micro-batch's experts.
+        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        team: whose cores share out the experts of a layer, if they do.
+        products: multiplies.
+        watchers: are told which experts were chosen, and before they run.
+        first_request: how many requests came in the batches before.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        on_cpu: bool,
+        states: Sequence[MicroBatchState],
+        weights: WeightsOf,
+        residual: Callable[[MicroBatchState], Tensor],
+        use_cores_for: UseCores,
+        team: Team | None,
+        products: Products,
+        device_observers: DeviceObservers,
+        first_request: int,
+    ) -> None:
+        self._config = config
+        self._on_cpu = on_cpu
+        self._states = states
+        self._weights = weights
+        self._residual = residual
+        self._use_cores_for = use_cores_for
+        self._team = team
+        self._products = products
+        self._device_observers = device_observers
+        self._first_request = first_request
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "preview_route": self.preview_route,
+            "run_expert": self.run_expert,
+            "warm_expert": self.warm_expert,
+            "combine": self.combine,
+        }
+
+    def run_all(self, task: Task) -> dict[int, int]:
+        """What follows the output projection: router, all experts, combine."""
+        state = self._states[task.micro_batch]
+        few = (
+            not self._on_cpu
+            and len(state.hidden_TD) <= MOST_UNGROUPED
+            and not self._device_observers.activations
+        )
+        counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
+        weights = self._weights(task.operands)
+        self._device_observers.applied(task.layer, state, counts, weights)
+        shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
+        for expert in counts.keys() - shared:
+            self._use_cores_for_expert(counts[expert])
+            self._apply(state, expert, weights)
+        if self._team is not None and shared:
+            shared.sort(key=counts.__getitem__, reverse=True)
+            self._team.run([partial(self._apply, state, expert, weights) for expert in shared])
+        self.combine(task)
+        return counts
+
+    def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
+        """Norm and router; the rows of each expert that has any."""
+        return self.give_rows(self._states[task.micro_batch], self.route(task), group)
+
+    def route(self, task: Task) -> Routed:
+        """Norm and router."""
+        state = self._states[task.micro_batch]
+        routed = self._route(state.hidden_TD, self._weights(task.operands))
+        self._device_observers.routed(task.layer, state, self._first_request, routed.experts_Tk)
+        return routed
+
+    def give_rows(
+        self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert
+    ) -> dict[int, int]:
+        """Put the rows of each expert together; returns how many each one has."""
+        state.weights_Tk = routed.weights_Tk
+        state.grouping = group(routed.experts_Tk, self._config.experts)
+        state.x_nD = routed.x_TD.index_select(0, state.grouping.tokens_n)
+        state.y_nD = torch.empty_like(state.x_nD)
+        counts = state.grouping.counts
+        state.starts = list(accumulate(counts, initial=0))
+        return {expert: count for expert, count in enumerate(counts) if count}
+
+    def preview_route(self, task: Task) -> dict[int, int]:
+        """What another layer's norm and router make of the hidden state: the rows that each expert would have."""
+        state = self._states[task.micro_batch]
+        self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
+        routed = self._route(state.hidden_TD, self._weights(task.operands))
+        counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
+        return {expert: count for expert, count in enumerate(counts) if count}
+
+    def _route(self, hidden_TD: Tensor, weights: Weights) -> Routed:
+        config = self._config
+        x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+        if config.experts == 1:
+            experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
+            return Routed(x_TD, experts_Tk, x_TD.new_ones((len(x_TD), 1), dtype=torch.float32))
+        return Routed(x_TD, *kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one))
+
+    def run_expert(self, task: Task) -> None:
+        """One expert on its rows."""
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        self._device_observers.applied(task.layer, state, [task.expert], weights)
+        self._use_cores_for_expert(state.grouping.counts[task.expert])
+        self._apply(state, task.expert, weights)
+
+    def warm_expert(self, task: Task) -> None:
+        """One expert on a row of zeros, for nothing but that its weights are read."""
+        gate, up, down = expert_weights(self._weights(task.operands), task.expert)
+        self._use_cores_for_expert(1)
+        x_1D = torch.zeros_like(self._states[task.micro_batch].x_nD[:1])
+        self._products.expert(x_1D, gate, up, down)
+
+    def partial_sum(self, state: MicroBatchState, others: Iterable[int]) -> Tensor:
+        """The weighted sum (T, D), float32, of the experts' outputs but for those that others have run."""
+        use_cores(1)
+        for expert in others:
+            rows = state.rows_of(expert)
+            state.y_nD[rows.start : rows.stop] = 0
+        total_TD = kernels.sum_experts(state.y_nD, state.grouping.rows_Tk, state.weights_Tk)
+        _leave_layer(state)
+        return total_TD
+
+    def combine(self, task: Task) -> None:
+        """The weighted sum of the experts' outputs, and the residual."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        state.hidden_TD = kernels.combine(
+            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
+        )
+        _leave_layer(state)
+
+    def _is_shared_out(self, rows: int) -> bool:
+        """Whether a core of its own takes an expert of so many rows; the expert kernel has all cores at each."""
+        by_kernel = rows <= self._products.most_rows and not self._config.transposed_down
+        return self._team is not None and not by_kernel
+
+    def _use_cores_for_expert(self, tokens: int) -> None:
+        self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
+
+    def _apply(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
+        apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights, self._products)
+
+
+def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:
+    """The three matrices of one expert: gate, up, down."""
+    return [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
+
+
+def _leave_layer(state: MicroBatchState) -> None:
+    """Let go of all that the experts needed and left."""
+    del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
+    state.on_host = None
+
+
+def apply_expert(
+    x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights, products: Products
+) -> None:
+    """Put into these rows of y what an expert makes of those of x."""
+    gate, up, down = expert_weights(weights, expert)
+    for start in rows[::EXPERT_TILE]:
+        tile = slice(start, min(start + EXPERT_TILE, rows.stop))
+        y_nD[tile] = products.expert(x_nD[tile], gate, up, down)

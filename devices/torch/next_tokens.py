@@ -1,0 +1,142 @@
+"""The end of a step: logits of the last tokens, and what the next tokens are, by sampling or by beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.errors import NotFinite
+from moesched.models.config import ModelConfig
+from moesched.requests.beams import Standing
+from moesched.requests.sampling import Sampling, require_numbers, sample, traced
+from moesched.tasks import Task
+
+from ..products.linear import Tensor, linear
+from ..products.products import Products
+from ..products.team import Team, use_cores
+from . import kernels
+from .copies import moved
+from .micro_batch import MicroBatchState
+from .moe_layer import UseCores
+
+
+class Head(NamedTuple):
+    """The LM head: its row blocks, one for each core that may share them, and the norm before it."""
+
+    norm_D: Tensor
+    blocks: list[Tensor]
+
+
+class NextTokens:
+    """Runs the verbs that end a step, and the one that has beams go on from their parents.
+
+    Args:
+        accelerator: where the hidden states are.
+        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        team: whose cores share out the blocks of the LM head, if they do.
+        first_request: how many requests came in the batches before.
+        kept: where logits (S, V) are left with their sequences, if anywhere.
+        first_bad: says where the bad numbers of a step began.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        head: Head,
+        accelerator: torch.device,
+        states: Sequence[MicroBatchState],
+        use_cores_for: UseCores,
+        team: Team | None,
+        products: Products,
+        sampling: Sampling,
+        first_request: int,
+        resident: list[tuple[tuple[int, ...], Tensor]] | None,
+        first_bad: Callable[[MicroBatchState], str],
+    ) -> None:
+        self._config = config
+        self._head = head
+        self._accelerator = accelerator
+        self._states = states
+        self._use_cores_for = use_cores_for
+        self._team = team
+        self._products = products
+        self._sampling = sampling
+        self._first_request = first_request
+        self._resident = resident
+        self._first_bad = first_bad
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
+
+    def logits(self, state: MicroBatchState) -> Tensor:
+        """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
+        config, head = self._config, self._head
+        last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
+        x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
+        if self._team is None or len(x_SD) <= self._products.most_rows:
+            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
+            return self._products.linear(x_SD, head.blocks).float()
+        parts: dict[int, Tensor] = {}
+        self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
+        return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
+
+    def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
+        """The next token of each sequence, or how far each request's beam search has come.
+
+        Raises:
+            NotFinite: the logits are no numbers; the message names the step and the first tensor that was bad.
+        """
+        state = self._states[task.micro_batch]
+        try:
+            return self._draw(state, logits_SV)
+        except NotFinite as error:
+            raise traced(error, task.step, self._first_bad(state)) from error
+
+    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
+        logits_SV = logits_SV.cpu()
+        ends = range(len(state.sequences)) if state.ends is None else state.ends
+        if self._resident is not None:
+            self._resident.append((tuple(state.sequences[end] for end in ends), logits_SV))
+        positions = [state.step.past[end] + state.step.new[end] for end in ends]
+        mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
+        rows = len(positions) // len(mine)
+        requests = [self._first_request + request for request in mine for _ in range(rows)]
+        whole = state.whole
+        places = [whole.requests.index(request) for request in mine]
+        if whole.searches:
+            require_numbers(logits_SV.numpy(), requests, positions)
+            return _advance(whole, places, logits_SV)
+        tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
+        for place, token in zip(places, tokens, strict=True):
+            whole.new[place] = [token]
+        return tokens
+
+    def _sample(self, task: Task) -> list[int] | list[Standing]:
+        state = self._states[task.micro_batch]
+        return self.draw(task, self.logits(state))
+
+    def _reorder(self, task: Task) -> None:
+        """Have every beam go on from the one that it came from."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
+        state.cache.reorder(state.sequences, state.parents, heirs)
+        state.sequences = tuple(heirs)
+
+
+def _advance(state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
+    """Have the searches of the requests at these places of a micro-batch take one more token."""
+    count = len(state.requests) * state.beams
+    if len(state.new) != count:  # so far it had prompts
+        state.parents, state.new = [0] * count, [[]] * count
+    for place, logits in zip(places, logits_SV.chunk(len(places)), strict=True):
+        moves = state.searches[place].advance(logits.numpy())
+        beams = slice(place * state.beams, (place + 1) * state.beams)
+        state.parents[beams] = [place * len(logits) + parent for parent in moves.parents]
+        state.new[beams] = [[token] for token in moves.tokens]
+    return [state.searches[place].standing for place in places]
+
+
+def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
+    into[number] = linear(x_TD, [block])

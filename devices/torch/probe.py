@@ -1,0 +1,103 @@
+"""What `moesched calibrate` measures with: the torch device's own kernels and reads, on data of the probe's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from ..products.crossover import measure_again
+from ..products.expert_kernel import AUTO, variants
+from ..products.packed_weights import pack, packing_pays
+from ..products.products import Products, make_kernel, rows_for_kernel
+from ..products.team import Team
+from ..shared.arena import aligned_bytes, round_down
+from ..shared.direct_file import DirectFile
+from ..shared.page_reader import DTYPES
+from .weights import READS_IN_FLIGHT
+
+Call = Callable[[], object]
+
+COLD_BYTES = 96 << 20  # what lies between two uses of the same bytes, so that no cache still holds them
+MOST_COPIES = 128
+
+
+class TorchProbe:
+    """Operations to be timed by somebody else. Each call of what a method gives back is one operation.
+
+    Weights and caches are cold, as they are in a model: every call takes another copy of them.
+
+    Attributes:
+        dtypes: what can be computed in.
+    """
+
+    dtypes = ("bfloat16", "float32")
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._readers = Team(READS_IN_FLIGHT)
+        self._files: dict[Path, DirectFile] = {}
+        if variants():
+            measure_again(variants()[0])
+        self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16"), pin=False))
+
+    def close(self) -> None:
+        """End the threads, and close the files."""
+        self._products.close()
+        self._readers.close()
+        for file in self._files.values():
+            file.close()
+
+    def ready(self) -> AbstractContextManager[object]:
+        """What each thread that calls operations must be within, as the device's lanes are."""
+        return torch.inference_mode()
+
+    def packs(self, dtype: str) -> bool:
+        """Whether the device rearranges weights that stay."""
+        return dtype == "bfloat16" and packing_pays()
+
+    def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
+        """Products of any number of rows by cold matrices of (outputs, inputs).
+
+        packed: rearranged, but for so few rows as the expert kernel takes: a device with that few has them plain.
+        """
+        kind = DTYPES[dtype]
+        copies = _copies(outputs * inputs * kind.itemsize)
+        matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
+        plain = cycle([[matrix] for matrix in matrices])
+        rearranged = cycle([[pack(matrix)] for matrix in matrices]) if packed else plain
+
+        def of_rows(rows: int) -> Call:
+            blocks = plain if rows <= self._products.most_rows else rearranged
+            x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
+            return lambda: self._products.linear(x_TD, next(blocks))
+
+        return of_rows
+
+    def read(self, path: Path, nbytes: int, pieces: int) -> Call:
+        """Reads of so many pieces of the file, as a transfer of so many pages, into memory like that of page slots."""
+        if path not in self._files:
+            self._files[path] = DirectFile(path)
+        file = self._files[path]
+        slots = [aligned_bytes(nbytes).numpy().data for _ in range(pieces)]
+        offsets = cycle(range(0, round_down(path.stat().st_size - nbytes) + 1, nbytes))
+        return lambda: self._readers.run([partial(file.read, slot, next(offsets), nbytes) for slot in slots])
+
+    def stream(self, nbytes: int) -> Call:
+        """One pass over `nbytes` bytes of memory."""
+        numbers = torch.ones(nbytes // 8, dtype=torch.float64)
+        return lambda: numbers.sum()
+
+    def copy(self, nbytes: int) -> Call:
+        """A copy of `nbytes` bytes from cold memory to cold memory."""
+        sources = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
+        targets = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(_copies(2 * nbytes))])
+        return lambda: next(targets).copy_(next(sources))
+
+
+def _copies(nbytes: int) -> int:
+    return max(2, min(MOST_COPIES, -(-COLD_BYTES // nbytes)))

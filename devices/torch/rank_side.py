@@ -1,0 +1,68 @@
+"""What a rank of several does otherwise than a device alone: all-reduces, and the logits of its rows of the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moesched.seams import Transport
+from moesched.steps.rank_tasks import HIDDEN, LOGITS
+from moesched.tasks import Collective, Task
+
+from ..products.linear import Tensor
+from ..shared.node_exchanges import exchange_of
+from .micro_batch import MicroBatchState
+
+REDUCED = {HIDDEN: "hidden_TD", LOGITS: "logits_SV"}
+"""Where a micro-batch has what is reduced."""
+
+
+class RankSide:
+    """Runs the verbs that exist only where a model is cut over several ranks.
+
+    Args:
+        rank: which one this is, from 0.
+        head: a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
+        draw: chooses a micro-batch's tokens from its logits (S, V), for a task `sample`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport,
+        vocabulary: int,
+        states: Sequence[MicroBatchState],
+        head: Callable[[MicroBatchState], Tensor],
+        draw: Callable[[Task, Tensor], Any],
+    ) -> None:
+        self._rank = rank
+        self._transport = transport
+        self._vocabulary = vocabulary
+        self._states = states
+        self._head = head
+        self._draw = draw
+        self.verbs: Mapping[str, Callable[[Any], Any]] = {
+            "all_reduce": self._all_reduce,
+            "logits": self._logits,
+            "sample": self._sample,
+        }
+
+    def _all_reduce(self, task: Collective) -> None:
+        """Sum what all ranks have in part, in float32, by way of the host's memory."""
+        state, name = self._states[task.micro_batch], REDUCED[task.operands]
+        part: Tensor = getattr(state, name)
+        total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
+        setattr(state, name, torch.from_numpy(total).to(part.device, part.dtype))
+
+    def _logits(self, task: Task) -> None:
+        """Logits over the whole vocabulary, zero where other ranks have the rows."""
+        state = self._states[task.micro_batch]
+        part_SV = self._head(state)
+        rows = part_SV.shape[1]
+        state.logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
+        state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
+
+    def _sample(self, task: Task) -> Any:
+        return self._draw(task, self._states[task.micro_batch].logits_SV)

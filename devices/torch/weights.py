@@ -1,0 +1,195 @@
+"""Weights on torch: the pages that stay, those in slots of pools, those of the host, and those of mapped files."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import Page, WeightLayout
+from moesched.steps.memory import Pool, Slot, View
+from moesched.steps.plan import Plan
+from moesched.tasks import PageTransfer
+
+from ..products.linear import Tensor
+from ..products.packed_weights import pack, packed_bytes
+from ..products.team import Team
+from ..shared.arena import Arena, aligned_bytes, copy_placed_alike
+from ..shared.page_reader import PageReader
+from .host_side import bring_home
+from .mapped_pages import MappedPages
+from .resident_pages import ResidentPages, Weights
+
+MOST_ARRANGING = 3
+"""How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
+
+READS_IN_FLIGHT = 2
+"""How many pages of one transfer are read at a time: a disk that waits for the next read was measured 7 % slower."""
+
+
+class WeightStore:
+    """Weights of one model, batch after batch: pages that stay in one batch and in the next are read once.
+
+    Args:
+        accelerator: where its tensors are.
+        direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
+            lie in it, where the system and the files allow that, and copied from it where not.
+        packing: whether pages that stay are rearranged for oneDNN.
+        cores: how many threads may rearrange them.
+
+    Attributes:
+        reader: of the checkpoint's files.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        accelerator: torch.device,
+        *,
+        direct: bool,
+        packing: bool,
+        cores: int,
+    ) -> None:
+        self.accelerator = accelerator
+        self.packing = packing
+        self.reader = PageReader(checkpoint, layout, direct)
+        self._checkpoint = checkpoint
+        self._layout = layout
+        self._on_cpu = accelerator.type == "cpu"
+        self._mapping = self._on_cpu and not direct and MappedPages.possible(self.reader)
+        self._mapped: MappedPages | None = None
+        self._cores = cores
+        self._resident = ResidentPages(self.reader, self.arranged)
+        self._arenas: dict[Pool, Arena] = {}
+        self._home: dict[int, Tensor] = {}
+        self._host = ""
+        self._reading: Team | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the checkpoint's files so far."""
+        return self.reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
+
+    def begin(self, plan: Plan) -> None:
+        """Allocate what a batch's plan says, for pages that `load` and `fetch` bring; some that stay may be here."""
+        fast = plan.memory("accelerator")
+        missing = self._resident.retain(
+            page for pool in plan.resident if pool.memory is fast for page in pool.pages()
+        )
+        if self._mapping and plan.machine.unified:
+            self._mapped = self._mapped or MappedPages(self._checkpoint, self._layout, self.reader)
+        else:
+            self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
+        if missing:
+            self._resident.expect(missing, self._staging(missing, plan.staged))
+        self._host = "" if plan.machine.unified else plan.memory("host").name
+
+    def let_go(self) -> None:
+        """Give back what the batch before had allocated, but for weights that may stay."""
+        self._resident.close()
+        self._arenas = {}
+        if self._mapped is not None:
+            self._mapped.hide()
+
+    def close(self) -> None:
+        """Give back all, and close the files."""
+        self.let_go()
+        self._resident.retain([])
+        self._home = {}
+        if self._reading is not None:
+            self._reading.close()
+        if self._mapped is not None:
+            self._mapped.close()
+        self.reader.close()
+
+    def home(self, plan: Plan) -> dict[int, Tensor]:
+        """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
+        fast, host = plan.memory("accelerator"), plan.memory("host")
+        if plan.home is not None:
+            pages = plan.home.pages()
+        elif plan.machine.roles.weights == host.name:
+            resident = {page.id for pool in plan.resident if pool.memory is fast for page in pool.pages()}
+            pages = [page for page in plan.pages if page.id not in resident]
+        else:
+            pages = [page for pool in plan.resident if pool.memory is host for page in pool.pages()]
+        self._home = bring_home(self._home, self.reader, pages)
+        return self._home
+
+    def load(self, task: PageTransfer) -> None:
+        """Bring in pages that stay."""
+        for page, slot in zip(task.pages, task.slots, strict=True):
+            if slot.memory != self._host or page.id not in self._home:
+                self._resident.load(page)
+
+    def fetch(self, task: PageTransfer) -> None:
+        """Bring pages into slots."""
+        pairs = list(zip(task.pages, task.slots, strict=True))
+        if self._mapped is not None:
+            for page, slot in pairs:
+                self._mapped.bring(page, slot)
+            return
+        if self._reading is None:
+            self._reading = Team(READS_IN_FLIGHT)
+        self._reading.run([partial(self.reader.read, page, self.bytes(slot)) for page, slot in pairs])
+
+    def weights(self, view: View[Any]) -> Weights:
+        """The tensors that a view shows, by their names within the layer."""
+        if view.bound is None:
+            merged: Weights = {}
+            for page, slot in zip(view.pages, view.slots, strict=True):
+                tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
+                for name, blocks in tensors.items():
+                    merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
+            view.bound = merged
+        bound: Weights = view.bound
+        return bound
+
+    def bytes(self, slot: Slot) -> Tensor:
+        """Of a slot."""
+        if slot.fixed:
+            assert slot.page is not None
+            return self._home[slot.page.id]
+        return self._arenas[slot.pool].slot(slot.index)
+
+    def read_global(self, name: str) -> Tensor:
+        """A tensor that is in no page."""
+        return self.reader.read_tensor(name).to(self.accelerator)
+
+    def arranged(self, matrix_ND: Tensor) -> Tensor:
+        """What is kept of a tensor that stays, in memory of its own."""
+        if self.packing and matrix_ND.dim() == 2:
+            packed = pack(matrix_ND)
+            if packed_bytes(packed) <= matrix_ND.nbytes:
+                return packed
+        return copy_placed_alike(matrix_ND, self.accelerator)
+
+    def _staging(self, pages: int, most: int) -> list[Tensor]:
+        """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
+        count = min(pages + 1, self._cores + 1, MOST_ARRANGING + 1, most)
+        size = self.reader.slot_bytes
+        unused = [
+            arena.slot(index)
+            for arena in self._arenas.values()
+            if arena.slot_bytes >= size and arena.on_cpu
+            for index in range(len(arena))
+        ]
+        return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
+
+    def _arena(self, pool: Pool, plan: Plan) -> Arena:
+        fast = pool.memory is plan.memory("accelerator")
+        if fast:
+            return Arena(len(pool.slots), pool.slot_bytes, device=self.accelerator)
+        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._on_cpu)
+
+    def _staying(self, page: Page, slot: Slot) -> Weights:
+        if slot.memory == self._host:
+            return self.reader.views(self._home[page.id], page)
+        return self._resident[page]
+
+    def _streamed(self, page: Page, slot: Slot) -> Weights:
+        if self._mapped is not None:
+            return self._mapped.views(page)
+        return self.reader.views(self.bytes(slot), page)
