@@ -29,6 +29,21 @@ VALUES = 6144
 LAYERS, COMPUTE_SECONDS, TOKENS = 40, 200e-6, 12
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
+CASES = [
+    *(
+        f"zeromq, {keys}, {how}"
+        for keys in ("CURVE", "plain")
+        for how in ("in the engine, submitted", "in the engine, awaited", "called")
+    ),
+    "bare zeromq, CURVE",
+    "bare zeromq, plain",
+    "envoy, CURVE",
+    "grpc",
+    "gloo",
+    "gloo, its own all-reduce",
+    "raw TCP",
+    "inproc, 2 threads of a process",
+]
 NOTHING = Work("nothing", "none")
 
 
@@ -38,12 +53,14 @@ class Setup(NamedTuple):
     Attributes:
         keys: public and secret key of each rank.
         exchanges, rounds: how many turns each transport has, of how many exchanges.
+        only: cases that take part.
     """
 
     ports: list[int]
     keys: list[Any]
     exchanges: int
     rounds: int
+    only: tuple[str, ...]
 
 
 class Case(Protocol):
@@ -77,6 +94,7 @@ def measure(setup: Setup, rank: int) -> tuple[dict[str, list[float]], dict[str, 
     cases["raw TCP"] = RawTcp(rank, next(ports)[0], part)
     if rank == 0:
         cases["inproc, 2 threads of a process"] = Inproc(part)
+    cases = {name: case for name, case in cases.items() if name in setup.only}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(setup.rounds):
         for name, case in cases.items():

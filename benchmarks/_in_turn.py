@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from _options import progress
+
 from moesched.calibration.calibrate import calibrate
 from moesched.calibration.other_load import OtherLoad
 from moesched.machines import Machine
@@ -74,7 +76,7 @@ def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
         nonlocal taken
         if done * turns >= (taken + 1) * steps:
             taken += 1
-            print(f"calibrated {done} of {steps}", flush=True)
+            progress.print(f"calibrated {done} of {steps}")
             runs.turn()
 
     return calibrate(progress=between)

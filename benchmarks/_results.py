@@ -1,58 +1,27 @@
-"""What all benchmarks share: a result file with the machine in it, and a guard against runs that do not end."""
+"""Result files: where they are, and the machine and the sources that their figures depend on."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import re
-import threading
-from collections.abc import Callable
+import subprocess
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-
-RESULTS = Path(__file__).parent / "results"
-
-
-class Stuck(Exception):
-    """Something did not end in time."""
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCES = {".py", ".toml", ".csv", ".c", ".h"}
 
 
-def within(seconds: float, run: Callable[[], T]) -> T:
-    """What `run` returns or raises; it is left behind on its thread when it takes too long.
-
-    Raises:
-        Stuck: it took longer.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(run())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise Stuck(f"no end after {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def write_result(name: str, figures: dict[str, Any], *packages: str) -> Path:
-    """Write figures to results/NAME.json, with this machine and the versions of `packages`; returns the file."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    text = json.dumps({"machine": this_machine(packages), **figures}, indent=2)
-    path.write_text(text + "\n")
-    return path
+def stored(path: Path) -> dict[str, Any]:
+    """The result in a file; empty if there is none."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 def named_for_machine(name: str) -> str:
@@ -61,8 +30,8 @@ def named_for_machine(name: str) -> str:
     return f"{name}-{re.sub('[^a-z0-9]+', '-', machine.lower()).strip('-')}"
 
 
-def this_machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The machine that figures were measured on."""
+def this_machine(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """The machine that figures were measured on, and the versions of packages."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -70,6 +39,37 @@ def this_machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
+
+
+def commit() -> str:
+    """The commit of this tree, marked where files differ from it; empty outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def source_hash(paths: Iterable[str]) -> str:
+    """A hash of the contents of files, and of the sources in folders, given from the root of the tree."""
+    digest = hashlib.sha256()
+    for file in sorted(set(_sources(paths))):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def older_than_the_code(result: dict[str, Any]) -> bool:
+    """Whether the sources of a result changed since it was measured, or were not recorded."""
+    measured = result.get("measures")
+    return measured is None or source_hash(measured["paths"]) != measured["hash"]
+
+
+def _sources(paths: Iterable[str]) -> Iterator[Path]:
+    for path in paths:
+        place = ROOT / path
+        if place.is_dir():
+            yield from (each for each in place.rglob("*") if each.suffix in SOURCES)
+        elif place.is_file():
+            yield place
 
 
 def _processor() -> str:

@@ -1,7 +1,5 @@
 """An all-reduce of 24 KB (one token's partial sum of DBRX) between 2 processes, each pinned to a core, over loopback.
 
-    python benchmarks/all_reduce.py [--exchanges 400] [--rounds 8]
-
 Both processes hold every transport open and take them in turns, --exchanges at a time, so that what else the machine
 does meets all alike; the first tenth of each turn is not counted. Every exchange is the whole: send, receive, add.
 
@@ -14,63 +12,73 @@ gloo, envoy, inproc             the other transports
 raw TCP                         a blocking socket
 
 Then a token: 40 layers, each 200 µs of products on a lane beside, then the exchange, as a policy submits them. What
-it takes beyond the products is the overhead. Written to benchmarks/results/all_reduce-<machine>.json.
+it takes beyond the products is the overhead.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from statistics import median, quantiles
 from typing import Any
 
 import zmq
-from _all_reduce_cases import LAYERS, Setup, measure
-from _results import named_for_machine, write_result
+from _all_reduce_cases import CASES, LAYERS, Setup, measure
+from _options import ENGINE, Benchmark, progress
 
 BAR_PLAIN, BAR_CURVE, BAR_TOKEN, BAR_GRPC = 100e-6, 120e-6, 4e-3, 4.0
 IN_ENGINE = "zeromq, {}, in the engine, submitted"
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "all_reduce",
+    measures=("benchmarks/_all_reduce_cases.py", "transports", *ENGINE),
+    packages=("pyzmq", "grpcio", "torch", "uvloop"),
+    parts=CASES,
+    rounds=8,
+    rounds_help="turns of each transport",
+)
+BENCHMARK.parser.add_argument("--exchanges", type=int, default=400, help="exchanges of a turn (default: 400)")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure in two processes and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--exchanges", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args(arguments)
-    seconds, tokens = in_two_processes(options.exchanges, options.rounds)
+    options = BENCHMARK.parse(arguments)
+    with progress.status("exchanging"):
+        seconds, tokens = in_two_processes(options.exchanges, options.rounds, options.only)
     figures = {name: summary(times) for name, times in seconds.items()}
     overheads = {name: summary(times) for name, times in tokens.items()}
-    bars = {
-        "plain_p50_seconds": [figures[IN_ENGINE.format("plain")]["p50"], BAR_PLAIN],
-        "curve_p50_seconds": [figures[IN_ENGINE.format("CURVE")]["p50"], BAR_CURVE],
-        "grpc_over_zeromq_curve": [
-            figures["grpc"]["p50"] / figures[IN_ENGINE.format("CURVE")]["p50"],
-            BAR_GRPC,
-        ],
-        "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
-    }
-    result = {
-        "command": " ".join(["python benchmarks/all_reduce.py", *arguments]),
-        "bytes": 6144 * 4,
-        "ranks": 2,
-        "seconds": figures,
-        f"overhead_seconds_of_{LAYERS}_layers": overheads,
-        "measured_and_bar": bars,
-    }
     for name, figure in {**figures, **{f"{LAYERS} layers, {k}": v for k, v in overheads.items()}}.items():
         print(f"{name:44} p50 {figure['p50'] * 1e6:8.1f} µs   p99 {figure['p99'] * 1e6:8.1f} µs")
-    print(write_result(named_for_machine("all_reduce"), result, "pyzmq", "grpcio", "torch", "uvloop"))
+    BENCHMARK.write(
+        {
+            "bytes": 6144 * 4,
+            "ranks": 2,
+            "seconds": figures,
+            f"overhead_seconds_of_{LAYERS}_layers": overheads,
+            "measured_and_bar": bars(figures, overheads) if options.only == CASES else {},
+        }
+    )
 
 
-def in_two_processes(exchanges: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def bars(figures: dict[str, Any], overheads: dict[str, Any]) -> dict[str, list[float]]:
+    """Measured figures, each with its bar."""
+    curve = figures[IN_ENGINE.format("CURVE")]["p50"]
+    return {
+        "plain_p50_seconds": [figures[IN_ENGINE.format("plain")]["p50"], BAR_PLAIN],
+        "curve_p50_seconds": [curve, BAR_CURVE],
+        "grpc_over_zeromq_curve": [figures["grpc"]["p50"] / curve, BAR_GRPC],
+        "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
+    }
+
+
+def in_two_processes(
+    exchanges: int, rounds: int, only: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """The seconds of each exchange and of each token's overhead, of rank 0, by what was measured."""
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
@@ -79,6 +87,7 @@ def in_two_processes(exchanges: int, rounds: int) -> tuple[dict[str, list[float]
         keys=[tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2)],
         exchanges=exchanges,
         rounds=rounds,
+        only=tuple(only),
     )
     near, far = context.Pipe()
     ranks = [
@@ -134,4 +143,4 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

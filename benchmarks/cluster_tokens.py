@@ -1,19 +1,16 @@
 """Processes on this machine, over ZeroMQ with CURVE: do they give one process's tokens, and each other's logits?
 
-    python benchmarks/cluster_tokens.py [--devices torch mlx] [--nodes 2 3 4] [--new-tokens 16]
-
 Every policy for several nodes, centralised and decentralised, on random models of Mixtral's and DBRX's form, on torch
 and on MLX. Tokens are compared with one process's on the same device as far as the gap between its first and second
-logit exceeds 1e-4; logits of the nodes that compute any are compared to the bit. The result is written to
-benchmarks/results/cluster_tokens-MACHINE.json.
+logit exceeds 1e-4; logits of the nodes that compute any are compared to the bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from _forked_nodes import ForkServer
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import CLUSTER, Benchmark, track
 
 import moesched
 from moesched.cli.logs import send_logs_to_stderr
@@ -37,6 +33,17 @@ PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90]]
 LOGGED = "_logged_device:LoggedDevice"
 DEVICES = ("torch", "mlx")
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "cluster_tokens",
+    measures=CLUSTER,
+    packages=("torch", "mlx", "pyzmq"),
+    parts=[f"{device}, {policy}" for device in DEVICES for policy in POLICIES],
+    rounds_help="run every case this often; all runs must agree",
+)
+BENCHMARK.parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
+BENCHMARK.parser.add_argument("--new-tokens", type=int, default=16, metavar="N")
 
 MIXTRAL = msgspec.structs.replace(
     SHAPES["mixtral-0.8b"], name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
@@ -55,13 +62,12 @@ class Reference(NamedTuple):
     compared: list[int]
 
 
-def main() -> int:
+NO_REFERENCE = Reference([], [])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run all cases, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--new-tokens", type=int, default=16)
-    options = parser.parse_args()
+    options = BENCHMARK.parse(arguments)
     os.environ.setdefault("MOESCHED_LOG", "error")
     send_logs_to_stderr()
     server = ForkServer()
@@ -71,25 +77,23 @@ def main() -> int:
         for config in (MIXTRAL, DBRX):
             model = Path(name) / config.name
             write_random_model(config, model, dtype="float32")
-            cases = list(product(options.nodes, POLICIES, (True, False)))
-            for device in options.devices:
-                reference = one_process(model, device, options.new_tokens)
+            for device in DEVICES:
+                chosen = [policy for policy in POLICIES if f"{device}, {policy}" in options.only]
+                cases = [*product(options.nodes, chosen, (True, False))] * options.rounds
+                reference = one_process(model, device, options.new_tokens) if cases else NO_REFERENCE
                 for case in track(cases, f"{config.name}, {device}"):
                     rows.append(run_case(server, model, config, device, reference, options.new_tokens, *case))
     wrong = [row for row in rows if not (row["tokens_equal"] and row["logits_equal"])]
-    path = write_result(
-        named_for_machine("cluster_tokens"),
+    print(f"{len(rows)} runs, {len(wrong)} differ")
+    BENCHMARK.write(
         {
             "runs": len(rows),
             "runs_that_differ": len(wrong),
             "tokens_compared": sum(row["tokens_compared"] for row in rows),
             "seconds": round(time.perf_counter() - started, 1),
             "cases": rows,
-        },
-        *options.devices,
-        "pyzmq",
+        }
     )
-    print(f"{len(rows)} runs, {len(wrong)} differ; {path}")
     return 1 if wrong else 0
 
 

@@ -1,20 +1,18 @@
 """How long commands take from their start to their end, Python's own included.
 
-    python benchmarks/command_times.py
-
-Medians of several runs, in a process each. Writes results/command_times-<machine>.json.
+Each run is a process of its own; medians count.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import SIMULATION, Benchmark, track
 
 MTBENCH = "--model mixtral-8x7b --machine t4 --workload mtbench --gen 128"
 
@@ -24,26 +22,37 @@ class Command(NamedTuple):
 
     line: str
     bar: float | None = None
-    repeats: int = 3
 
 
 COMMANDS = (
-    Command("--help", repeats=5),
-    Command("list policies", repeats=5),
+    Command("--help"),
+    Command("list policies"),
     Command(f"plan {MTBENCH}", bar=8.0),
     Command(f"simulate {MTBENCH} --policy cgopipe --requests 8192", bar=60.0),
 )
 
 
-def main() -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "command_times",
+    measures=(*SIMULATION, "moesched/cli", "moesched/planner"),
+    parts=[command.line for command in COMMANDS],
+    rounds=5,
+    rounds_help="runs of each command",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run all commands and write what they took."""
-    rows = [timed(command) for command in track(COMMANDS, description="running commands")]
-    print(write_result(named_for_machine("command_times"), {"commands": rows}))
+    options = BENCHMARK.parse(arguments)
+    chosen = [command for command in COMMANDS if command.line in options.only]
+    rows = [timed(command, options.rounds) for command in track(chosen, "running commands", still=True)]
+    BENCHMARK.write({"commands": rows})
 
 
-def timed(command: Command) -> dict[str, object]:
+def timed(command: Command, runs: int) -> dict[str, object]:
     """One command, several times."""
-    seconds = [once(command.line) for _ in range(command.repeats)]
+    seconds = [once(command.line) for _ in range(runs)]
     return {
         "command": f"moesched {command.line}",
         "seconds": median(seconds),

@@ -1,29 +1,26 @@
 """Deliberately damaged policies: one verb call dropped, repeated or swapped. None may end with wrong tokens, or hang.
 
-    python benchmarks/damaged_policies.py [--policies 1000] [--first 0]
-
 Each shipped policy, damaged at a random call, runs on real threads with a small random model on the CPU (half of them
 on a machine with one memory, half with an accelerator's memory beside the host's) and on the virtual clock of the t4
 profile on symbols. It must raise PolicyError at the policy's own line or, where the damage does no harm (two calls that
-commute were swapped), end with exactly the right tokens. The result is written to
-benchmarks/results/damaged_policies.json.
+commute were swapped), end with exactly the right tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from _damage import MEANINGS, NONE, Damaged, End, choose_damage, end_of
-from _results import Stuck, within, write_result
+from _options import EXECUTION, Benchmark, track
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
-from rich.progress import track
+from _within import Stuck, within
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine, load_machine
@@ -73,6 +70,19 @@ MODEL = ModelConfig(
 )
 
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)
+CLOCKS = ("real threads", "virtual clock")
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "damaged_policies",
+    measures=("benchmarks/_damage.py", *EXECUTION),
+    packages=("torch",),
+    parts=CLOCKS,
+    rounds=1000,
+    rounds_help="damaged policies, one by seed",
+    by_machine=False,
+)
+BENCHMARK.parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
 
 
 class Bench:
@@ -144,45 +154,41 @@ def resident(policy: Policy) -> bool:
     return type(policy.policy if isinstance(policy, Damaged) else policy).__name__ == "Resident"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--policies", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    options = parser.parse_args()
+    options = BENCHMARK.parse(arguments)
     started = time.perf_counter()
-    ends: dict[str, Counter[str]] = {}
+    ends: dict[str, Counter[str]] = {clock: Counter() for clock in options.only}
     by_kind: Counter[str] = Counter()
     by_verb: Counter[str] = Counter()
-    told: list[str] = []
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        for seed in track(range(options.first, options.first + options.policies), "damaged policies"):
-            for real in (True, False):
-                name, damaged, end = bench.end(seed, real=real)
-                where = "real threads" if real else "virtual clock"
-                ends.setdefault(where, Counter())[end.how] += 1
+        for seed in track(range(options.first, options.first + options.rounds), "damaged policies"):
+            for clock in options.only:
+                name, damaged, end = bench.end(seed, real=clock == "real threads")
+                ends[clock][end.how] += 1
                 by_kind[f"{damaged.damage.kind}: {end.how}"] += 1
                 if end.how == "harmless":
                     by_verb[f"{damaged.damage.kind} {damaged.struck}"] += 1
                 elif not end.well:
-                    told.append(
-                        f"seed {seed} on {where}: {name}, {damaged.damage} of {damaged.struck}: {end}"
+                    problems.append(
+                        f"seed {seed} on {clock}: {name}, {damaged.damage} of {damaged.struck}: {end}"
                     )
     figures: dict[str, Any] = {
-        "policies": options.policies,
+        "policies": options.rounds,
         "first_seed": options.first,
         "seconds": round(time.perf_counter() - started, 1),
         "kinds": MEANINGS,
-        "ends": {where: dict(counted) for where, counted in ends.items()},
+        "ends": {clock: dict(counted) for clock, counted in ends.items()},
         "ends_by_kind": dict(sorted(by_kind.items())),
         "harmless": dict(sorted(by_verb.items())),
-        "problems": told[:20],
+        "problems": problems[:20],
     }
-    path = write_result("damaged_policies", figures, "torch")
-    print(f"{options.policies} damaged policies: {figures['ends']}; {path}")
-    print("\n".join(told[:20]))
-    return 1 if told else 0
+    print(f"{options.rounds} damaged policies: {figures['ends']}")
+    print("\n".join(problems[:20]))
+    BENCHMARK.write(figures)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

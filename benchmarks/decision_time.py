@@ -1,22 +1,17 @@
 """What policies take to decide a layer: their own time from the router's answer on, all submissions left out.
 
-    python benchmarks/decision_time.py [--policies NAME ...]
-
 A policy plans Mixtral 8x7B, or a model with 128 small experts, on Twiddler's first machine, and then schedules decode
 steps with a step whose verbs do nothing; the router's answers are drawn before. What a step takes of the processor's
 time, by the number of its layers, is the decision, and the loop around it. Answers are new in every step, so that
 little that was decided before helps; `one token` is batch 1, with little to decide. The medians of many steps count,
 over several rounds through all policies: a shared machine may be half as fast for minutes. The fastest round is shown
 beside them.
-A preview of a layer's routing is what the layer before it has: most of what it names is wrong.
-Results go to benchmarks/results/decision_time-<machine>.json.
+A preview of a layer's routing is the routing of the layer before: most of it is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -27,8 +22,7 @@ from types import CodeType
 from typing import Any
 
 import msgspec
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import Benchmark, track
 
 from moesched.errors import MoeschedError
 from moesched.machines import load_machine
@@ -52,7 +46,6 @@ KEPT = 0.22
 OF_ALL_LAYERS = ("twiddler", "twiddler_makespan", "expert_cache")
 OF_EACH_LAYER = ("lru_offload", "prefetch_gate")
 STEPS = 12
-ROUNDS = 7
 
 
 class Answer:
@@ -185,17 +178,22 @@ def _names(module: Mapping[str, Any]) -> set[str]:
     return {name for code in codes for name in code.co_names}
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "decision_time",
+    measures=("policies", "moesched/dispatch"),
+    parts=deciding(),
+    rounds=7,
+    rounds_help="rounds through all policies",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--policies", nargs="+", default=None, metavar="NAME")
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     rounds: dict[str, dict[str, list[list[float]]]] = {}
     left_out: dict[str, str] = {}
-    names = options.policies or deciding()
-    for name in track(names * ROUNDS, description="deciding"):
+    for name in track(options.only * options.rounds, "deciding", still=True):
         if name in left_out:
             continue
         try:
@@ -214,9 +212,8 @@ def main(arguments: Sequence[str]) -> None:
             )
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}")
-    result = {"command": "python benchmarks/decision_time.py", "policies": found, "left_out": left_out}
-    print(write_result(named_for_machine("decision_time"), result))
+    BENCHMARK.write({"policies": found, "left_out": left_out})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,32 +1,26 @@
 """One request under policies that decide where experts run, on this machine: emulated, and with weights on the disk.
 
-    python benchmarks/dispatch.py [--only emulated disk] [--policies twiddler ...] [--seconds 330]
-
 emulated    Environment 2 of Twiddler (the profile rtx6000-ada) with every capacity and rate divided by how many times
             Mixtral 8x7B is larger than a small random model in float32 with as many layers: a second there is about
             a second here. 125 of 256 experts stay on the emulated GPU under `twiddler`, the settings of the others are
             the paper's. Time runs slower by one factor for all, --dilation. Beside each run stands its simulation.
 disk        A random mixtral-0.8b of fewer layers with half of its weights' bytes as memory, and the rest on the disk.
 
-A batch of one, a long prompt, and a beam search. Policies whose module is not there are left out, and so is what would
-begin after --seconds; the result says so. It is written to benchmarks/results/dispatch-<machine>.json.
+A batch of one, a long prompt, and a beam search. Runs that would begin after --seconds are left out, and the result
+says so. Cases that are not run stay in the result file.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from _dispatch_cases import POLICIES, Scenario, compared
-from _results import RESULTS, named_for_machine, write_result
+from _options import EXECUTION, Benchmark, track
 
 from moesched import run_model, simulate_model
 from moesched.calibration.other_load import OtherLoad
@@ -66,25 +60,17 @@ DISK_POLICIES = ("twiddler", "lru_offload", "layer_streaming")
 
 
 class Bench:
-    """The result, and how much time is left.
+    """The result, and how much time is left."""
 
-    Args:
-        parts: what is measured; what the result file has of others stays.
-    """
-
-    def __init__(
-        self, arguments: Sequence[str], parts: Sequence[str], seconds: float, dilation: float
-    ) -> None:
+    def __init__(self, chosen: Sequence[str], seconds: float, dilation: float) -> None:
         self.dilation = dilation
         self._until = time.monotonic() + seconds
-        self._command = " ".join(["python benchmarks/dispatch.py", *arguments])
-        file = RESULTS / f"{named_for_machine('dispatch')}.json"
-        before = json.loads(file.read_text()) if file.exists() else {"cases": [], "left_out": {}}
+        before = BENCHMARK.stored() or {"cases": [], "left_out": {}}
         self._result: dict[str, Any] = {
             "compared": [],
-            "cases": [case for case in before["cases"] if case["where"] not in parts],
+            "cases": [case for case in before["cases"] if f"{case['where']}, {case['policy']}" not in chosen],
             "left_out": {
-                case: why for case, why in before["left_out"].items() if case.partition(",")[0] not in parts
+                case: why for case, why in before["left_out"].items() if part_of(case) not in chosen
             },
         }
 
@@ -114,7 +100,6 @@ class Bench:
         self._result["cases"].append(
             {
                 "where": where,
-                "command": self._command,
                 "scenario": scenario.name,
                 "policy": policy,
                 **scenario.seconds(report),
@@ -130,7 +115,7 @@ class Bench:
     def write(self) -> None:
         """Write what there is."""
         self._result["compared"] = compared(self._result["cases"])
-        print(write_result(named_for_machine("dispatch"), self._result, "torch"), flush=True)
+        BENCHMARK.write(self._result)
 
     def _predicted(
         self, model: Path, policy: str, scenario: Scenario, how: dict[str, Any]
@@ -182,6 +167,12 @@ def disk(bench: Bench, policies: Sequence[str], folder: Path) -> None:
                 bench.measure("disk", model, config, policy, scenario, budgets={"host": budget})
 
 
+def part_of(case: str) -> str:
+    """The part that a case which was left out belongs to: where it was to run, and its policy."""
+    words = case.split(", ")
+    return f"{words[0]}, {words[-1]}"
+
+
 def smaller(machine: Machine, big: int, small: int) -> Machine:
     """The machine with every capacity and rate divided, FLOP/s by twice as much: float32 has half of them per byte."""
     by = big / small
@@ -211,23 +202,36 @@ def _bytes(layout: WeightLayout) -> int:
 
 PARTS = {"emulated": emulated, "disk": disk}
 
+BENCHMARK = Benchmark(
+    __doc__,
+    "dispatch",
+    measures=("benchmarks/_dispatch_cases.py", *EXECUTION),
+    packages=("torch",),
+    parts=[
+        f"{where}, {policy}"
+        for where, policies in (("emulated", tuple(POLICIES)), ("disk", DISK_POLICIES))
+        for policy in policies
+    ],
+    rounds_help="run each case this often; all runs are listed",
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument("--seconds", type=float, default=330.0, help="begin no run after this")
+BENCHMARK.parser.add_argument(
+    "--dilation", type=float, default=4.0, help="slow motion of the emulated machine"
+)
 
-def main(arguments: Sequence[str]) -> None:
-    """Run the parts that are asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--seconds", type=float, default=330.0)
-    parser.add_argument("--dilation", type=float, default=4.0)
-    options = parser.parse_args(arguments)
-    there = [name for name in options.policies if find_spec(POLICIES[name].partition(":")[0])]
-    bench = Bench(arguments, options.only, options.seconds, options.dilation)
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both parts, each in a folder for its model."""
+    options = BENCHMARK.parse(arguments)
+    bench = Bench(options.only, options.seconds, options.dilation)
     with tempfile.TemporaryDirectory() as folder:
-        for part in options.only:
-            PARTS[part](bench, there, Path(folder))
+        for where, run_part in track([*PARTS.items()] * options.rounds, "dispatching", still=True):
+            policies = [policy for policy in POLICIES if f"{where}, {policy}" in options.only]
+            if policies:
+                run_part(bench, policies, Path(folder))
+    bench.write()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

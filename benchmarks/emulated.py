@@ -1,7 +1,5 @@
 """MoE-Lightning's Tables 4 and 5 on an emulated T4: real runs in slow motion, beside the simulation of the same plans.
 
-    python benchmarks/emulated.py [--only own/cgopipe equal/flexgen ...] [--repeats N] [--dilation D]
-
 Every capacity, bandwidth and FLOP rate of the T4 profile is divided by one factor, by how many times Mixtral 8x7B in
 16 bits has the bytes of a small random Mixtral in float32: what takes a second on the one takes about a second on the
 other. (FLOP rates are divided by twice as much, as float32 does half of the FLOPs for each byte.) The hidden size is a
@@ -14,17 +12,15 @@ other. (FLOP rates are divided by twice as much, as float32 does half of the FLO
 FlexGen's own search counts computing by FLOPs alone, so that small micro-batches seem to cost nothing; the planner here
 knows better, which is why FlexGen has both plans. Throughput is the paper's: generated tokens over prefill and decode.
 
-Each run takes some minutes. Cases that are run replace theirs in benchmarks/results/emulated-<machine>.json, medians of
-the repeats, in the emulated machine's time; those of a case that is not run stay.
+Each run takes some minutes. Figures are medians of the rounds, in the emulated machine's time. Cases that are not run
+stay in the result file.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -33,7 +29,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
-from _results import RESULTS, named_for_machine, write_result
+from _options import EXECUTION, Benchmark, track
 
 from moesched import plugins
 from moesched.calibration.other_load import OtherLoad
@@ -319,11 +315,9 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         yield f"  {figure:<18} {seconds:10.4f} s {predicted:10.4f} s {error:+7.2f} %{real}"
 
 
-def stored(name: str) -> dict[str, Any]:
+def stored() -> dict[str, Any]:
     """The cases of the result file, if there is one of this shape."""
-    path = RESULTS / f"{name}.json"
-    cases = json.loads(path.read_text())["policies"] if path.exists() else []
-    return {each["case"]: each for each in cases if "case" in each}
+    return {each["case"]: each for each in BENCHMARK.stored().get("policies", []) if "case" in each}
 
 
 def _bytes(layout: WeightLayout) -> int:
@@ -344,47 +338,50 @@ def attempt(bench: Bench, case: str, repeats: int, say: Callable[[str], None]) -
     return found
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "emulated",
+    measures=EXECUTION,
+    packages=("torch",),
+    parts=CASES,
+    rounds_help="runs of each case",
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument("--dilation", type=float, default=0.0, help="0: found by a rehearsal")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cases, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=CASES, choices=CASES, metavar="CASE")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--dilation", type=float, default=0.0, help="0 for what a rehearsal finds")
-    options = parser.parse_args(arguments)
-    name = named_for_machine("emulated")
+    options = BENCHMARK.parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.dilation)
-        for case in options.only:
-            done = attempt(bench, case, options.repeats, lambda line: print(line, flush=True))
-            print(_write(name, bench, case, done))
-    print(json.dumps(findings(stored(name)), indent=2))
+        for case in track(options.only, "emulating", still=True):
+            write(bench, case, attempt(bench, case, options.rounds, lambda line: print(line, flush=True)))
+    print(json.dumps(findings(stored()), indent=2))
 
 
-def _write(name: str, bench: Bench, case: str, done: dict[str, Any]) -> Path:
+def write(bench: Bench, case: str, done: dict[str, Any]) -> None:
     """Put a case's result to the others."""
-    path = RESULTS / f"{name}.json"
-    left_out = json.loads(path.read_text()).get("left_out", {}) if path.exists() else {}
-    cases = stored(name)
+    left_out = BENCHMARK.stored().get("left_out", {})
+    cases = stored()
     cases.pop(case, None)
     left_out.pop(case, None)
     if "left_out" in done:
         left_out[case] = done["left_out"]
     else:
         cases[case] = done
-    result = {
-        "command": "python benchmarks/emulated.py",
-        "emulated_machine": {"profile": "t4", "divided_by": bench.smaller},
-        "model": SHAPE.name,
-        "prompt_tokens": PROMPT,
-        "new_tokens": NEW_TOKENS,
-        **findings(cases),
-        "left_out": left_out,
-        "policies": [cases[each] for each in CASES if each in cases],
-    }
-    return write_result(name, result, "torch")
+    BENCHMARK.write(
+        {
+            "emulated_machine": {"profile": "t4", "divided_by": bench.smaller},
+            "model": SHAPE.name,
+            "prompt_tokens": PROMPT,
+            "new_tokens": NEW_TOKENS,
+            **findings(cases),
+            "left_out": left_out,
+            "policies": [cases[each] for each in CASES if each in cases],
+        }
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,19 +1,16 @@
 """How fast the engine is: tasks per second on the virtual clock, microseconds per task in real time.
 
-    python benchmarks/engine.py
-
 The virtual part is CGOPipe on Mixtral-8x7B's shape on a T4: the policy, the dependencies, the run and its recording,
 beside SimPy with one process for each task of the same graph. The real-time part is chains and fork-joins of tasks
 that do nothing, beside bare asyncio and dask. All are run in turns; medians count.
-Writes results/engine-<machine>.json.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,8 +18,7 @@ from typing import Any
 import anyio
 import dask.threaded
 import simpy
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import SIMULATION, Benchmark, track
 
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
@@ -44,55 +40,8 @@ from moesched.trace import Recorder
 MICRO_BATCHES, MICRO_BATCH_SIZE, PROMPT_TOKENS = 15, 36, 77
 PAGE_BYTES = 176 << 20
 STEPS, REPLAYED_STEPS, SHARED_STEPS, SIMPY_STEPS = 9, 129, 5, 3
-REPEATS = 15
 NOTHINGS, FAN = 10_000, 98
 NO_WORK = Work("nothing", "none")
-
-
-def main() -> None:
-    """Measure everything in turns and write the figures."""
-    virtual: dict[str, Callable[[], float]] = {
-        "built": lambda: tasks_per_second(STEPS),
-        "replayed": lambda: tasks_per_second(REPLAYED_STEPS, replay=True),
-        "sharing": lambda: tasks_per_second(SHARED_STEPS, sharing=True),
-        "simpy": simpy_tasks_per_second,
-    }
-    real: dict[str, Callable[[], float]] = {
-        "chain in the loop": lambda: on_lanes(chain, "loop"),
-        "fork-join in the loop": lambda: on_lanes(fork_join, "loop", lanes=4),
-        "chain on a worker thread": lambda: on_lanes(chain, "thread"),
-        "fork-join on worker threads": lambda: on_lanes(fork_join, "thread", lanes=4),
-        "chain across two worker threads": lambda: on_lanes(chain, "thread", lanes=2),
-        "chain on a worker thread, each awaited": lambda: on_lanes(awaited_chain, "thread"),
-        "asyncio, a task for each, chain": lambda: asyncio_chain(),
-        "dask.threaded, chain": dask_chain,
-        "dask.threaded, fork-join": dask_fork_join,
-    }
-    measured: dict[str, list[float]] = {name: [] for name in (*virtual, *real)}
-    loads = []
-    for _ in track(range(REPEATS), "measuring"):
-        loads.append(os.getloadavg()[0])
-        for name, measure in (virtual | real).items():
-            measured[name].append(measure())
-    rate = {name: summary(measured[name], max) for name in virtual}
-    figures = {
-        "command": "python " + " ".join(sys.argv),
-        "load_before_each_round": [round(load, 2) for load in loads],
-        "graph": {
-            "policy": "cgopipe",
-            "model": "mixtral-8x7b",
-            "machine": "t4",
-            "micro_batches": MICRO_BATCHES,
-            "same_makespan_as_simpy": same_makespan(),
-        },
-        "tasks_per_second": rate,
-        "times_simpy": {
-            name: round(median(a / b for a, b in zip(measured[name], measured["simpy"], strict=True)), 1)
-            for name in ("built", "replayed", "sharing")
-        },
-        "microseconds_per_task": {name: summary(measured[name], min) for name in real},
-    }
-    print(write_result(named_for_machine("engine"), figures, "simpy", "dask", "uvloop"))
 
 
 def summary(values: list[float], best: Callable[[list[float]], float]) -> dict[str, float]:
@@ -277,6 +226,69 @@ def timed_dask(graph: dict[Any, Any], last: Any) -> float:
 
 def nothing(*_: object) -> None:
     """A task that does nothing."""
+
+
+VIRTUAL: dict[str, Callable[[], float]] = {
+    "built": lambda: tasks_per_second(STEPS),
+    "replayed": lambda: tasks_per_second(REPLAYED_STEPS, replay=True),
+    "sharing": lambda: tasks_per_second(SHARED_STEPS, sharing=True),
+    "simpy": simpy_tasks_per_second,
+}
+REAL: dict[str, Callable[[], float]] = {
+    "chain in the loop": lambda: on_lanes(chain, "loop"),
+    "fork-join in the loop": lambda: on_lanes(fork_join, "loop", lanes=4),
+    "chain on a worker thread": lambda: on_lanes(chain, "thread"),
+    "fork-join on worker threads": lambda: on_lanes(fork_join, "thread", lanes=4),
+    "chain across two worker threads": lambda: on_lanes(chain, "thread", lanes=2),
+    "chain on a worker thread, each awaited": lambda: on_lanes(awaited_chain, "thread"),
+    "asyncio, a task for each, chain": asyncio_chain,
+    "dask.threaded, chain": dask_chain,
+    "dask.threaded, fork-join": dask_fork_join,
+}
+BENCHMARK = Benchmark(
+    __doc__,
+    "engine",
+    measures=SIMULATION,
+    packages=("simpy", "dask", "uvloop"),
+    parts=(*VIRTUAL, *REAL),
+    rounds=15,
+    rounds_help="turns of each measurement; medians count",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure everything in turns and write the figures."""
+    options = BENCHMARK.parse(arguments)
+    measured: dict[str, list[float]] = {name: [] for name in options.only}
+    loads = []
+    for _ in track(range(options.rounds), "measuring", still=True):
+        loads.append(os.getloadavg()[0])
+        for name, values in measured.items():
+            values.append((VIRTUAL | REAL)[name]())
+    figures = {
+        "load_before_each_round": [round(load, 2) for load in loads],
+        "graph": {
+            "policy": "cgopipe",
+            "model": "mixtral-8x7b",
+            "machine": "t4",
+            "micro_batches": MICRO_BATCHES,
+            "same_makespan_as_simpy": same_makespan(),
+        },
+        "tasks_per_second": {name: summary(measured[name], max) for name in VIRTUAL if name in measured},
+        "times_simpy": times_simpy(measured),
+        "microseconds_per_task": {name: summary(measured[name], min) for name in REAL if name in measured},
+    }
+    print(json.dumps(figures, indent=2))
+    BENCHMARK.write(figures)
+
+
+def times_simpy(measured: dict[str, list[float]]) -> dict[str, float]:
+    """Median ratios of the rounds in which both were measured."""
+    return {
+        name: round(median(a / b for a, b in zip(measured[name], measured["simpy"], strict=True)), 1)
+        for name in ("built", "replayed", "sharing")
+        if name in measured and "simpy" in measured
+    }
 
 
 if __name__ == "__main__":

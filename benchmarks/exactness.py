@@ -1,10 +1,8 @@
 """How exact results are: against Hugging Face, and from policy to policy to the bit.
 
-    python benchmarks/exactness.py [--mixtrals 60] [--dbrxs 30] [--qwens 30] [--olmoes 30] [--seeds 20] [--dry-run]
-
 Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
-to 128 experts, OLMoE) generate greedily from prompts of
-mixed length in one batch. Hugging Face is given the same text at once. In float32 a token counts as wrong where it is
+to 128 experts, OLMoE) generate greedily from prompts of mixed length in one batch. Hugging Face is given the same text
+at once. In float32 a token counts as wrong where it is
 not the first choice of Hugging Face, unless its first two logits are at most 1e-4 apart.
 
 In bfloat16 our error and Hugging Face's own bfloat16 error are both taken against Hugging Face in float32 with the
@@ -19,13 +17,10 @@ attention sees one token only are left out: Hugging Face's KV cache keeps all to
 
 From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
 with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit.
-
-The result is written to benchmarks/results/exactness.json, or with --dry-run only printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -37,13 +32,18 @@ from typing import Any, NamedTuple
 
 import torch
 from _beams import hugging_face_beams, searched
-from _dbrxs import random_dbrx
-from _mixtrals import DECISIVE, hugging_face_logits, load_model, prompts_of, random_mixtral
-from _olmoes import random_olmoe
-from _qwens import random_qwen
-from _results import write_result
+from _options import EXECUTION, Benchmark, track
+from _random_models import (
+    DECISIVE,
+    hugging_face_logits,
+    load_model,
+    prompts_of,
+    random_dbrx,
+    random_mixtral,
+    random_olmoe,
+    random_qwen,
+)
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
-from rich.progress import track
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -88,18 +88,23 @@ MAKERS: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-def main() -> int:
+BENCHMARK = Benchmark(
+    __doc__,
+    "exactness",
+    measures=("benchmarks/_random_models.py", "benchmarks/_beams.py", "moesched/models", *EXECUTION),
+    packages=("torch", "transformers"),
+    parts=MAKERS,
+    rounds=30,
+    rounds_help="random models of each family",
+    by_machine=False,
+)
+BENCHMARK.parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--mixtrals", type=int, default=60, help="random Mixtrals to compare")
-    parser.add_argument("--dbrxs", type=int, default=30, help="random DBRX models to compare")
-    parser.add_argument("--qwens", type=int, default=30, help="random Qwen3-MoE models to compare")
-    parser.add_argument("--olmoes", type=int, default=30, help="random OLMoE models to compare")
-    parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
-    parser.add_argument("--dry-run", action="store_true", help="print the result and write no file")
-    options = parser.parse_args()
-    counts = {family: getattr(options, family) for family in MAKERS}
-    models = [(family, seed) for family, count in counts.items() for seed in range(count)]
+    options = BENCHMARK.parse(arguments)
+    models = [(family, seed) for family in options.only for seed in range(options.rounds)]
     started = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for Hugging Face: work this small is done sooner by one thread
@@ -108,22 +113,19 @@ def main() -> int:
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
         beams = compare_beams(directories[1:])
         torch.set_num_threads(threads)
-        deep = [TINY, *write_models(Path(folder), DEEP_MODELS, layers=DEEP_LAYERS)]
+        chosen = [(family, seed) for family, seed in DEEP_MODELS if family in options.only]
+        deep = [TINY, *write_models(Path(folder), chosen, layers=DEEP_LAYERS)]
         policies = compare_policies(deep, options.seeds)
     figures: dict[str, Any] = {
         "seconds": round(time.perf_counter() - started, 1),
-        "models": f"tiny-mixtral, {counts['mixtrals']} random Mixtrals, {counts['dbrxs']} random DBRX, "
-        f"{counts['qwens']} random Qwen3-MoE and {counts['olmoes']} random OLMoE models",
+        "models": f"tiny-mixtral, and {options.rounds} random models of each family: {', '.join(options.only)}",
         "float32": float32_figures([pair.float32 for pair in pairs]),
         "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
         "beams": beams,
         "policies": policies,
     }
-    print(
-        json.dumps(figures, indent=2)
-        if options.dry_run
-        else write_result("exactness", figures, "torch", "transformers")
-    )
+    print(json.dumps(figures, indent=2))
+    BENCHMARK.write(figures)
     return 0 if all(reached(figures)) else 1
 
 

@@ -1,7 +1,5 @@
 """The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
 
-    python benchmarks/expert_kernel.py [--only alone others decode_1 decode_16] [--turns 9] [--runs 3] [--quick]
-
 Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
 so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
 array on all cores, taken right before and right after each call. Torch has two ways: one expert on all cores, and as
@@ -15,13 +13,11 @@ Others: the instruction sets that this processor has beside the best one, for up
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
 
-The result is written to benchmarks/results/expert_kernel-MACHINE.json; with `--only`, what was not measured stays.
+Parts that are not measured stay in the result file.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -32,8 +28,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from _results import RESULTS, named_for_machine, write_result
-from rich.progress import track
+from _options import Benchmark, track
 
 from moesched.devices.products.crossover import most_rows
 from moesched.devices.products.expert_kernel import ExpertKernel, variants
@@ -59,36 +54,38 @@ NEW_TOKENS = {1: 48, 16: 5}
 
 PARTS = ("alone", "others", "decode_1", "decode_16")
 TORCHS = ("torch", "torch_shared")
-NAME = named_for_machine("expert_kernel")
 
 Matrices = list[list[torch.Tensor]]
 
 
-def main() -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "expert_kernel",
+    measures=("devices",),
+    packages=("torch",),
+    parts=PARTS,
+    rounds=9,
+    rounds_help="turns of each number of rows; a third as many generations of each batch",
+    keeps_parts=True,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--turns", type=int, default=9, help="how often each number of rows is measured")
-    parser.add_argument("--runs", type=int, default=3, help="how often each batch size is generated")
-    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument(
-        "--quick", action="store_true", help="a look: up to 4 rows and batch 1, nothing written"
-    )
-    options = parser.parse_args()
-    most = 4 if options.quick else max(ROWS)
-    numbers = [rows for rows in ROWS if rows <= most]
-    few = [rows for rows in numbers if rows <= MOST_ROWS_BY_STREAM]
+    options = BENCHMARK.parse(arguments)
+    few = [rows for rows in ROWS if rows <= MOST_ROWS_BY_STREAM]
     best, *others = variants()
     found: dict[str, Any] = {}
     with torch.inference_mode():
         if "alone" in options.only:
-            found["alone"] = measure_alone(best, numbers, options.turns)
+            found["alone"] = measure_alone(best, ROWS, options.rounds)
         if "others" in options.only:
-            found["others"] = {name: measure_alone(name, few, options.turns, torchs=False) for name in others}
+            found["others"] = {
+                name: measure_alone(name, few, options.rounds, torchs=False) for name in others
+            }
     for batch in NEW_TOKENS:
-        if batch <= most and f"decode_{batch}" in options.only:
-            found[f"decode_{batch}"] = measure_decode(batch, options.runs)
-    if options.quick:
-        return
+        if f"decode_{batch}" in options.only:
+            found[f"decode_{batch}"] = measure_decode(batch, max(1, options.rounds // 3))
     figures = {
         "instructions": best,
         "most_rows": most_rows(best),
@@ -99,14 +96,8 @@ def main() -> None:
             "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
         },
     }
-    print(write_result(NAME, figures | measured_before() | found, "torch"))
-
-
-def measured_before() -> dict[str, Any]:
-    """The parts of the result file that is there."""
-    path = RESULTS / f"{NAME}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    return {part: before[part] for part in PARTS if part in before}
+    stored = BENCHMARK.stored()
+    BENCHMARK.write(figures | {part: stored[part] for part in PARTS if part in stored} | found)
 
 
 # ---------------------------------------------------------------- alone

@@ -1,9 +1,7 @@
 """How far the simulator can be trusted: replays of real runs, and the order of policies, simulated and measured.
 
-    python benchmarks/fidelity.py [--only [PART ...]] [--policies P ...] [--repeats N]
-
-A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs five
-times (three where times hardly vary: emulated), in turn with the others, and is simulated. Runs during which other
+A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
+times, in turn with the others, and is simulated. Runs during which other
 processes took more than a tenth of a core are done again, up to twice as many runs. Settings `disk-...` run on
 this machine, weights coming from its disk; the simulation uses a calibration made in turn with the runs, which sees
 neither models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
@@ -16,18 +14,14 @@ Two things come of it:
   many of them the simulator puts in the same order; and how much slower than the fastest the policy is that the
   simulator would choose.
 
-Settings measured with `--only` replace their namesakes in benchmarks/results/fidelity-<machine>.json; the runs of the
-others stay, and are ranked anew.
+Settings that are not measured stay in the result file, and are ranked anew; `--rounds 0` only ranks.
 Each takes about five minutes where others leave the machine alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,8 +31,8 @@ from typing import Any
 
 import msgspec
 from _in_turn import InTurn, calibrate_in_turn
+from _options import EXECUTION, Benchmark, track
 from _ranking import Times, ranking
-from _results import RESULTS, named_for_machine, write_result
 
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
@@ -55,7 +49,6 @@ from moesched.runs.runs import plan_run, run, simulate
 from moesched.steps.plan import Plan
 from moesched.trace import Recorder, Recording
 
-REPEATS, EMULATED_REPEATS = 5, 3
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
 """By how much the emulated machine is slower than a T4: its rates, its host's besides, and the start of anything.
 
@@ -345,43 +338,46 @@ def table(name: str, result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "fidelity",
+    measures=("benchmarks/_ranking.py", *EXECUTION, "moesched/calibration"),
+    packages=("torch",),
+    parts=SETTINGS,
+    rounds=5,
+    rounds_help="undisturbed runs of each policy; 0 only ranks the stored runs anew",
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the settings, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    every = [name for name in plugins.names("policies") if name not in LEFT_OUT]
-    parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS), metavar="PART")
-    parser.add_argument("--policies", nargs="+", default=every)
-    parser.add_argument("--repeats", type=int)
-    options = parser.parse_args(arguments)
-    name = named_for_machine("fidelity")
-    file = RESULTS / f"{name}.json"
-    settings: dict[str, Any] = json.loads(file.read_text())["settings"] if file.exists() else {}
+    options = BENCHMARK.parse(arguments)
+    policies = options.policies or [name for name in plugins.names("policies") if name not in LEFT_OUT]
+    settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     for known in settings.values():
         known["ranking"] = rankings(known["policies"])
     cache_folder().mkdir(parents=True, exist_ok=True)
-    for each in options.only:
-        setting = SETTINGS[each]
-        repeats = options.repeats or (EMULATED_REPEATS if setting.emulated else REPEATS)
-        settings[each] = measure(setting, options.policies, repeats)
+    for each in track(options.only if options.rounds else (), "settings", still=True):
+        settings[each] = measure(SETTINGS[each], policies, options.rounds)
         print(table(each, settings[each]), flush=True)
-        write(name, settings)
-    if not options.only:
-        write(name, settings)
+        write(settings)
+    if not options.rounds:
+        write(settings)
 
 
-def write(name: str, settings: Mapping[str, Any]) -> None:
+def write(settings: Mapping[str, Any]) -> None:
     """The settings that are there, in the order of `SETTINGS`; those that it has no more are dropped."""
     known = {each: settings[each] for each in SETTINGS if each in settings}
-    report = {
-        "command": "python benchmarks/fidelity.py",
-        "noise": "a pair counts when its medians differ by more than its interquartile ranges together",
-        "summary": summary(known),
-        "settings": known,
-    }
-    print(write_result(name, report, "torch"), flush=True)
+    BENCHMARK.write(
+        {
+            "noise": "a pair counts when its medians differ by more than its interquartile ranges together",
+            "summary": summary(known),
+            "settings": known,
+        }
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

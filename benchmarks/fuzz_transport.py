@@ -1,15 +1,11 @@
 """Frames damaged at random, sent to a rank over ZeroMQ while it takes part in exchanges: not one may do anything.
 
-    python benchmarks/fuzz_transport.py [--frames 10000] [--seed 0]
-
 Half of them come from a rank that has a key, over its own connection, half from a stranger to ranks without keys. After
 every 100 frames the ranks exchange, and the sum has to be right. Then bytes that are no ZeroMQ are sent to the ports.
-Written to benchmarks/results/fuzz_transport-<machine>.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import socket
 import sys
@@ -23,7 +19,7 @@ from typing import Any
 import numpy as np
 import structlog
 import zmq
-from _results import named_for_machine, write_result
+from _options import Benchmark, progress
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -35,23 +31,31 @@ BATCH = 100
 CONNECTIONS = 100
 
 
-def main(arguments: Sequence[str]) -> None:
+SENDERS = ("from a rank with a key", "from a stranger")
+BENCHMARK = Benchmark(
+    __doc__,
+    "fuzz_transport",
+    measures=("transports",),
+    packages=("pyzmq",),
+    parts=SENDERS,
+    rounds=5000,
+    rounds_help="damaged frames of each sender",
+)
+BENCHMARK.parser.add_argument("--seed", type=int, default=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Send all frames and write what came of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--frames", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    half = options.frames // 2
-    result = {
-        "command": " ".join(["python benchmarks/fuzz_transport.py", *arguments]),
-        "from a rank with a key": fuzz(fuzzed_frames(half, options.seed), keyed=True),
-        "from a stranger": fuzz(fuzzed_frames(options.frames - half, options.seed + 1), keyed=False),
-    }
+    result = {}
+    for sender in options.only:
+        with progress.status(f"sending frames {sender}"):
+            number = SENDERS.index(sender)
+            frames = fuzzed_frames(options.rounds, options.seed + number)
+            result[sender] = fuzz(frames, keyed=number == 0)
     print(result)
-    print(write_result(named_for_machine("fuzz_transport"), result, "pyzmq"))
+    BENCHMARK.write(result)
 
 
 def fuzz(frames: Iterator[bytes], *, keyed: bool) -> dict[str, Any]:
@@ -123,4 +127,4 @@ def _connect_and_send(address: str, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,29 +1,25 @@
 """One request of Mixtral 8x7B's shape on a CUDA GPU that may use 24 or 48 GB, by where experts are to run.
 
-    python benchmarks/gpu_dispatch.py [--caps 24 48] [--policies twiddler ...] [--seconds 540] [--small]
-
 Weights are random and made in memory, in as many layers as the host holds. The machine is probed on the spot; what was
 predicted for it stands beside what came out. Generation at batch 1, prompts of 512 to 4096, beam search of width 4, 8
 and 12. A case is begun only if its predicted time, and a half more, is left of --seconds; the result says which were
-not. It is written after each case: benchmarks/results/gpu_dispatch-<machine>.json.
+not. The result is written after each case.
 
 Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import msgspec
 import torch
 from _cuda_probe import probe
 from _dispatch_cases import POLICIES, Scenario, compared
-from _results import named_for_machine, write_result
+from _options import EXECUTION, Benchmark, track
 from gpu_offload import GB, PINNED, TINY, capped, layers_that_fit
 
 from moesched import plugins
@@ -95,17 +91,25 @@ class Bench:
         }
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "gpu_dispatch",
+    measures=("benchmarks/_dispatch_cases.py", "benchmarks/_cuda_probe.py", *EXECUTION),
+    packages=("torch",),
+    parts=POLICIES,
+    rounds_help="run each case this often; all runs are listed",
+)
+BENCHMARK.parser.add_argument("--caps", nargs="+", type=float, default=[24, 48], help="GB of GPU memory")
+BENCHMARK.parser.add_argument(
+    "--seconds", type=float, default=540.0, help="begin no run that would end later"
+)
+BENCHMARK.parser.add_argument("--layers", type=int, help="of the model; by default as many as the host holds")
+BENCHMARK.parser.add_argument("--small", action="store_true", help="a shape of a few MB")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, run what there is time for, and write the JSON after each case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--caps", nargs="+", type=float, default=[24, 48], help="GB")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     if not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing is measured")
         return
@@ -116,30 +120,25 @@ def main(arguments: Sequence[str]) -> None:
     layers = options.layers or layers_that_fit(whole)
     bench = Bench(msgspec.structs.replace(whole, layers=layers, dtype="bfloat16"))
     result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/gpu_dispatch.py", *arguments]),
         "probed": msgspec.to_builtins(machine),
         "model": {"shape": whole.name, "layers": layers},
         "compared": [],
         "cases": [],
         "left_out": {},
     }
-    policies = [name for name in options.policies if find_spec(POLICIES[name].partition(":")[0])]
-    for scenario in SCENARIOS:
-        for cap in options.caps:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
-            for name in policies:
-                where = f"{cap:g} GB"
-                try:
-                    left = until - time.monotonic()
-                    done = bench.case(capped(machine, int(cap * GB)), name, scenario, left)
-                    result["cases"].append({"where": where, **done})
-                except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
-                    told = f"{type(error).__name__}: {error}"
-                    result["left_out"][f"{where}, {scenario.name}, {name}"] = told
-                result["compared"] = compared(result["cases"])
-                print(write_result(named_for_machine("gpu_dispatch"), result, "torch"), flush=True)
+    cases = [*product(SCENARIOS, options.caps, options.only)] * options.rounds
+    for scenario, cap, name in track(cases, "dispatching", still=True):
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
+        where = f"{cap:g} GB"
+        try:
+            done = bench.case(capped(machine, int(cap * GB)), name, scenario, until - time.monotonic())
+            result["cases"].append({"where": where, **done})
+        except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
+            result["left_out"][f"{where}, {scenario.name}, {name}"] = f"{type(error).__name__}: {error}"
+        result["compared"] = compared(result["cases"])
+        BENCHMARK.write(result)
     bench.device.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,33 +1,29 @@
 """Mixtral 8x7B's shape on a CUDA GPU that may use 16, 24 or 48 GB, beside Accelerate and the link's own bandwidth.
 
-    python benchmarks/gpu_offload.py [--caps 24 16 48] [--policies cgopipe ...] [--new-tokens 32] [--seconds 540]
-
 Weights are random and made in memory, in as many layers as the host holds. Prompts have MTBench's lengths. The machine
 is probed on the spot; each policy runs with the planner's sizes for it, and what was predicted stands beside what came
 out: time, the link's busy share and bytes, and CUDA's peak memory. First a small model's logits and tokens are held
 against a run in which all its weights stay. A case is begun only if its predicted time, and a half more, is left of
---seconds; the result file names those that were not. It is written after each case:
-benchmarks/results/gpu_offload-<machine>.json.
+--seconds; the result file names those that were not. It is written after each case.
 
 Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import msgspec
 import torch
 from _accelerate import generate
 from _cuda_probe import probe
-from _results import named_for_machine, write_result
+from _options import EXECUTION, Benchmark, track
 from emulated import Link, figures
 
 from moesched import plugins
@@ -55,6 +51,7 @@ CLASSES = {
     "resident": "moesched.policies.resident:Resident",
 }
 """By class, so that nothing need be installed."""
+ACCELERATE = "accelerate"
 GB = 10**9
 PINNED = 8 * GB
 FOR_WEIGHTS = 0.75
@@ -195,65 +192,68 @@ def capped(machine: Machine, cap: int) -> Machine:
     return msgspec.structs.replace(machine, memories={**machine.memories, "gpu": gpu})
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "gpu_offload",
+    measures=("benchmarks/_accelerate.py", "benchmarks/_cuda_probe.py", *EXECUTION),
+    packages=("torch",),
+    parts=(*POLICIES, ACCELERATE),
+    rounds_help="run each case this often; all runs are listed",
+)
+BENCHMARK.parser.add_argument("--caps", nargs="+", type=float, default=[24, 16, 48], help="GB of GPU memory")
+BENCHMARK.parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
+BENCHMARK.parser.add_argument(
+    "--seconds", type=float, default=540.0, help="begin no run that would end later"
+)
+BENCHMARK.parser.add_argument("--layers", type=int, help="of the model; by default as many as the host holds")
+BENCHMARK.parser.add_argument("--small", action="store_true", help="a shape of a few MB")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Probe, check, run what there is time for, and write the JSON after each case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--caps", nargs="+", type=float, default=[24, 16, 48], help="GB")
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=CLASSES)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     if not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing is measured")
         return
     until = time.monotonic() + options.seconds
     total = torch.cuda.get_device_properties(0).total_memory
     machine = probe(total, min(PINNED, available_memory() // 8))
-    result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/gpu_offload.py", *arguments]),
-        "probed": msgspec.to_builtins(machine),
-        "check": check(machine),
-        "cases": [],
-        "left_out": {},
-    }
     whole = TINY if options.small else SHAPES["mixtral-8x7b"]
     layers = options.layers or layers_that_fit(whole)
     config = msgspec.structs.replace(whole, layers=layers, dtype="bfloat16")
-    result["model"] = {"shape": whole.name, "layers": layers}
-
-    def write() -> None:
-        print(write_result(named_for_machine("gpu_offload"), result, "torch"), flush=True)
-
-    write()
+    result: dict[str, Any] = {
+        "probed": msgspec.to_builtins(machine),
+        "check": check(machine),
+        "model": {"shape": whole.name, "layers": layers},
+        "cases": [],
+        "left_out": {},
+    }
+    BENCHMARK.write(result)
     bench = Bench(config, options.new_tokens)
-    for cap in options.caps:
+    ours = [name for name in options.only if name != ACCELERATE]
+    for cap, name in track([*product(options.caps, ours)] * options.rounds, "offloading", still=True):
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
-        for name in options.policies:
-            case = f"{cap:g} GB, {name}"
-            try:
-                done = bench.case(capped(machine, int(cap * GB)), name, until - time.monotonic())
-                result["cases"].append({"case": case, "cap_gb": cap, **done})
-            except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
-                result["left_out"][case] = f"{type(error).__name__}: {error}"
-            write()
+        case = f"{cap:g} GB, {name}"
+        try:
+            done = bench.case(capped(machine, int(cap * GB)), name, until - time.monotonic())
+            result["cases"].append({"case": case, "cap_gb": cap, **done})
+        except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
+            result["left_out"][case] = f"{type(error).__name__}: {error}"
+        BENCHMARK.write(result)
     bench.close()
-    for cap in options.caps:
-        case = f"{cap:g} GB, accelerate"
+    average = round(sum(bench.lengths) / len(bench.lengths))
+    for cap in options.caps if ACCELERATE in options.only else ():
+        case = f"{cap:g} GB, {ACCELERATE}"
         if find_spec("accelerate") is None or find_spec("transformers") is None:
             result["left_out"][case] = "Accelerate is not installed"
         elif time.monotonic() > until:
             result["left_out"][case] = "no time was left"
         else:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GB / total))
-            average = round(sum(bench.lengths) / len(bench.lengths))
             batches = generate(config, int(cap * GB), average, options.new_tokens, until)
-            result["cases"].append({"case": case, "cap_gb": cap, "policy": "accelerate", "batches": batches})
-        write()
+            result["cases"].append({"case": case, "cap_gb": cap, "policy": ACCELERATE, "batches": batches})
+        BENCHMARK.write(result)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,30 +1,26 @@
 """A node is killed (kill -9) at a random step: does the run end in time, in the same tokens or an error that names it?
 
-    python benchmarks/kill_a_node.py [--runs 200] [--first 0] [--more]
-
 Two to four processes on this machine, over ZeroMQ with CURVE, with every policy for several nodes; in some runs others
-hold what the killed one held, in some nobody does. With --more the runs are added to those that the result file has.
-The result is written to benchmarks/results/kill_a_node-MACHINE.json.
+hold what the killed one held, in some nobody does. Runs of other
+seeds or policies stay in the result file.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from _forked_nodes import ForkServer, Killer
-from _results import RESULTS, named_for_machine, write_result
+from _options import CLUSTER, Benchmark, track
 from cluster_tokens import DBRX, MIXTRAL, PROMPTS
-from rich.progress import track
 
 import moesched
 from moesched.cli.logs import send_logs_to_stderr
@@ -37,18 +33,26 @@ SECONDS_TO_END = 2.0
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 
 
-def main() -> int:
+BENCHMARK = Benchmark(
+    __doc__,
+    "kill_a_node",
+    measures=CLUSTER,
+    packages=("torch", "pyzmq"),
+    parts=POLICIES,
+    rounds=200,
+    rounds_help="runs, one by seed",
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--more", action="store_true", help="keep the runs that the result file has")
-    options = parser.parse_args()
-    name = named_for_machine("kill_a_node")
-    file = RESULTS / f"{name}.json"
-    seeds = range(options.first, options.first + options.runs)
-    before: list[dict[str, Any]] = json.loads(file.read_text())["cases"] if options.more else []
-    runs = [run for run in before if run["seed"] not in seeds]
+    options = BENCHMARK.parse(arguments)
+    every = range(options.first, options.first + options.rounds)
+    seeds = [seed for seed in every if draw(seed).policy in options.only]
+    runs: list[dict[str, Any]] = BENCHMARK.stored().get("cases", [])
+    runs = [run for run in runs if run["seed"] not in seeds]
     os.environ.setdefault("MOESCHED_LOG", "error")
     send_logs_to_stderr()
     server = ForkServer()
@@ -72,22 +76,38 @@ def main() -> int:
         "limit_seconds": SECONDS_TO_END,
         "cases": runs,
     }
-    path = write_result(name, figures, "torch", "pyzmq")
-    print(f"{len(good)} of {len(runs)} as promised, {figures['ended']}, {figures['seconds_to_end']}; {path}")
+    print(f"{len(good)} of {len(runs)} as promised, {figures['ended']}, {figures['seconds_to_end']}")
+    BENCHMARK.write(figures)
     return 0 if len(good) == len(runs) else 1
+
+
+class Draw(NamedTuple):
+    """The run that a seed stands for."""
+
+    model: str
+    nodes: int
+    killed: int
+    policy: str
+    settings: dict[str, int]
+    at_token: int
+
+
+def draw(seed: int) -> Draw:
+    """Choose a run at random."""
+    chosen = Random(seed)
+    model = chosen.choice(sorted((MIXTRAL.name, DBRX.name)))
+    nodes = chosen.choice([2, 3, 4])
+    killed = chosen.randrange(nodes)
+    policy = chosen.choice(POLICIES)
+    settings = {"experts": 1} if policy == "ep_balanced" and chosen.random() < 0.5 else {}
+    return Draw(model, nodes, killed, policy, settings, chosen.randint(1, len(PROMPTS) * (NEW_TOKENS - 2)))
 
 
 def run_one(
     server: ForkServer, folder: Path, expected: dict[str, list[list[int]]], seed: int
 ) -> dict[str, Any]:
     """One run, and whether it kept what is promised."""
-    draw = Random(seed)
-    model = draw.choice(sorted(expected))
-    nodes = draw.choice([2, 3, 4])
-    rank = draw.randrange(nodes)
-    policy = draw.choice(POLICIES)
-    settings = {"experts": 1} if policy == "ep_balanced" and draw.random() < 0.5 else {}
-    at = draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 2))
+    model, nodes, rank, policy, settings, at = draw(seed)
     killer = Killer(at, lambda: server.nodes[rank].process.kill())
     right = False
     try:

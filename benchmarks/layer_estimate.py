@@ -1,27 +1,23 @@
 """What twiddler_makespan expects a layer to take, against what it took: on an emulated machine, and with lanes sharing.
 
-    python benchmarks/layer_estimate.py [--repeats N]
-
 Real runs of a small random Mixtral on the emulated device: real threads, tensors, queues and copies, an accelerator and
 a link that keep the time of a machine whose rates are divided so that an expert takes as long as Mixtral 8x7B's does on
 the profile. Emulated tasks do not slow each other down; so Mixtral 8x7B itself runs on the virtual clock too, where
 lanes share memories max-min fairly. A layer is measured from the router's answer to the last output on the accelerator.
 Prompts of several lengths and beams give layers of all sorts. The error is |expected / measured - 1| of each layer.
-Results go to benchmarks/results/layer_estimate-<machine>.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
-from _results import named_for_machine, write_result
+from _options import EXECUTION, Benchmark, track
 
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.machines import Machine, Tier, load_machine
@@ -156,42 +152,44 @@ def summary(layers: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "layer_estimate",
+    measures=("moesched/routing", *EXECUTION),
+    packages=("torch",),
+    parts=[f"{machine}, {case}" for machine in MACHINES for case in CASES],
+    rounds_help="emulated runs of each case",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=1)
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     found: dict[str, dict[str, Any]] = {"emulated": {}, "shared": {}}
     everything: dict[str, list[dict[str, float]]] = {"emulated": [], "shared": []}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_random_model(SMALL, Path(folder) / "model", seed=1, dtype="float32")
-        for machine in MACHINES:
-            for case in CASES:
-                layers = {
-                    "emulated": [
-                        each for _ in range(options.repeats) for each in emulated(machine, case, checkpoint)
-                    ],
-                    "shared": shared(machine, case),
-                }
-                for kind, mine in layers.items():
-                    everything[kind] += mine
-                    said = found[kind][f"{machine}, {case}"] = summary(mine)
-                    print(f"{kind:<9} {machine:<12} {case:<16}", said, flush=True)
+        for part in track(options.only, "layers", still=True):
+            machine, _, case = part.partition(", ")
+            repeated = [emulated(machine, case, checkpoint) for _ in range(options.rounds)]
+            layers = {"emulated": [*chain.from_iterable(repeated)], "shared": shared(machine, case)}
+            for kind, mine in layers.items():
+                everything[kind] += mine
+                found[kind][part] = summary(mine)
+                print(f"{kind:<9} {part:<29}", found[kind][part], flush=True)
     errors = {
         kind: median(abs(each["expected"] / each["measured"] - 1) for each in layers)
         for kind, layers in everything.items()
     }
     print("median errors:", errors)
-    result = {
-        "command": "python benchmarks/layer_estimate.py",
-        "bar": BAR,
-        "median_error": {kind: round(error, 4) for kind, error in errors.items()},
-        "cases": found,
-    }
-    print(write_result(named_for_machine("layer_estimate"), result, "torch"))
+    BENCHMARK.write(
+        {
+            "bar": BAR,
+            "median_error": {kind: round(error, 4) for kind, error in errors.items()},
+            "cases": found,
+        }
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,22 +1,21 @@
 """twiddler_makespan against twiddler and layer_split, simulated on both environments of the Twiddler paper.
 
-    python benchmarks/makespan.py
-
 Mixtral 8x7B with 56 and 125 of its 256 experts on the GPU (Table 1), popular as in Appendix C: batch 1 with 64 tokens
 in and 32 out, prefill of 512 to 4096 tokens, beam search of widths 4, 8 and 12 with 32 tokens in and 16 out, its beams
 in one batch. layer_split has 8 and 16 layers on the GPU at most, as many as fit. Ratios are the others' seconds over
-twiddler_makespan's. Results go to benchmarks/results/makespan.json.
+twiddler_makespan's.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from _results import write_result
+from _options import SIMULATION, Benchmark, track
 
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
@@ -44,49 +43,67 @@ def cases() -> dict[str, Batch]:
     return {"batch 1": split_batch([64], 32, 1), **prefill, **beams}
 
 
-def seconds(machine: str, policy: str, batch: Batch, profile: Path) -> float:
-    """What all steps take."""
+def seconds(machine: str, policy: str, batch: Batch, profile: Path, seed: int) -> float:
+    """All steps together."""
     settings: dict[str, Any] = {"experts": EXPERTS[machine], "popularity": str(profile)}
     if policy == "layer_split":
         settings = {"gpu_layers": GPU_LAYERS[machine]}
     made = make_policy(policy, settings)
     plan = plan_run(load_machine(machine), LAYOUT, batch, made)
-    routing = BatchRouting(GeneratedChoices(LikeMixtral(), SHAPE), batch)
+    routing = BatchRouting(GeneratedChoices(LikeMixtral(), SHAPE, seed), batch)
     return sum(simulate(plan, made, routing=routing).step_seconds)
 
 
-def main() -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "makespan",
+    measures=SIMULATION,
+    parts=[f"{machine}, {case}" for machine in EXPERTS for case in cases()],
+    rounds_help="seeds of the routing; medians count",
+    by_machine=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, print a table, write the JSON."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    options = BENCHMARK.parse(arguments)
+    found: dict[str, dict[str, dict[str, float]]] = {machine: {} for machine in EXPERTS}
     with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "popularity.csv"
-        write_profile(expected_profile(LikeMixtral(), SHAPE, 0, 100_000), profile)
-        for machine in EXPERTS:
-            found[machine] = {}
-            for case, batch in cases().items():
-                took = {policy: seconds(machine, policy, batch, profile) for policy in (OURS, *OTHERS)}
-                found[machine][case] = took
-                ratios = "  ".join(f"{policy} {took[policy] / took[OURS]:.3f}" for policy in OTHERS)
-                print(f"{machine:<12} {case:<13} {took[OURS]:8.3f} s   {ratios}", flush=True)
+        profiles = [Path(folder) / f"popularity-{seed}.csv" for seed in range(options.rounds)]
+        for seed, profile in enumerate(profiles):
+            write_profile(expected_profile(LikeMixtral(), SHAPE, seed, 100_000), profile)
+        for part in track(options.only, "simulating"):
+            machine, _, case = part.partition(", ")
+            took = {
+                policy: median(
+                    seconds(machine, policy, cases()[case], profile, seed)
+                    for seed, profile in enumerate(profiles)
+                )
+                for policy in (OURS, *OTHERS)
+            }
+            found[machine][case] = took
+            ratios = "  ".join(f"{policy} {took[policy] / took[OURS]:.3f}" for policy in OTHERS)
+            print(f"{part:<28} {took[OURS]:8.3f} s   {ratios}", flush=True)
     gains = {
         f"{other}, {machine}": {case: round(took[other] / took[OURS], 3) for case, took in each.items()}
         for machine, each in found.items()
         for other in OTHERS
     }
+    BENCHMARK.write(
+        {**(means(gains) if options.only == BENCHMARK.parts else {}), "ratios": gains, "seconds": found}
+    )
+
+
+def means(gains: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The figures that stand for all cases."""
     twiddler = [each for name, each in gains.items() if name.startswith("twiddler,")]
-    figures = {
-        "command": "python benchmarks/makespan.py",
-        "times_twiddler_prefill_and_beams": round(
-            fmean(ratio for each in twiddler for case, ratio in each.items() if case != "batch 1"), 3
-        ),
+    long = [ratio for each in twiddler for case, ratio in each.items() if case != "batch 1"]
+    split = [each["batch 1"] for name, each in gains.items() if name.startswith("layer_split")]
+    return {
+        "times_twiddler_prefill_and_beams": round(fmean(long), 3),
         "times_twiddler_least": min(min(each.values()) for each in twiddler),
-        "times_layer_split_batch_1": round(
-            fmean(each["batch 1"] for name, each in gains.items() if name.startswith("layer_split")), 3
-        ),
-        "ratios": gains,
-        "seconds": found,
+        "times_layer_split_batch_1": round(fmean(split), 3),
     }
-    print(write_result("makespan", figures))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Decoding with weights on the disk, and without: steps against what the disk allows, and against Hugging Face.
 
-    python benchmarks/offload_disk.py [MODEL_DIR] [--only disk page_cache resident]
-
-Without MODEL_DIR a random mixtral-0.8b is written to the cache folder once. About five minutes, in three parts:
+A random mixtral-0.8b is written to the cache folder once. About five minutes, in three parts:
 
 disk        16 sequences, 40 % of the weights' bytes as memory, the files read past the page cache. Each run of a policy
             lies between two measurements of the disk: the same pages read into the same sort of memory, with nothing
@@ -22,14 +20,11 @@ Ours and theirs run in turn in one process, on the same weights and prompts, dec
 `cores_of_others` says how many cores other processes kept busy meanwhile (Linux): with more than a few hundredths, the
 figures are those of a fight for the cores.
 Without transformers and accelerate the comparisons are left out, and the result says so.
-The result is written to benchmarks/results/offload_disk-<machine>.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -40,9 +35,8 @@ from typing import Any
 from _decoding import COUNTED, PROMPT_TOKENS, STEPS, Decoded, Model, decode
 from _hugging_face import EXPERT_SETTINGS, HuggingFace, decode_from_disk, missing_peers
 from _offload_tables import summary, tables
+from _options import EXECUTION, Benchmark, progress
 from _reading import disk_bandwidth, memory_bandwidth, warm
-from _results import named_for_machine, write_result
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moesched.calibration.other_load import OtherLoad
@@ -54,7 +48,6 @@ from moesched.models.random_model import write_random_model
 MODEL = "mixtral-0.8b"
 PARTS = ("disk", "page_cache", "resident")
 BATCH = 16
-ROUNDS = {"disk": 3, "page_cache": 3, "resident": 5}
 POLICIES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("layer_streaming", 16, {}),
     ("cgopipe", 16, {}),
@@ -63,16 +56,14 @@ POLICIES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 )
 """Name, sequences of a micro-batch, settings."""
 
-console = Console(stderr=True)
 
-
-def part_disk(model: Model, advance: Callable[[str], None]) -> dict[str, Any]:
+def part_disk(model: Model, rounds: int, advance: Callable[[str], None]) -> dict[str, Any]:
     """Each policy between two measurements of the disk, several times."""
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     disk: list[dict[str, float]] = []
     advance("the disk")
     before = best_of(disk, disk_bandwidth(model))
-    for _ in range(ROUNDS["disk"]):
+    for _ in range(rounds):
         for index, (policy, micro_batch, settings) in enumerate(POLICIES):
             advance(f"{policy}, micro-batches of {micro_batch}")
             decoded = decode(model, policy, BATCH, micro_batch, settings, budget=model.budget)
@@ -116,14 +107,14 @@ def disk_figures(decoded: Decoded, bandwidth: float) -> dict[str, Any]:
     }
 
 
-def part_page_cache(model: Model, advance: Callable[[str], None]) -> dict[str, Any]:
+def part_page_cache(model: Model, rounds: int, advance: Callable[[str], None]) -> dict[str, Any]:
     """Ours and Accelerate's disk offload, both reading what the page cache holds."""
     warm(model.directory)
     peers = missing_peers()
     ours: dict[str, list[dict[str, float]]] = defaultdict(list)
     theirs: dict[str, list[dict[str, float]]] = defaultdict(list)
     bandwidths, warmed = [], []
-    for _ in range(ROUNDS["page_cache"]):
+    for _ in range(rounds):
         bandwidths.append(memory_bandwidth(model))
         for policy, micro_batch, settings in POLICIES:
             name = f"{policy}, micro-batches of {micro_batch}"
@@ -145,7 +136,7 @@ def part_page_cache(model: Model, advance: Callable[[str], None]) -> dict[str, A
     return figures
 
 
-def part_resident(model: Model, advance: Callable[[str], None]) -> dict[str, Any]:
+def part_resident(model: Model, rounds: int, advance: Callable[[str], None]) -> dict[str, Any]:
     """Everything in memory, at two batch sizes."""
     missing = missing_peers()
     peers = {} if missing else {experts: HuggingFace(model.directory, experts) for experts in EXPERT_SETTINGS}
@@ -153,7 +144,7 @@ def part_resident(model: Model, advance: Callable[[str], None]) -> dict[str, Any
     for batch in (1, BATCH):
         ours: dict[str, list[dict[str, float]]] = defaultdict(list)
         theirs: dict[str, list[dict[str, float]]] = defaultdict(list)
-        for _ in range(ROUNDS["resident"]):
+        for _ in range(rounds):
             advance(f"resident, batch {batch}")
             report = decode(model, "resident", batch, batch, {}, steps=13).report
             ours["resident"].append(timed(report.step_seconds, slice(1, None)))
@@ -197,81 +188,77 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def steps_of(part: str) -> int:
-    """How many steps of the progress bar a part has."""
+def steps_of(part: str, rounds: int) -> int:
+    """The steps of the progress bar that a part has."""
     if part == "disk":
-        return 1 + ROUNDS["disk"] * len(POLICIES)
+        return 1 + rounds * len(POLICIES)
     if part == "page_cache":
-        return ROUNDS["page_cache"] * (
-            len(POLICIES) + (len(EXPERT_SETTINGS) if missing_peers() is None else 0)
-        )
-    return 2 * ROUNDS["resident"]
+        return rounds * (len(POLICIES) + (len(EXPERT_SETTINGS) if missing_peers() is None else 0))
+    return 2 * rounds
 
 
-def measure(model: Model, parts: Sequence[str]) -> dict[str, Any]:
+def measure(model: Model, parts: Sequence[str], rounds: int) -> dict[str, Any]:
     """Run the parts under a progress bar."""
     functions = {"disk": part_disk, "page_cache": part_page_cache, "resident": part_resident}
     columns = TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     results: dict[str, Any] = {}
     # Refreshed by hand: a thread that draws ten times a second would show in the figures.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        bar = progress.add_task("", total=sum(map(steps_of, parts)))
+    with Progress(*columns, console=progress, auto_refresh=False) as bars:
+        bar = bars.add_task("", total=sum(steps_of(part, rounds) for part in parts))
         done = -1
 
         def advance(what: str) -> None:
             nonlocal done
             done += 1
-            progress.update(bar, completed=done, description=what, refresh=True)
+            bars.update(bar, completed=done, description=what, refresh=True)
 
         for part in parts:
             others = OtherLoad()
-            results[part] = functions[part](model, advance)
+            results[part] = functions[part](model, rounds, advance)
             results[part]["cores_of_others"] = others.cores()
             gc.collect()
         advance("done")
     return results
 
 
-def main(arguments: Sequence[str]) -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "offload_disk",
+    measures=("benchmarks/_decoding.py", "benchmarks/_hugging_face.py", *EXECUTION),
+    packages=("torch", *(() if missing_peers() else ("transformers", "accelerate"))),
+    parts=PARTS,
+    rounds=3,
+    rounds_help="runs of each policy; figures are medians",
+)
+BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="DIR")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", nargs="?", type=Path, default=cache_folder() / MODEL)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args(arguments)
+    options = BENCHMARK.parse(arguments)
     if not options.model.exists():
-        console.print(f"writing a random {MODEL} to {options.model}")
+        progress.print(f"writing a random {MODEL} to {options.model}")
         write_random_model(MODEL, options.model)
     checkpoint = open_checkpoint(options.model)
     model = Model(options.model, checkpoint, weight_layout(checkpoint.config))
     started = time.perf_counter()
-    results = measure(model, options.only)
+    results = measure(model, options.only, options.rounds)
     results["summary"] = summary(results)
     for table in tables(results):
-        console.print(table)
-    if set(options.only) != set(PARTS):
-        console.print("only a part was measured: no result is written")
-        return
-    peers = () if missing_peers() else ("transformers", "accelerate")
-    path = write_result(
-        named_for_machine("offload_disk"),
+        progress.print(table)
+    BENCHMARK.write(
         {
-            "command": "python benchmarks/offload_disk.py",
             "model": checkpoint.config.name,
             "weight_bytes": model.weight_bytes,
             "budget_bytes": model.budget,
             "batch_size": BATCH,
             "prompt_tokens": PROMPT_TOKENS,
-            "rounds": ROUNDS,
+            "rounds": options.rounds,
             "seconds": time.perf_counter() - started,
             **results,
-        },
-        "torch",
-        *peers,
+        }
     )
-    console.print(f"written to {path}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

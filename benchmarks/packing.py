@@ -1,20 +1,18 @@
 """Weights in one array or in many, left idle between uses: Algorithms 1 and 2 of the Apple silicon cluster paper.
 
-    python benchmarks/packing.py [--size N] [--layers N] [--samples N] [--dtype D] [--longest-wait MS] [--full]
-
 For each wait a vector is multiplied by the matrices of a model's layers, with that wait after every layer. On a Mac
 the driver wires memory again that lay idle, sooner where it is in many arrays (Figure 4 of the paper: after 8 ms
 unstacked, after 512 ms prestacked). Elsewhere there is no such driver, and both take the same. `--full` is the paper's
 size, 16 GB in 16-bit weights, twice. The sizes by default are those of a machine with 2 cores.
 
-Writes results/packing-MACHINE.json. Time is what passes outside the waits: the paper subtracts the waits asked for.
+Time is what passes outside the waits: the paper subtracts the waits asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,14 +20,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from _results import named_for_machine, write_result
+from _options import Benchmark, track
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16}
 MATRICES = 3
 """Of an expert in each layer."""
-PAPER = {"size": 8192, "layers": 40, "samples": 5, "dtype": "float16"}
-HERE = {"size": 1024, "layers": 2, "samples": 15, "dtype": "float32"}
-LONGEST_WAIT = 2048
+PAPER = {"size": 8192, "layers": 40, "dtype": "float16"}
+HERE = {"size": 1024, "layers": 2, "dtype": "float32"}
+WAITS = {f"{wait} ms": wait for wait in (0, *(2**power for power in range(12)))}
 GAP_WAITS = range(8, 513)
 """Milliseconds between which the paper sees a gap."""
 
@@ -95,30 +93,34 @@ def measure(packings: dict[str, MatrixOf], sizes: argparse.Namespace) -> dict[st
         name: {"first_pass_seconds": pass_through(x, matrix_of, sizes.layers, 0), "seconds_by_wait": {}}
         for name, matrix_of in packings.items()
     }
-    for wait in waits_up_to(sizes.longest_wait):
+    for wait in track([WAITS[part] for part in sizes.only], "waiting", still=True):
         for name, matrix_of in packings.items():
             pass_through(x, matrix_of, sizes.layers, 0)  # to have everything wired
-            samples = [pass_through(x, matrix_of, sizes.layers, wait / 1000) for _ in range(sizes.samples)]
+            samples = [pass_through(x, matrix_of, sizes.layers, wait / 1000) for _ in range(sizes.rounds)]
             found[name]["seconds_by_wait"][wait] = median(samples)
     return found
 
 
-def waits_up_to(longest: int) -> list[int]:
-    """0 and the powers of 2, in milliseconds."""
-    return [0, *(2**power for power in range(longest.bit_length()) if 2**power <= longest)]
+BENCHMARK = Benchmark(
+    __doc__,
+    "packing",
+    measures=(),
+    packages=("mlx",),
+    parts=WAITS,
+    rounds=15,
+    rounds_help="samples of each wait",
+)
+BENCHMARK.parser.add_argument(
+    "--full", action="store_true", help="the paper's sizes, where others are not given"
+)
+BENCHMARK.parser.add_argument("--size", type=int, metavar="N", help="rows and columns of a matrix")
+BENCHMARK.parser.add_argument("--layers", type=int, metavar="N")
+BENCHMARK.parser.add_argument("--dtype", choices=DTYPES)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--full", action="store_true", help="the paper's sizes, where others are not given")
-    parser.add_argument("--size", type=int, help="rows and columns of a matrix")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--samples", type=int)
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--longest-wait", type=int, default=LONGEST_WAIT, metavar="MS")
-    sizes = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the ratios, write the JSON."""
+    sizes = BENCHMARK.parse(arguments)
     for name, value in (PAPER if sizes.full else HERE).items():
         if getattr(sizes, name) is None:
             setattr(sizes, name, value)
@@ -132,7 +134,6 @@ def main() -> None:
     }
     gap = median([ratio for wait, ratio in slower.items() if wait in GAP_WAITS] or list(slower.values()))
     figures = {
-        "command": "python benchmarks/packing.py" + (" --full" if sizes.full else ""),
         "source": "the Apple silicon cluster paper, Algorithms 1 and 2 and Figure 4",
         "metal": mx.metal.is_available(),
         "sizes": {name: getattr(sizes, name) for name in HERE},
@@ -140,10 +141,10 @@ def main() -> None:
         "unstacked_over_prestacked": slower,
         "median_between_8_and_512_ms": gap,
     }
-    path = write_result(named_for_machine("packing"), figures, "mlx")
     for wait, ratio in slower.items():
         print(f"{wait:5} ms  unstacked / prestacked {ratio:.2f}")
-    print(f"median between 8 and 512 ms {gap:.2f}; {path}")
+    print(f"median between 8 and 512 ms {gap:.2f}")
+    BENCHMARK.write(figures)
 
 
 if __name__ == "__main__":

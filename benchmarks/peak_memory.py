@@ -1,12 +1,10 @@
 """Peak memory: what the plan says, against what the system saw the process use.
 
-    python benchmarks/peak_memory.py [NAME ...]
-
 Each run is a process of its own. It imports everything, opens a random model of some hundred MB (written to the cache
 folder once), and notes how much memory the system has given it; that is the baseline. Then it sets the system's
 high-water mark back (Linux: 5 into /proc/self/clear_refs), runs, and reads the mark. Predicted is the
 report's `process_bytes`. The bar: never below the mark less the baseline, and at most 5 % and 64 MB above it.
-Writes results/peak_memory-<machine>.json. About three minutes.
+About three minutes.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import EXECUTION, Benchmark, track
 
 from moesched.machines.local import cache_folder
 
@@ -97,25 +95,36 @@ MODEL = {"layers": 6, "hidden": 1024, "intermediate": 2560}
 NEW_TOKENS = 4
 
 
-def main() -> None:
-    """Every run in a process of its own, or those that are named."""
+BENCHMARK = Benchmark(
+    __doc__,
+    "peak_memory",
+    measures=(*EXECUTION, "moesched/jobs"),
+    packages=("torch",),
+    parts=RUNS,
+    rounds_help="runs of each case; the one with the highest mark counts",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Every run in a process of its own."""
+    options = BENCHMARK.parse(arguments)
     model = write_model()
-    chosen = [name for name in RUNS if any(each in name for each in sys.argv[1:] or [""])]
     rows = []
-    for name in track(chosen, description="running"):
-        row = measured(name, model)
+    for name in track(options.only, "running"):
+        tries = [measured(name, model) for _ in range(options.rounds)]
+        row = max(tries, key=lambda each: int(each["measured"]))
         print(
             f"{name:38s} {row['predicted']:>13,} {row['measured']:>13,} {row['over_mb']:+8.1f} MB", flush=True
         )
         rows.append(row)
-    if len(chosen) == len(RUNS):
-        result = {
+    BENCHMARK.write(
+        {
             "model": {**MODEL, "bytes": sum(file.stat().st_size for file in model.glob("*.safetensors"))},
             "allowed": "never below; at most 5 % and 64 MB above",
             "holding": sum(row["holds"] for row in rows),
             "runs": rows,
         }
-        print(write_result(named_for_machine("peak_memory"), result, "torch"))
+    )
 
 
 def write_model() -> Path:

@@ -1,26 +1,22 @@
 """How good the planner's choice is: against the best of a grid of sizes, each looked at on the virtual clock.
 
-    python benchmarks/plan_search.py
-
 For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
 chooses from is looked at with every size of micro-batches and, where it splits the KV cache, several shares of that on
 the accelerator, each with as many micro-batches as memory has room for and with fewer. Mixtral 8x22B over four T4s is
 there for the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the
 planner's choice.
-Writes results/plan_search-<machine>.json.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from _results import named_for_machine, write_result
-from rich.progress import track
+from _options import SIMULATION, Benchmark, track
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
@@ -64,30 +60,50 @@ class Search(NamedTuple):
     seconds: float
 
 
-def main() -> None:
+BENCHMARK = Benchmark(
+    __doc__,
+    "plan_search",
+    measures=(*SIMULATION, "moesched/planner"),
+    parts=[
+        f"{model} on {machine}, {new_tokens} tokens{', padded' if padded else ''}"
+        for model, machine, new_tokens, padded in CASES
+    ],
+    rounds_help="timed searches; medians count",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Search everywhere, which is timed, then try the grids, which takes long, and write both."""
-    searches = [search(*each) for each in track(CASES, description="planning")]
-    cases = [compared(each) for each in track(searches, description="trying the grid")]
-    result = {
-        "workload": "mtbench",
-        "cases": cases,
-        "worst_regret": max(each["regret"] for each in cases),
-        "search_seconds": median(each["search_seconds"] for each in cases if each["model"] == "mixtral-8x7b"),
-    }
-    print(write_result(named_for_machine("plan_search"), result))
+    options = BENCHMARK.parse(arguments)
+    chosen = [case for part, case in zip(BENCHMARK.parts, CASES, strict=True) if part in options.only]
+    searches = [search(*each, options.rounds) for each in track(chosen, "planning", still=True)]
+    cases = [compared(each) for each in track(searches, "trying the grid")]
+    times = [each["search_seconds"] for each in cases if each["model"] == "mixtral-8x7b"]
+    BENCHMARK.write(
+        {
+            "workload": "mtbench",
+            "cases": cases,
+            "worst_regret": max(each["regret"] for each in cases),
+            "search_seconds": median(times) if times else None,
+        }
+    )
 
 
-def search(model: str, machine_name: str, new_tokens: int, padded: bool) -> Search:
-    """The planner's choice, and how long it took."""
+def search(model: str, machine_name: str, new_tokens: int, padded: bool, rounds: int) -> Search:
+    """The planner's choice, and the median seconds of finding it."""
     config, machine, budgets = cut_over_ranks(SHAPES[model], load_machine(machine_name), None, None)
     layout = weight_layout(config)
     lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
     if padded:
         lengths = [max(lengths)] * len(lengths)
-    started = perf_counter()
-    chosen = plan_best(machine, layout, lengths, new_tokens, budgets=budgets)
-    seconds = perf_counter() - started
-    return Search(model, machine_name, new_tokens, padded, machine, layout, lengths, budgets, chosen, seconds)
+    times = []
+    for _ in range(rounds):
+        started = perf_counter()
+        chosen = plan_best(machine, layout, lengths, new_tokens, budgets=budgets)
+        times.append(perf_counter() - started)
+    return Search(
+        model, machine_name, new_tokens, padded, machine, layout, lengths, budgets, chosen, median(times)
+    )
 
 
 def compared(searched: Search) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """Predicted against measured: models, policies and budgets that the calibration never saw, on this machine.
 
-    python benchmarks/prediction.py [--machine FILE] [--quick] [--only CASE ...]
-
 The machine is calibrated once, unless a machine file is given; the calibration sees no model, policy or budget of
 these cases. Each case runs once without being counted, since the first product of every size is prepared then, and then
-REPEATS times, in turn with the other cases and with the parts of the calibration: a shared machine's speed drifts by
+in rounds, in turn with the other cases and with the parts of the calibration: a shared machine's speed drifts by
 more than a prediction may be off, so that both must see the same minutes of it. Each case is predicted on the virtual
 clock. Runs during which other processes took more than a tenth of a core are done again, up to MOST_RUNS of a case;
 what they took is in the result. The models are random ones, written to the cache folder once.
@@ -15,26 +13,21 @@ What is held to a bar, in medians over the runs:
 * the busy time of each lane in them: within 10 %.
 
 Other figures, prefill and the mean task of each kind, say where an error comes from. One case runs on the emulated
-accelerator, in the emulated machine's time. --quick takes every other case, three times. It takes about ten minutes.
-The result goes to benchmarks/results/prediction-<machine>.json. Cases that are measured with --only, by their numbers
-from 1 on, replace themselves in that file; the others stay. Then a machine file that was calibrated just before
-should be given, the same for all.
+accelerator, in the emulated machine's time. It takes about ten minutes. Cases that are not measured stay in the result
+file. With `--only`, give a machine file that was calibrated just before, the same for all.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
-import sys
 from collections.abc import Sequence
 from statistics import mean, median, quantiles
 from typing import Any, Literal
 
 import msgspec
 from _in_turn import Figures, InTurn, Run, calibrate_in_turn
-from _results import RESULTS, named_for_machine, write_result
+from _options import EXECUTION, Benchmark, progress
 
 from moesched import plugins
 from moesched.machines import Machine, load_machine
@@ -50,7 +43,6 @@ from moesched.runs.runs import plan_run, run, simulate
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
-REPEATS = 5
 MOST_RUNS = 12
 LEAST_BAR_PERCENT = 5.0
 LANE_BAR_PERCENT = 10.0
@@ -262,67 +254,68 @@ def table(case: Case, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tell(case: Case, run: Run) -> None:
-    """Show a run as it ends."""
-    print(f"  {case.title}: {run.figures[DECODE]:.3f} s, others {run.others:.2f}", flush=True)
+BENCHMARK = Benchmark(
+    __doc__,
+    "prediction",
+    measures=(*EXECUTION, "moesched/machines", "moesched/calibration"),
+    packages=("torch",),
+    parts=[case.title for case in CASES],
+    rounds=5,
+    rounds_help="undisturbed runs of each case",
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument("--machine", help="a calibrated machine file; by default one is made")
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compare all cases, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--machine", help="a calibrated machine file; by default one is made")
-    parser.add_argument("--quick", action="store_true", help="every other case, three times")
-    numbers = range(1, len(CASES) + 1)
-    parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=[], metavar="CASE")
-    options = parser.parse_args(arguments)
-    cases: Sequence[Case] = CASES[::2] if options.quick else CASES
-    repeats = 3 if options.quick else REPEATS
-    if options.only:
-        cases = [CASES[number - 1] for number in options.only]
+    options = BENCHMARK.parse(arguments)
+    cases = [case for case in CASES if case.title in options.only]
     settings = [Setting(case) for case in cases]
     for setting in settings:
         setting.measure()
-    in_turn = InTurn({setting.case: setting.measure for setting in settings}, repeats, tell)
-    machine = load_machine(options.machine) if options.machine else calibrate_in_turn(in_turn, repeats)
+    in_turn = InTurn({setting.case: setting.measure for setting in settings}, options.rounds, show)
+    machine = load_machine(options.machine) if options.machine else calibrate_in_turn(in_turn, options.rounds)
     runs = in_turn.up_to(MOST_RUNS)
     predicted = [setting.predict(machine) for setting in settings]
     summaries = [summary(case, said, runs[case]) for case, said in zip(cases, predicted, strict=True)]
     print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
     for case, each in zip(cases, summaries, strict=True):
         print(table(case, each))
-    if options.only:
-        summaries = in_place(cases, summaries)
+    summaries = in_place(cases, summaries)
     held = sum(each["decode_holds"] for each in summaries)
     lanes = sum(each["lanes_hold"] for each in summaries)
     print(f"decode times within their bars: {held} of {len(summaries)}; lanes: {lanes} of {len(summaries)}")
-    report = {
-        "command": " ".join(["python benchmarks/prediction.py", *arguments]),
-        "calibration": {
-            "name": machine.name,
-            "description": machine.description,
-            "in_turn_with_the_runs": options.machine is None,
-        },
-        "emulated_machine": EMULATED,
-        "repeats": repeats,
-        "decode_within_bar": held,
-        "lanes_within_bar": lanes,
-        "cases": len(summaries),
-        "largest_decode_error_percent": max(abs(each["error_percent"][DECODE]) for each in summaries),
-        "runs": summaries,
-    }
-    print(write_result(named_for_machine("prediction"), report, "torch"))
+    BENCHMARK.write(
+        {
+            "calibration": {
+                "name": machine.name,
+                "description": machine.description,
+                "in_turn_with_the_runs": options.machine is None,
+            },
+            "emulated_machine": EMULATED,
+            "repeats": options.rounds,
+            "decode_within_bar": held,
+            "lanes_within_bar": lanes,
+            "cases": len(summaries),
+            "largest_decode_error_percent": max(abs(each["error_percent"][DECODE]) for each in summaries),
+            "runs": summaries,
+        }
+    )
+
+
+def show(case: Case, run: Run) -> None:
+    """Print a run as it ends."""
+    progress.print(f"{case.title}: {run.figures[DECODE]:.3f} s, others on {run.others:.2f} cores")
 
 
 def in_place(cases: Sequence[Case], summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """These cases' results and those that the file has of the others, in the order of the cases."""
-    file = RESULTS / f"{named_for_machine('prediction')}.json"
-    known: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.exists() else []
+    known: list[dict[str, Any]] = BENCHMARK.stored().get("runs", [])
     by_case = {msgspec.convert(each, Case): each for each in known}
     by_case |= dict(zip(cases, summaries, strict=True))
     return [by_case[case] for case in CASES if case in by_case]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

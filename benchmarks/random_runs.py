@@ -1,43 +1,57 @@
 """Random graphs and random policies, on the virtual clock and on real threads, on 1 to 3 ranks, a third with failures.
 
-    python benchmarks/random_runs.py [--runs 10000] [--first 0]
-
 Half of the runs are random graphs on the virtual clock, three tenths are random graphs on worker threads, streams and
 the event loop, and two tenths are policies (mostly the adversary) on random models and machines, on either. Tasks
 compute on symbols that show what they were made from. Every run is checked: no wrong value, nothing stuck, no budget
-passed physically, the ledger in order after every failure, nothing run after its input failed. The result is written
-to benchmarks/results/random_runs.json.
+passed physically, the ledger in order after every failure, nothing run after its input failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
+from _options import RUNS, Benchmark, track
 from _random_graph import Shape, run_graph
 from _random_policy import run_policy
 from _random_verdict import KINDS, Problem, Verdict
-from _results import Stuck, within, write_result
-from rich.progress import track
+from _within import Stuck, within
 
 STUCK_AFTER_SECONDS = 60.0
 
 
-def main() -> int:
+BENCHMARK = Benchmark(
+    __doc__,
+    "random_runs",
+    measures=(
+        "benchmarks/_random_graph.py",
+        "benchmarks/_random_policy.py",
+        "benchmarks/_random_verdict.py",
+        *RUNS,
+    ),
+    parts=[
+        f"{what} {where}" for what in ("graph", "policy") for where in ("on the virtual clock", "on threads")
+    ],
+    rounds=10_000,
+    rounds_help="runs, one by seed",
+    by_machine=False,
+)
+BENCHMARK.parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print what came out, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    options = parser.parse_args()
+    options = BENCHMARK.parse(arguments)
     started = time.perf_counter()
+    every = range(options.first, options.first + options.rounds)
+    seeds = [seed for seed in every if kind_of_run(seed)[0] in options.only]
     counts: dict[str, Counter[str]] = {}
     problems: Counter[str] = Counter()
     told: list[str] = []
-    for seed in track(range(options.first, options.first + options.runs), "random runs"):
+    for seed in track(seeds, "random runs"):
         name, shape = kind_of_run(seed)
         verdict = guarded(seed)
         counted = counts.setdefault(name, Counter())
@@ -46,17 +60,20 @@ def main() -> int:
         counted["troubled"] += shape.troubled
         problems.update({problem.kind for problem in verdict.problems})
         told += [f"seed {seed}, {name}: {problem.kind}: {problem.what}" for problem in verdict.problems[:1]]
-    figures: dict[str, Any] = {
-        "runs": options.runs,
-        "first_seed": options.first,
-        "seconds": round(time.perf_counter() - started, 1),
-        "runs_with": {kind: {"runs": problems[kind], "meaning": meaning} for kind, meaning in KINDS.items()},
-        "by_kind": {name: dict(counted) for name, counted in sorted(counts.items())},
-        "problems": told[:20],
-    }
-    path = write_result("random_runs", figures)
-    print(f"{options.runs} runs, {sum(problems.values())} with a problem: {dict(problems)}; {path}")
+    print(f"{len(seeds)} runs, {sum(problems.values())} with a problem: {dict(problems)}")
     print("\n".join(told[:20]))
+    BENCHMARK.write(
+        {
+            "runs": len(seeds),
+            "first_seed": options.first,
+            "seconds": round(time.perf_counter() - started, 1),
+            "runs_with": {
+                kind: {"runs": problems[kind], "meaning": meaning} for kind, meaning in KINDS.items()
+            },
+            "by_kind": {name: dict(counted) for name, counted in sorted(counts.items())},
+            "problems": told[:20],
+        }
+    )
     return 1 if problems else 0
 
 

@@ -1,6 +1,6 @@
 """Compare this tree with an older commit: the same tokens, slices, flows and nanoseconds under every policy?
 
-    python benchmarks/same_behaviour.py f050cae [--only TEXT] [--out FILE]
+    python benchmarks/same_behaviour.py f050cae [--only TEXT] [--rounds N] [--out FILE]
 
 Both run the same cases: every policy simulated on fixed machine profiles, and real runs of the shipped small model on
 torch and MLX. Labels that were renamed in between are listed in renamed_labels.toml. Takes about four minutes.
@@ -31,14 +31,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", help="the older commit")
+    parser.add_argument("before", nargs="?", default="HEAD", help="the older commit (default: HEAD)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose label contains this")
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="runs of this tree; each is compared (default: 1)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the verdict of every case as JSON")
     options = parser.parse_args()
     with checkout(options.before) as old, prepared(ROOT) as new:
-        before, after = (behaviour(tree, options.only) for tree in (old, new))
-    verdicts = compare(before, after, renamed_verbs())
-    different = {label: verdict for label, verdict in verdicts.items() if verdict != "same"}
+        before = behaviour(old, options.only)
+        rounds = [behaviour(new, options.only) for _ in range(options.rounds)]
+    after, verbs = rounds[0], renamed_verbs()
+    compared = [compare(before, each, verbs) for each in rounds]
+    verdicts = {label for verdicts in compared for label in verdicts}
+    different = {label: said for each in compared for label, said in each.items() if said != "same"}
     for label, verdict in different.items():
         print(f"{label}: {verdict}")
     refused = sum(case == {"refused": True} for case in after.values())

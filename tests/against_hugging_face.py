@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _mixtrals import DECISIVE, hugging_face_logits, prompts_of
+from _random_models import DECISIVE, hugging_face_logits, prompts_of
 from _small_runs import ONE_MEMORY, Generated, generate
 
 from moesched.devices.torch.device import TorchDevice

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _beams import hugging_face_beams, searched
-from _mixtrals import mixtral, prompts_of
-from _olmoes import olmoe
-from _qwens import qwen
+from _random_models import mixtral, olmoe, prompts_of, qwen
 from _small_runs import ONE_MEMORY, TWO_MEMORIES
 
 import moesched

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from _dbrxs import NO_CLIP, dbrx, random_dbrx
-from _mixtrals import hugging_face_logits, load_model, prompts_of
+from _random_models import NO_CLIP, dbrx, hugging_face_logits, load_model, prompts_of, random_dbrx
 from safetensors.torch import load_file, save_file
 from transformers import DbrxForCausalLM
 

@@ -9,9 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from _mixtrals import hugging_face_logits, load_model, prompts_of
-from _olmoes import olmoe, random_olmoe
-from _qwens import qwen, random_qwen
+from _random_models import hugging_face_logits, load_model, olmoe, prompts_of, qwen, random_olmoe, random_qwen
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import STEPS, assert_same_tokens, generated

@@ -17,8 +17,7 @@ import torch
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _dbrxs import dbrx, random_dbrx
-from _mixtrals import DECISIVE, mixtral, prompts_of, random_mixtral
+from _random_models import DECISIVE, dbrx, mixtral, prompts_of, random_dbrx, random_mixtral
 from _small_runs import ONE_MEMORY, Generated, generate, same_bits
 
 import moesched

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _mixtrals import mixtral
+from _random_models import mixtral
 from hypothesis import given
 from hypothesis import strategies as some
 

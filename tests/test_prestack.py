@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from _dbrxs import dbrx
-from _mixtrals import mixtral
+from _random_models import dbrx, mixtral
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

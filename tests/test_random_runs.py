@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from _random_graph import Shape, run_graph
 from _random_policy import run_policy
-from _results import within
+from _within import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from _mixtrals import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
+from _random_models import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from moesched.devices.products.linear import expert_ffn, linear

@@ -1,6 +1,6 @@
 """One layer under twiddler and twiddler_makespan: what each decides, when what ran, and a picture of both.
 
-    python benchmarks/layer_decision.py [--machine NAME] [--experts N] [--tokens N ...] [--out FILE.svg]
+    python examples/layer_decision.py [--machine NAME] [--experts N] [--tokens N ...] [--out FILE.svg]
 
 The layer is the first of Mixtral 8x7B in a simulated decode step whose router gave its experts these tokens. Docs show
 the output with the defaults (docs/layer-decision.md).

@@ -1,0 +1,229 @@
+"""Small random models of Hugging Face's families, of any shape that its code accepts, and their logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DbrxConfig,
+    DbrxForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+DECISIVE = 1e-4
+"""A smaller gap between the first and the second logit may fall either way."""
+NO_CLIP = 1e9
+"""Hugging Face's code accepts no clip_qkv of null, though its configuration does; this one clips nothing."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+"""Weights large enough for experts to matter and for logits to be decisive."""
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    """A small random Mixtral."""
+    settings = {**COMMON, "intermediate_size": 48, "num_local_experts": 4, **changes}
+    model: MixtralForCausalLM = ready(MixtralForCausalLM(MixtralConfig(**settings)))
+    return model
+
+
+def olmoe(**changes: Any) -> OlmoeForCausalLM:
+    """A small random OLMoE whose norms differ from each other."""
+    settings = {
+        **COMMON,
+        "intermediate_size": 24,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "pad_token_id": None,
+        "eos_token_id": None,
+        **changes,
+    }
+    model: OlmoeForCausalLM = ready(with_norms(OlmoeForCausalLM(OlmoeConfig(**settings))))
+    return model
+
+
+def qwen(**changes: Any) -> Qwen3MoeForCausalLM:
+    """A small random Qwen3-MoE whose norms differ from each other."""
+    settings = {
+        **COMMON,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        **changes,
+    }
+    model: Qwen3MoeForCausalLM = ready(with_norms(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))))
+    return model
+
+
+def dbrx(
+    *,
+    rope_theta: float = 5e5,
+    attention: dict[str, Any] | None = None,
+    ffn: dict[str, Any] | None = None,
+    **changes: Any,
+) -> DbrxForCausalLM:
+    """A small random DBRX whose clip matters."""
+    config = DbrxConfig(
+        attn_config={"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": rope_theta} | (attention or {}),
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2} | (ffn or {}),
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        **{
+            "vocab_size": 97,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 256,
+            "initializer_range": 0.3,
+            **changes,
+        },
+    )
+    return DbrxForCausalLM(config).eval()
+
+
+def random_mixtral(seed: int, layers: int = 2) -> MixtralForCausalLM:
+    """Odd and even head counts, head sizes given or derived, 3 to 16 experts, top-1 to top-4, with windows or not."""
+    chosen, kv_heads, heads = _heads(seed)
+    head_dim = 2 * chosen.randint(1, 9)
+    experts = chosen.randint(3, 16)
+    torch.manual_seed(seed)
+    return mixtral(
+        num_hidden_layers=layers,
+        hidden_size=heads * head_dim if chosen.random() < 0.5 else chosen.randint(9, 70),
+        head_dim=head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(4, experts)),
+        sliding_window=chosen.choice([None, None, 1, 4, 9]),
+        rope_parameters={"rope_type": "default", "rope_theta": chosen.choice([100.0, 1e4, 1e6])},
+        tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def random_olmoe(seed: int, layers: int = 2) -> OlmoeForCausalLM:
+    """Odd and even head counts, 3 to 64 experts, top-1 to top-8, weights that sum to 1 or not, clips or none."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts = chosen.choice([3, 7, 16, 64])
+    torch.manual_seed(seed)
+    return olmoe(
+        num_hidden_layers=layers,
+        hidden_size=heads * 2 * chosen.randint(1, 9),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=chosen.randint(5, 90),
+        num_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        norm_topk_prob=chosen.random() < 0.3,
+        clip_qkv=chosen.choice([None, 0.5, 2.0]),
+        rope_parameters={"rope_type": "default", "rope_theta": chosen.choice([1e4, 1e6])},
+        tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def random_qwen(seed: int, layers: int = 2) -> Qwen3MoeForCausalLM:
+    """Odd and even head counts and sizes, 3 to 128 experts, top-1 to top-8, weights that sum to 1 or not, windows."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts = chosen.choice([3, 7, 16, 40, 128])
+    torch.manual_seed(seed)
+    window = chosen.choice([None, None, 1, 4, 9])
+    return qwen(
+        num_hidden_layers=layers,
+        hidden_size=chosen.randint(9, 70),
+        head_dim=2 * chosen.randint(1, 9),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        moe_intermediate_size=chosen.randint(5, 90),
+        num_experts=experts,
+        num_experts_per_tok=chosen.randint(1, min(8, experts)),
+        norm_topk_prob=chosen.random() < 0.6,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        rope_parameters={"rope_type": "default", "rope_theta": chosen.choice([100.0, 1e4, 1e6])},
+        tie_word_embeddings=chosen.random() < 0.3,
+    )
+
+
+def random_dbrx(seed: int, layers: int = 2) -> DbrxForCausalLM:
+    """Odd and even head counts and sizes, 3 to 16 experts, top-1 to top-4, clips that bite, hardly bite or never do."""
+    chosen, kv_heads, heads = _heads(seed)
+    experts = chosen.randint(3, 16)
+    torch.manual_seed(seed)
+    return dbrx(
+        n_layers=layers,
+        n_heads=heads,
+        d_model=heads * 2 * chosen.randint(1, 9),
+        rope_theta=chosen.choice([1e4, 5e5]),
+        attention={"kv_n_heads": kv_heads, "clip_qkv": chosen.choice([0.5, 2.0, 8.0, NO_CLIP])},
+        ffn={
+            "ffn_hidden_size": chosen.randint(5, 90),
+            "moe_num_experts": experts,
+            "moe_top_k": chosen.randint(1, min(4, experts)),
+        },
+    )
+
+
+def _heads(seed: int) -> tuple[random.Random, int, int]:
+    """The random source of a shape, and its numbers of key-value heads and of heads."""
+    chosen = random.Random(seed)
+    kv_heads = chosen.choice([1, 2, 3])
+    return chosen, kv_heads, kv_heads * chosen.choice([1, 2, 3, 5])
+
+
+def load_model(directory: Path, dtype: torch.dtype) -> Any:
+    """A model of any family, as Hugging Face reads it in a dtype.
+
+    `model.to(bfloat16)` would not do: it rounds the frequencies of the rotary embedding too.
+    """
+    return ready(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype))
+
+
+def ready(model: Any) -> Any:
+    """The model as it can be compared."""
+    model.set_experts_implementation("eager")  # the others take no sizes that are odd
+    return model.eval()
+
+
+def with_norms(model: Any) -> Any:
+    """The model with norms whose weights differ, from each other and from the 1 that they start as."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.3 * torch.randn(weight.shape))
+    return model
+
+
+def prompts_of(vocabulary: int, lengths: Sequence[int] = (1, 13, 5, 5, 8)) -> list[list[int]]:
+    """Prompts of mixed length."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def hugging_face_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The logits after each of the tokens, given those before it: (T, V), float32."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()

@@ -1,0 +1,84 @@
+"""The benchmarks' command lines: help without a run, the same options, and result files that say what they measured."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from _options import Benchmark
+from _results import older_than_the_code, source_hash
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_printed_without_a_run_and_names_the_common_options(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(option in said for option in ("--only", "--rounds", "--out"))
+
+
+def benchmark(*, keeps_parts: bool = False) -> Benchmark:
+    return Benchmark(
+        "A test.",
+        "test",
+        measures=("moesched/tasks.py",),
+        parts=("red", "redder", "blue"),
+        keeps_parts=keeps_parts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [((), ["red", "redder", "blue"]), (("red",), ["red"]), (("e", "blue"), ["red", "redder", "blue"])],
+)
+def test_only_picks_parts_by_name_or_by_what_their_names_contain(
+    wanted: tuple[str, ...], chosen: list[str]
+) -> None:
+    arguments = ["--only", *wanted] if wanted else []
+    assert benchmark().parse(arguments).only == chosen
+
+
+def test_a_part_that_there_is_not_is_refused_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark().parse(["--only", "green"])
+    assert "no part is named so; parts: red, redder, blue" in capsys.readouterr().err
+
+
+def test_a_result_records_how_it_came_about(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    measured = benchmark()
+    measured.parse(["--out", str(file)])
+    measured.write({"figure": 1})
+    result = json.loads(file.read_text())
+    assert result["command"] == f"python benchmarks/test.py --out {file}"
+    assert result.keys() >= {"date", "commit", "machine"}
+    assert result["other_cores"].keys() == {"before", "during"}
+    assert result["measures"]["hash"] == source_hash(["benchmarks/test.py", "moesched/tasks.py"])
+    assert not older_than_the_code(result)
+    assert result["figure"] == 1
+
+
+def test_a_result_is_older_than_the_code_if_a_source_changed_or_none_was_recorded() -> None:
+    assert older_than_the_code({})
+    assert older_than_the_code({"measures": {"paths": ["moesched/tasks.py"], "hash": "another"}})
+
+
+def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"date": "2026-01-01", "figure": 1}))
+    measured = benchmark(keeps_parts=True)
+    measured.parse(["--only", "red", "--out", str(file)])
+    measured.write({"figure": 2})
+    result = json.loads(file.read_text())
+    assert (result["figure"], result["date"]) == (2, "2026-01-01")
+    assert older_than_the_code(result)
