@@ -79,4 +79,4 @@ def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
             progress.print(f"calibrated {done} of {steps}")
             runs.turn()
 
-    return calibrate(progress=between)
+    return calibrate(progress=between, thorough=True)

@@ -96,7 +96,7 @@ class WorkPart(NamedTuple):
     """Operations of one sort within a work, as measured cost tables know them.
 
     Attributes:
-        operation: the sort, such as "expert" (by weights as they were read) or "kept expert" (by weights that stay).
+        operation: the sort, such as "expert" (weights as they were read) or "resident expert" (weights that stay).
         size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
             of a KV head in a step's.
         rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages;

@@ -13,14 +13,35 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.calibration.calibrate import DTYPES, FULL, Extent, calibrate, measure, speed_beside, undisturbed
+from moesched.calibration.calibrate import calibrate_into
 from moesched.calibration.contention import Observed, rates_beside
-from moesched.calibration.exercise import FETCHED_LAYER, Exercise, Manner, Watch, small_model
+from moesched.calibration.exercise import FETCHED_LAYER, Exercise, FinishedTasks, Mode
+from moesched.calibration.extent import (
+    LARGE,
+    QUICK,
+    THOROUGH,
+    Extent,
+    OperationExtent,
+    Prompts,
+    Runs,
+    small_model,
+)
+from moesched.calibration.scaling import scaled_points
 from moesched.calibration.task_times import TaskTimes
+from moesched.calibration.timing import measure, speed_beside, undisturbed
 from moesched.errors import BadInput
-from moesched.machines import Contention, CostPoint, Machine, load_machine, machine_names, parse_machine
+from moesched.machines import (
+    COST_FORMAT,
+    Contention,
+    CostPoint,
+    Machine,
+    load_machine,
+    machine_names,
+    parse_machine,
+)
 from moesched.machines.cost import Calibrated, cost_model
 from moesched.machines.toml_text import machine_toml
+from moesched.models.config import DType
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations, ResidentShare
 from moesched.models.shapes import SHAPES
@@ -35,28 +56,33 @@ BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, vocabulary
 OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 
-A_LITTLE = Extent(
-    rounds=1,
-    seconds=0.0,
-    rows=(1, 2),
-    matrices=((32, 48),),
-    copies=(4096,),
-    reads=(4096, 8192),
-    pieces=(1, 2),
-    stream=1 << 16,
-    scratch=1 << 24,
-    models=(MODEL, LARGER),
-    between=(BETWEEN,),
-    groups=((3,), (2, 3), (5, 5, 5)),
-    longest=((9,),),
-    long=(1,),
-    steps=3,
-    steps_float32=3,
-    turns=2,
-    turns_float32=2,
-    turns_fresh=1,
-    turns_together=1,
-    again=0,
+BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, serial=2, fresh=1, together=1)
+QUICKEST = Extent(
+    name="quickly",
+    operations=OperationExtent(
+        rounds=1,
+        seconds=0.0,
+        rows=(1, 2),
+        matrices=((32, 48),),
+        copies=(4096,),
+        reads=(4096, 8192),
+        pieces=(1, 2),
+        stream=1 << 16,
+        scratch=1 << 24,
+        pairs=False,
+    ),
+    prompts=Prompts(groups=((3,), (2, 3), (5, 5, 5)), long=((9,),), host_attended=(1,)),
+    runs={"bfloat16": BFLOAT16_RUNS},
+    repeats=0,
+)
+BOTH_DTYPES = msgspec.structs.replace(
+    QUICKEST,
+    name="thoroughly",
+    operations=msgspec.structs.replace(QUICKEST.operations, pairs=True),
+    runs={
+        "bfloat16": BFLOAT16_RUNS,
+        "float32": Runs(models=(MODEL, BETWEEN, LARGER), steps=3, serial=2, fresh=1),
+    },
 )
 
 _numbers = count()
@@ -103,7 +129,7 @@ def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetch
     times.add(MODEL, "bfloat16", [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
     times.add_fresh(MODEL, "bfloat16", [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
     found = {point.operation: point for point in times.points()}
-    assert (found["kept route"].seconds, found["route"].seconds) == (0.5, 1.25)
+    assert (found["resident route"].seconds, found["route"].seconds) == (0.5, 1.25)
     assert found["route"].rows == 4
 
 
@@ -124,7 +150,7 @@ def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None
 
 def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
     tasks = [task("route", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
-    experts = costs(tasks)["kept experts"]
+    experts = costs(tasks)["resident experts"]
     warmed = 8 * (1 - 0.75**4)
     assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / warmed, rel=1e-3)
     assert experts.rows == pytest.approx(8 / warmed, rel=1e-3)
@@ -253,17 +279,17 @@ def test_tasks_that_hardly_overlap_say_nothing() -> None:
     assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
 
 
-def exercised(manner: Manner) -> list[Task]:
+def exercised(mode: Mode) -> list[Task]:
     """The tasks of four micro-batches on the virtual clock, in the order of their ends."""
-    policy, watch = Exercise(manner, turn=0, long=(2, 3)), Watch()
+    policy, finished = Exercise(mode, turn=0, host_attended=(2, 3)), FinishedTasks()
     batch = Batch((4, 4, 4, 4), 4, ((0,), (1,), (2,), (3,)))
-    layout = weight_layout(FULL.models[-1], "bfloat16")
-    simulate(plan_run(load_machine("cpu-nvme"), layout, batch, policy), policy, observers=[watch])
-    return watch.tasks
+    layout = weight_layout(LARGE, "bfloat16")
+    simulate(plan_run(load_machine("cpu-nvme"), layout, batch, policy), policy, observers=[finished])
+    return finished.tasks
 
 
 def test_fresh_weights_come_before_each_micro_batch_and_wait_for_all_that_was_before() -> None:
-    tasks = exercised(Manner.FRESH)
+    tasks = exercised(Mode.FRESH)
     fetches = [each for each in tasks if each.verb == "fetch"]
     assert len(fetches) == 4 * 4
     for fetch in fetches:
@@ -273,9 +299,9 @@ def test_fresh_weights_come_before_each_micro_batch_and_wait_for_all_that_was_be
 
 
 def test_the_host_attends_beside_the_experts_of_another_micro_batch_and_is_done_before_they_are() -> None:
-    tasks = exercised(Manner.ATTENDING)
+    tasks = exercised(Mode.ATTENDING)
     attended = [each for each in tasks if each.verb == "cpu_attention"]
-    assert len(attended) == 4 * 2 * FULL.models[-1].layers
+    assert len(attended) == 4 * 2 * LARGE.layers
     for each in attended:
         assert any(
             beside.verb == "post_attention" and beside.start <= each.start and each.end <= beside.end
@@ -297,6 +323,7 @@ def test_measured_points_and_odd_names_are_read_back_too() -> None:
     fields = {field: getattr(machine, field) for field in machine.__struct_fields__}
     fields["name"] = 'a "quoted" name, \\ and ünïcode'
     fields["cost_table"] = [CostPoint(operation="route", size=2.5e9, seconds=1e-07, dtype="float32", rows=3)]
+    fields["cost_format"] = COST_FORMAT
     fields["contention"] = [Contention(work="few rows", beside="attention", rate=0.5)]
     changed = Machine(**fields)
     assert parse_machine(machine_toml(changed).encode(), "text") == changed
@@ -331,23 +358,93 @@ def test_a_step_is_done_again_while_others_are_busy_and_tries_are_left() -> None
     assert taken == [2, 3]
 
 
-def test_a_calibrated_machine_predicts_runs_in_both_dtypes(tmp_path: Path) -> None:
+def predicts(machine: Machine, dtype: DType) -> bool:
+    """Whether the machine's costs cover runs of several policies."""
+    assert isinstance(cost_model(machine, dtype), Calibrated)
+    layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
+    seconds = []
+    for name in ("resident", "layer_streaming", "cgopipe", "twiddler", "lru_offload", "expert_streaming"):
+        policy = make_policy(name)
+        plan = plan_run(machine, layout, split_batch([5] * 4, 3, 2), policy, {"host": 8_000_000_000})
+        seconds.append(simulate(plan, policy).prefill_seconds)
+    return min(seconds) > 0
+
+
+def test_a_thorough_calibration_measures_both_dtypes(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    machine = calibrate(tmp_path / "machine.toml", lambda done, total: seen.append((done, total)), A_LITTLE)
+    file = tmp_path / "machine.toml"
+    machine = calibrate_into(file, BOTH_DTYPES, lambda done, total: seen.append((done, total)))
     assert seen[0] == (0, len(seen) - 1) and seen[-1] == (len(seen) - 1, len(seen) - 1)
-    assert parse_machine((tmp_path / "machine.toml").read_bytes(), "file") == machine
+    assert parse_machine(file.read_bytes(), "file") == machine
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
     alone = ("stream", "copy", "gemv", "gemm", "read")
     assert set(permutations(alone, 2)) <= {(pair.work, pair.beside) for pair in machine.contention}
     for operation in ("read", "disk->host"):
         assert {point.rows for point in machine.cost_table if point.operation == operation} == {1, 2}
-    for dtype in ("bfloat16", "float32"):
-        assert isinstance(cost_model(machine, dtype), Calibrated)
-        layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
-        for name in ("resident", "layer_streaming", "cgopipe"):
-            policy = make_policy(name)
-            plan = plan_run(machine, layout, split_batch([5] * 4, 3, 2), policy, {"host": 8_000_000_000})
-            assert simulate(plan, policy).prefill_seconds > 0
+    assert not any(point.scaled_from for point in machine.cost_table)
+    assert "calibrated thoroughly" in machine.description and "scaled" not in machine.description
+    assert predicts(machine, "bfloat16") and predicts(machine, "float32")
+
+
+def test_a_quick_calibration_measures_bfloat16_scales_float32_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "machine.toml"
+    machine = calibrate_into(file, QUICKEST)
+    assert parse_machine(file.read_bytes(), "file") == machine
+    scaled = [point for point in machine.cost_table if point.scaled_from]
+    assert {(point.dtype, point.scaled_from) for point in scaled} == {("float32", "bfloat16")}
+    by_themselves = {point.operation for point in machine.cost_table if point.dtype == "float32"}
+    assert by_themselves - {point.operation for point in scaled} == {"product"}
+    measured = len(machine.cost_table) - len(scaled)
+    assert f"{measured} costs measured, {len(scaled)} in float32 scaled from those in" in machine.description
+    assert predicts(machine, "bfloat16") and predicts(machine, "float32")
+
+
+def test_the_quick_extent_is_a_part_of_the_thorough_one() -> None:
+    assert QUICK.runs.keys() < THOROUGH.runs.keys()
+    for dtype, runs in QUICK.runs.items():
+        thorough = THOROUGH.runs[dtype]
+        assert runs.models == thorough.models
+        assert max(runs.steps, runs.serial, runs.fresh, runs.together) < thorough.steps
+
+
+def test_costs_are_scaled_by_the_products_of_the_same_matrices() -> None:
+    def product(dtype: str, size: float, seconds: float) -> CostPoint:
+        return CostPoint(operation="product", dtype=dtype, size=size, seconds=seconds)
+
+    products = [product("bfloat16", 10, 1.0), product("bfloat16", 20, 2.0)]
+    products += [product("float32", 20, 1.5), product("float32", 40, 6.0)]
+    found = scaled_points(
+        [
+            CostPoint(operation="route", dtype="bfloat16", size=10, seconds=4.0),
+            CostPoint(operation="resident experts", dtype="bfloat16", size=60, seconds=9.0),
+            CostPoint(operation="step attention", dtype="bfloat16", size=8, rows=2, seconds=5.0),
+            CostPoint(operation="combine", dtype="bfloat16", size=8, seconds=7.0),
+            CostPoint(operation="disk->host", size=8, seconds=7.0),
+        ],
+        products,
+        "float32",
+    )
+    assert [(point.operation, point.size, point.seconds) for point in found] == [
+        ("route", 20, 4.0 * 1.5),
+        ("resident experts", 120, 9.0 * 3),
+        ("step attention", 16, 5.0),
+        ("combine", 8, 7.0),
+    ]
+    assert {(point.dtype, point.scaled_from) for point in found} == {("float32", "bfloat16")}
+
+
+def test_costs_of_an_older_version_are_refused_with_the_command_that_measures_them_again() -> None:
+    machine = msgspec.structs.replace(
+        load_machine("cpu-nvme"), cost_format=1, cost_table=[CostPoint(operation="route", size=1, seconds=1)]
+    )
+    said = (
+        "mine.toml: .* in format 1, .* reads 2: measure them again with `moesched calibrate --out mine.toml`"
+    )
+    with pytest.raises(BadInput, match=said):
+        parse_machine(machine_toml(machine).encode(), "mine.toml")
+    text = machine_toml(machine).replace("cost_format = 1\n", "")
+    with pytest.raises(BadInput, match="in format 0"):
+        parse_machine(text.encode(), "mine.toml")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -362,7 +459,7 @@ def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(
             raise error
 
     with pytest.raises(error):
-        calibrate(file, cut_short, A_LITTLE)
+        calibrate_into(file, QUICKEST, cut_short)
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
     assert file.read_text() == "old"
 
@@ -370,21 +467,19 @@ def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(
 def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text("old")
-    extent = msgspec.structs.replace(
-        A_LITTLE, steps=2000, turns=1, turns_float32=1, turns_fresh=0, turns_together=0
-    )
-    first_run = -len(extent.models) * len(DTYPES)
+    runs = Runs(models=(MODEL,), steps=2000, serial=1, fresh=0)
+    extent = msgspec.structs.replace(QUICKEST, runs={"bfloat16": runs})
 
-    def interrupt_the_first_run(done: int, total: int) -> None:
-        if done == total + first_run:
+    def interrupt_the_run(done: int, total: int) -> None:
+        if done == total - 1:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(file, interrupt_the_first_run, extent)
+        calibrate_into(file, extent, interrupt_the_run)
     assert file.read_text() == "old"
 
 
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match=r"cannot calibrate into .*machine.toml: .*: choose another --out"):
-        calibrate(tmp_path / "file" / "machine.toml", extent=A_LITTLE)
+        calibrate_into(tmp_path / "file" / "machine.toml", QUICKEST)

@@ -105,8 +105,8 @@ def test_every_work_pays_for_being_dispatched_where_that_was_measured() -> None:
 
 
 def test_an_operation_that_was_not_measured_is_refused() -> None:
-    with pytest.raises(BadInput, match="no cost for 'kept route' in bfloat16: run `moesched calibrate`"):
-        measured().work(Work("kernel", "cpu", parts=(WorkPart("kept route", 100),)))
+    with pytest.raises(BadInput, match="no cost for 'resident route' in bfloat16: run `moesched calibrate`"):
+        measured().work(Work("kernel", "cpu", parts=(WorkPart("resident route", 100),)))
     with pytest.raises(BadInput, match="was not measured in float16"):
         Calibrated(machine(cost_table=TABLE), "float16")
 
@@ -214,8 +214,8 @@ def test_an_operation_is_in_two_parts_where_only_some_of_its_weights_stay() -> N
     operations = Operations(config, "bfloat16", ResidentShare(dense=1.0, experts=0.25))
     found = parts(operations.post_attention(16))
     warmed = config.experts * (1 - (1 - config.top_k / config.experts) ** 16)
-    assert set(found) == {"kept route", "kept experts", "experts", "combine"}
-    assert found["kept experts"].times == pytest.approx(warmed / 4)
+    assert set(found) == {"resident route", "resident experts", "experts", "combine"}
+    assert found["resident experts"].times == pytest.approx(warmed / 4)
     assert found["experts"].times == pytest.approx(warmed * 3 / 4)
     assert found["experts"].rows == pytest.approx(16 * config.top_k / warmed)
     assert found["experts"].size == operations.expert_bytes

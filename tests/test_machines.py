@@ -119,7 +119,7 @@ BROKEN = [
     ("bandwidth = 320e9", "bandwidth = inf", r"memories\.gpu\.bandwidth: "),
     ("bandwidth = 320e9", 'bandwidth = "fast"', r"memories\.gpu\.bandwidth: .*`float`"),
     ('capacity = "16GB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
-    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity: -16 is no capacity"),
+    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity: -16 is not a capacity"),
     ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32: -.* must be positive"),
     ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host, pinned"),
     ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
@@ -128,7 +128,7 @@ BROKEN = [
     ("latency = 10e-6", "latency = -1", r"links\[0\]\.latency: .*>= 0"),
     (LAST_LINK, LAST_LINK.replace("pinned", "gpu"), r"links\[3\]: a second link from 'host' to 'gpu'"),
     (LAST_LINK, LAST_LINK.replace("pinned", "host"), r"links\[3\]: it joins 'host' to itself"),
-    ('host = "cpu"', 'host = "cpus"', r"roles\.host: 'cpus' is not described: it is none of gpu, cpu"),
+    ('host = "cpu"', 'host = "cpus"', r"roles\.host: 'cpus' is not described: use one of gpu, cpu"),
     ('weights = "host"', 'weights = "tape"', r"roles\.weights: 'tape' is not described"),
     ('weights = "host"', "", r"roles: .*`weights`"),
     ("[memories.gpu]", "[memories.gpu]\nspeed = 3", r"memories\.gpu: .*`speed`"),
@@ -140,11 +140,11 @@ BROKEN = [
     (
         "[roles]",
         '[accelerator_group]\ninterconnect = { bandwidth = 1, paths = ["gpu->host", "wire"] }\n[roles]',
-        r"accelerator_group\.interconnect\.paths\[1\]: 'wire' is not described: it is none of host->gpu, ",
+        r"accelerator_group\.interconnect\.paths\[1\]: 'wire' is not described: use one of host->gpu, ",
     ),
     (
         "[roles]", '[[contention]]\nwork = "attention"\nbeside = "idling"\nrate = 1\n[roles]',
-        r"contention\[0\]: 'idling' is no sort of work: measure again with `moesched calibrate`",
+        r"contention\[0\]: 'idling' is not a sort of work: measure again with `moesched calibrate`",
     ),
     ('name = "t4"', "name = t4", "not a machine"),
 ]  # fmt: skip

@@ -118,7 +118,7 @@ def test_a_machine_is_written_with_its_wiring() -> None:
 
 
 def test_wiring_is_for_memory_that_accelerator_and_host_share() -> None:
-    with pytest.raises(BadInput, match="wiring: it is of memory that accelerator and host share"):
+    with pytest.raises(BadInput, match="wired_memory: accelerator and host have separate memories"):
         parse_machine(
             machine_toml(msgspec.structs.replace(load_machine("t4"), wired_memory=WIRING)).encode(), "text"
         )

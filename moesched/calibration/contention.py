@@ -1,4 +1,4 @@
-"""How much tasks slow each other down, from tasks that were measured alone and beside others."""
+"""Estimates how much tasks slow each other down, from tasks that were timed alone and beside others."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_OVERLAP = 0.3
-"""How much of a task must have been beside others for it to tell anything."""
+"""The share of a task's time beside others from which on it counts."""
 LEAST_RATE = 0.05
 PRIOR_SECONDS = 0.005
-"""How much observation it takes to tell a mix's rate from that of all mixes together: mixes that were hardly seen, or
-come in the same proportions in every task, would else be given what another one is robbed of."""
+"""The observation time that a mix of tasks needs for a rate of its own. Rates of mixes that were seen for less, or
+always in the same proportions, are drawn to the rate of all mixes together; least squares could not tell them apart."""
 
 
 class Observed(NamedTuple):
-    """One task; seconds.
+    """One task's times in seconds.
 
     Attributes:
-        alone: what it takes alone.
-        took: what it took.
-        beside: for how long of that others ran, by what ran at once.
+        alone: its time alone.
+        took: its time beside others.
+        beside: the part of `took` during which others ran, by the mix of tasks that ran at once.
     """
 
     alone: float
@@ -30,11 +30,11 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """How fast tasks of one sort go on beside others, relative to being alone, by what runs at once; at most 1.
+    """Speeds of tasks of one sort beside others, relative to running alone, by the mix of tasks beside; at most 1.
 
-    Of a task that took d, what takes a alone, while others ran for o of it, d - o + o * rate = a; with several mixes
-    of others a sum over these. The rates are those of least squares (ridge regression), each task weighed by the
-    inverse of o: for a single mix they bring the tasks' times to the right sum, which is what a lane's busy time is.
+    A task that takes a alone, and took d while others ran for o of it, satisfies d - o + o * rate = a; with several
+    mixes, a sum over them. The rates solve this by least squares (ridge regression), each task weighted by 1 / o: for
+    a single mix, the tasks' predicted times then have the measured sum, as a lane's busy time is a sum.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:

@@ -1,4 +1,4 @@
-"""How busy others keep this machine while something is measured."""
+"""Measures the load of other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 
 class OtherLoad:
-    """Cores that other processes, and the machine's host, kept busy since it was made.
+    """Cores that other processes and the hypervisor kept busy since this object was made.
 
-    Interrupts are left out: they serve this process's reads as well as anybody's.
+    Interrupts do not count: they may serve this process's own reads.
     """
 
     def __init__(self) -> None:
         self._since = time.perf_counter(), _busy_seconds_of_others()
 
     def cores(self) -> float:
-        """0 where the system does not tell."""
+        """The average number of cores; 0 where the system does not report it."""
         start, busy = self._since
         return max(0.0, _busy_seconds_of_others() - busy) / (time.perf_counter() - start)
 
@@ -28,6 +28,6 @@ def _busy_seconds_of_others() -> float:
     except OSError:
         return 0.0
     user, nice, system, _, _, _, _, stolen = map(int, numbers)
-    everybody = (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+    all_processes = (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
     own = os.times()
-    return everybody - own.user - own.system
+    return all_processes - own.user - own.system

@@ -1,4 +1,4 @@
-"""From the tasks of small models to the points of a cost table, and to how much tasks slow each other down."""
+"""Turns the timed tasks of small models into points of a cost table, and into speeds of tasks beside each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from moesched.calibration.contention import Observed, rates_beside
-from moesched.calibration.exercise import FETCHED_LAYER, KEPT_LAYER
+from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
 from moesched.machines.cost import DISPATCH, HOP, sort_of
 from moesched.models.config import ModelConfig
@@ -18,22 +18,26 @@ from moesched.tasks import Task, Work, WorkPart
 
 LEAST_SECONDS = 1e-6
 WITHOUT_WEIGHTS = ("attention", "combine")
-"""What a layer does without weights of its own."""
+"""Verbs within a layer that use no weights."""
 
 
 class Group(NamedTuple):
-    """Tasks that take the same: one verb on one micro-batch or, for experts, on nearly as many tokens."""
+    """Tasks that should take equally long.
+
+    Attributes:
+        number: of the micro-batch; for an expert, roughly its tokens.
+    """
 
     model: str
     dtype: str
     verb: str
     resident: bool
-    which: int
+    number: int
     prefill: bool
 
 
-class Same(NamedTuple):
-    """The same task in every run of one model."""
+class TaskKey(NamedTuple):
+    """Identifies a task in all runs of one model."""
 
     model: str
     dtype: str
@@ -45,26 +49,26 @@ class Same(NamedTuple):
 
 
 class TaskTimes:
-    """What tasks took, alone and beside others."""
+    """Times of tasks, alone and beside others."""
 
     def __init__(self) -> None:
         self._times: dict[Group, list[float]] = {}
         self._works: dict[Group, Work] = {}
-        self._alone: dict[Same, list[float]] = {}
+        self._alone: dict[TaskKey, list[float]] = {}
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
     def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
-        """Take in a run that did one task after the other.
+        """Add a run of one task after the other.
 
-        Of what takes weights that were fetched, others of their micro-batches took them before: only what such tasks
-        are slowed by is told from it, and `add_fresh` has what they take.
+        On fetched weights, only the first micro-batch finds them unused; the others run faster. So tasks on fetched
+        weights count as the baseline for `rates` only, and `add_fresh` has their times.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            self._alone.setdefault(_same(model, dtype, task), []).append(_seconds(task))
+            self._alone.setdefault(_key(model, dtype, task), []).append(_seconds(task))
             if task.verb == "fetch":
-                if dtype == model.dtype:  # else it is converted, too
+                if dtype == model.dtype:  # otherwise a fetch converts, too
                     self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
             elif task.layer != FETCHED_LAYER or task.verb in WITHOUT_WEIGHTS:
                 times.setdefault(_group(model, dtype, task), []).append(_seconds(task))
@@ -72,9 +76,9 @@ class TaskTimes:
         self._take_means(times)
 
     def add_fresh(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
-        """Take in a run in which every micro-batch's weights were fetched just before, as those that stream are.
+        """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
-        The first use of such weights is slower than the next, and so is a processor that waited for them.
+        The first use of fetched weights is slower than the next, and so is a processor that waited for them.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
@@ -88,12 +92,12 @@ class TaskTimes:
             self._times.setdefault(group, []).append(fmean(seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Take in what lies between tasks where nothing else was waited for: on one lane, and from lane to lane."""
+        """Add the gaps between tasks that waited for nothing else: on one lane, and from lane to lane."""
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
             (after.start - before.end) / 1e9
             for before, after in pairwise(on_lane)
-            if (before.step, before.layer) == (after.step, after.layer) == (after.step, KEPT_LAYER)
+            if (before.step, before.layer) == (after.step, after.layer) == (after.step, RESIDENT_LAYER)
         ]
         ends = {
             (task.step, task.layer, task.micro_batch): task.end
@@ -108,9 +112,10 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> float:
-        """How many times as long as by themselves pages took to move; 1 where none was moved.
+        """The time of page transfers relative to single reads of the same pages; 1 where no page was moved.
 
-        seconds: of so many bytes in so many pieces, by themselves.
+        Args:
+            seconds: the time of a read, by bytes and number of pieces.
         """
         ratios = [
             median(times) / seconds(part.size, part.rows)
@@ -120,24 +125,24 @@ class TaskTimes:
         return median(ratios) if ratios else 1.0
 
     def points(self) -> list[CostPoint]:
-        """The table's points: of an operation's times in one run the mean, of several runs the median.
+        """The points of the cost table: the mean over the tasks of a run, and the median over the runs.
 
-        A lane is busy for the sum of its tasks, so that of tasks that take longer now and then the mean tells.
+        A lane's busy time is a sum, so tasks that occasionally take longer count in full.
         """
         found: dict[tuple[str, str, float, float], list[float]] = {}
         for each in (each for group in self._times for each in self._points_of(group)):
             found.setdefault((each.operation, each.dtype, each.rows, each.size), []).append(each.seconds)
-        points = [point(*what, median(seconds)) for what, seconds in sorted(found.items())]
+        points = [point(*key, median(seconds)) for key, seconds in sorted(found.items())]
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
-        """How fast tasks went on beside others, relative to being alone, by (sort, sorts of the others).
+        """Speeds of tasks beside others, relative to running alone, by (sort, sorts of the others).
 
-        Prefill is left out: what meets a size for the first time may take longer alone.
+        Prefill does not count: the first task of a size may take longer alone.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
-            alone = self._alone.get(_same(model, dtype, task))
+            alone = self._alone.get(_key(model, dtype, task))
             if alone is not None and task.step > 0:
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
                 observed.setdefault(sort_of(task.work), []).append(each)
@@ -149,30 +154,30 @@ class TaskTimes:
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
         work, seconds = self._works[group], median(self._times[group])
-        place = "kept " if group.resident else ""
+        prefix = "resident " if group.resident else ""
         part = work.parts[0]
         if group.verb in ("pre_attention", "route"):
-            yield point(f"{place}{group.verb}", group.dtype, part.rows, part.size, seconds)
+            yield point(f"{prefix}{group.verb}", group.dtype, part.rows, part.size, seconds)
         elif group.verb == "run_expert":
-            yield point(f"{place}expert", group.dtype, group.which, part.size, seconds)
+            yield point(f"{prefix}expert", group.dtype, group.number, part.size, seconds)
         elif group.verb == "post_attention":
-            yield from self._experts(group, place, seconds)
+            yield from self._experts(group, prefix, seconds)
         elif group.verb == "attention":
             yield from self._attention(group, seconds)
         else:
             yield point(part.operation, group.dtype, part.rows, part.size, seconds)
 
-    def _experts(self, group: Group, place: str, seconds: float) -> Iterator[CostPoint]:
-        """What a layer's experts take together, over and above what comes before and after them."""
+    def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
+        """The time per expert of a layer's experts together, without the tasks before and after them."""
         before = self._times.get(group._replace(verb="route"))
         after = self._times.get(group._replace(verb="combine", resident=False))
         experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
         if before and after:
             rest = (seconds - median(before) - median(after)) / sum(part.times for part in experts)
-            yield point(f"{place}experts", group.dtype, experts[0].rows, experts[0].size, rest)
+            yield point(f"{prefix}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
-        """What one sequence takes: what a task's calls have in common is told from it by `_attention_overheads`."""
+        """The time of one sequence, and apart from it the overheads per task and per call."""
         overheads = self._attention_overheads(group)
         if overheads is not None:
             common, call = overheads
@@ -185,13 +190,14 @@ class TaskTimes:
             yield point(each.operation, group.dtype, each.rows, each.size, rest)
 
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
-        """Seconds of any attention task, and of each of its calls: from decode tasks of about the same context.
+        """Overheads in seconds of an attention task and of each of its calls.
 
-        The first has one sequence, the second many sequences in one call, the third each of its sequences in a call.
+        They follow from three decode tasks of similar context: one with a single sequence, one with many sequences
+        in one call, and one with a call for each of its sequences.
         """
         alike = []
         for each, times in self._times.items():
-            if each._replace(which=0) == group._replace(which=0, prefill=False):
+            if each._replace(number=0) == group._replace(number=0, prefill=False):
                 parts = {part.operation: part for part in self._works[each].parts}
                 sequence = parts["step attention"]
                 alike.append((parts["attention call"].times, sequence.times, sequence.size, median(times)))
@@ -207,7 +213,7 @@ class TaskTimes:
 
 
 def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
-    """A measured point, to four digits."""
+    """A point with its figures rounded to four digits."""
     return CostPoint(
         operation=operation,
         dtype=dtype,
@@ -218,12 +224,12 @@ def point(operation: str, dtype: str, rows: float, size: float, seconds: float) 
 
 
 def rounded(number: float) -> float:
-    """To four digits: more were not measured."""
+    """Round to four digits."""
     return float(f"{number:.4g}")
 
 
 def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
-    resident = task.layer == KEPT_LAYER
+    resident = task.layer == RESIDENT_LAYER
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
         return Group(model.name, dtype, task.verb, resident, rows, False)
@@ -232,13 +238,13 @@ def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
     return Group(model.name, dtype, task.verb, resident, task.micro_batch, task.step == 0)
 
 
-def _same(model: ModelConfig, dtype: str, task: Task) -> Same:
+def _key(model: ModelConfig, dtype: str, task: Task) -> TaskKey:
     verb = "attention" if task.verb == "cpu_attention" else task.verb
-    return Same(model.name, dtype, task.step, verb, task.layer, task.micro_batch, task.expert)
+    return TaskKey(model.name, dtype, task.step, verb, task.layer, task.micro_batch, task.expert)
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Seconds of the task during which others ran on other lanes, by the sorts of those that ran at once."""
+    """Seconds of the task during which other lanes were busy, by the sorts of tasks that ran on them at once."""
     others = [
         each
         for each in tasks

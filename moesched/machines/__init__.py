@@ -26,31 +26,34 @@ from moesched.machines.toml_library import (
 from moesched.units import parse_bytes
 
 INTERCONNECT = "interconnect"
-"""What carries all-reduces: the name of a lane and of a resource."""
+"""The lane and the resource that carry all-reduces."""
 
 FEW_ROWS, MANY_ROWS = "few rows", "many rows"
-"""Sorts of tasks that compute: products that wait for their weights, and products that do not."""
+"""Sorts of tasks on weights: products that are bound by memory, and products that are bound by compute."""
 
 ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
-"""Attention over sequences of one length, which is one call, and over others, in several: what else runs on the
-processor comes between these."""
+"""Attention over sequences of one length, which is one call, and over several lengths, with a call for each. Other
+tasks on the processor delay the second kind more."""
 
 SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
-"""Operations that are timed by themselves, pair by pair: `gemv` is a product of one row, `read` is from the disk."""
+"""Operations that are timed by themselves and in pairs: `gemv` is a product of one row, `read` reads the disk."""
+
+COST_FORMAT = 2
+"""The version of the cost table's format."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that computes.
+    """A processor.
 
     Attributes:
         memory: the memory that it computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
         launch_seconds: fixed time per operation.
-        expert_bandwidth: bytes of weights per second that an expert's kernel was seen to read, where that is less than
-            the memory gives.
-        handover_seconds: what passes from the end of a kernel until the network has what it made.
+        expert_bandwidth: bytes of weights per second that an expert's kernel reads, where that is less than the
+            memory's bandwidth.
+        handover_seconds: time from the end of a kernel until the network may send its result.
     """
 
     memory: str
@@ -78,7 +81,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        path: what carries it; links that share a path share a lane. By default "source->destination".
+        path: the wire or bus; links that share a path share a lane. By default "source->destination".
     """
 
     source: str
@@ -94,7 +97,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who plays what: two processors (they may be the same one), and the memory that the weights come from."""
+    """The processors that play accelerator and host (possibly the same one), and the memory that holds all weights."""
 
     accelerator: str
     host: str
@@ -103,12 +106,12 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins equal accelerators: between any two of them, each direction by itself.
+    """The connection between equal accelerators: one between any two of them, with a lane in each direction.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: of the links that carry it, where it has no wires of its own: what crosses it slows their transfers.
+        paths: the paths of the links that carry it, where it has no wires of its own. It then competes with them.
     """
 
     bandwidth: Positive
@@ -117,13 +120,13 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many equal accelerators there are.
+    """A number of equal accelerators.
 
-    What the machine says of its accelerator holds for each of them: the processor, its memory, and the links that
-    begin or end there, so that links to different accelerators do not share a lane. Host memory they share.
+    The machine describes one of them: its processor, its memory, and the links that begin or end there. Each of the
+    others has the same, with lanes of its own. All share the host's memory.
 
     Attributes:
-        interconnect: what joins them; without one, what passes between them goes through the host's memory.
+        interconnect: without one, transfers between accelerators go through the host's memory.
     """
 
     count: Annotated[int, Meta(ge=1)] = 1
@@ -131,15 +134,15 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the accelerator's driver keeps weights at hand: wired, as long as they are used.
+    """Wiring of weights by the accelerator's driver, which unwires them when they are idle.
 
     Attributes:
-        idle_seconds: after which an array that no kernel used is wired no more.
+        idle_seconds: idle time after which an array is unwired.
         first_bandwidth: bytes per second of wiring an array for the first time.
         again_bandwidth: bytes per second of wiring it again.
         prestacked: whether an expert's weights of all layers are one array, which any layer's use keeps wired;
-            otherwise each layer's are one.
-        standby: whether all arrays are wired before the first request, and kept so until it comes.
+            otherwise there is one array per layer.
+        standby: whether all arrays are wired before the first request, and stay so until it comes.
     """
 
     idle_seconds: Positive
@@ -149,17 +152,18 @@ class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     standby: bool = True
 
 
-class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured operation, alone on the machine.
+class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The time of one operation, alone on the machine.
 
     Attributes:
-        operation: what was measured, by the names that the parts of a work have.
-        size: of the operation: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
-            of a KV head in a step's.
-        seconds: what it took.
+        operation: its name, as in `WorkPart.operation`.
+        size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
+            head in a decode step's attention.
+        seconds: its time.
         dtype: of the weights and activations; empty where that does not matter.
-        rows: what weights are multiplied with; of reads and transfers, how many of that size; of a step's attention,
-            how many KV heads.
+        rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
+            KV heads of a decode step's attention.
+        scaled_from: the dtype whose measured time this one was scaled from; empty where it was measured itself.
     """
 
     operation: str
@@ -167,14 +171,15 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seconds: NotNegative
     dtype: str = ""
     rows: NotNegative = 1
+    scaled_from: str = ""
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sort of work goes on while others run beside it.
+    """The speed of one sort of work while others run beside it.
 
     Attributes:
-        work, beside: the sort, and what runs beside it, several sorts at once joined by " + " in alphabetical order. Of
-            tasks one of SORTS, or a link as "source->destination"; or two of BY_THEMSELVES.
+        work, beside: the sort, and the sorts beside it, joined by " + " in alphabetical order. Tasks are one of SORTS,
+            or a link as "source->destination"; operations timed by themselves are one of BY_THEMSELVES.
         rate: its speed, relative to being alone.
     """
 
@@ -184,12 +189,13 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Processors, memories and links, the roles that they play, and, where it was calibrated, what operations cost.
+    """Processors, memories and links, their roles, and, for a calibrated machine, the costs of operations.
 
     Attributes:
-        measured_on: on what processor that was measured; empty where it was not.
-        network: what joins it to other nodes like it.
-        wiring: of weights in its memory; None where they are at hand in any case.
+        measured_on: the processor that the costs were measured on; empty where they were not measured.
+        cost_format: the version of the cost table's format; 0 without a cost table.
+        network: the connection to other nodes like it.
+        wired_memory: wiring of weights; None where the accelerator's driver never unwires them.
         price_usd: of the whole machine.
     """
 
@@ -201,6 +207,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     description: str = ""
     measured_on: str = ""
     accelerator_group: AcceleratorGroup = AcceleratorGroup()
+    cost_format: int = 0
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
     network: Network | None = None
@@ -219,7 +226,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def unified(self) -> bool:
-        """Whether accelerator and host compute from the same memory, so that nothing is copied between them."""
+        """Whether accelerator and host share one memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
@@ -258,7 +265,7 @@ def load_machine(name_or_file: str) -> Machine:
     """A shipped profile by its name, or a TOML file by its path.
 
     Raises:
-        BadInput: neither exists, or the file is no machine.
+        BadInput: neither exists, or the file does not describe a machine.
     """
     return parse_machine(profile_text("moesched.machines", "machine", name_or_file), name_or_file)
 
@@ -267,10 +274,16 @@ def parse_machine(text: bytes, where: str) -> Machine:
     """A machine from the text of its TOML file.
 
     Raises:
-        BadInput: the text is no TOML, lacks a figure or has one that cannot be, or names a processor or a memory
-            that is not there. The message names `where` and the key.
+        BadInput: the text is not TOML, a figure is missing or impossible, a processor or a memory is named but not
+            described, or the costs were measured by another version. The message names `where` and the key.
     """
     raw = decode_profile(text, "machine", where)
+    found = raw.get("cost_format", 0)
+    if raw.get("cost_table") and found != COST_FORMAT:
+        raise BadInput(
+            f"{where}: cost_format: its costs are in format {found}, and this version reads {COST_FORMAT}: "
+            f"measure them again with `moesched calibrate --out {where}`"
+        )
     for section, kind in (("processors", Processor), ("memories", Tier)):
         entries = raw.get(section)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
@@ -282,7 +295,7 @@ def parse_machine(text: bytes, where: str) -> Machine:
 
 
 def _problems(machine: Machine) -> Iterator[str]:
-    """What is wrong with a machine all of whose keys are there, each beginning with its key."""
+    """Problems of a machine that has all keys, each beginning with its key."""
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         yield from _unknown(f"{key}.memory", processor.memory, machine.memories)
@@ -290,7 +303,7 @@ def _problems(machine: Machine) -> Iterator[str]:
             yield f"{key}.flops: it is empty: give a rate for each dtype, such as bfloat16 = 1e12"
         for dtype, rate in processor.flops.items():
             if not 0 < rate < ABSURD:
-                yield f"{key}.flops.{dtype}: {rate} is no rate: it must be positive"
+                yield f"{key}.flops.{dtype}: {rate} is not a rate: it must be positive"
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
@@ -302,7 +315,7 @@ def _problems(machine: Machine) -> Iterator[str]:
     if roles.pinned is not None:
         yield from _unknown("roles.pinned", roles.pinned, machine.memories)
     if machine.wired_memory is not None and not machine.unified:
-        yield "wiring: it is of memory that accelerator and host share: leave it out, or give them one memory"
+        yield "wired_memory: accelerator and host have separate memories: omit it, or give them one memory"
     if machine.accelerator_group.count > 1 and machine.unified:
         memory = machine.host.memory
         yield f"accelerator_group.count: several accelerators need memories of their own, not the host's {memory!r}"
@@ -317,7 +330,7 @@ def _link_problems(machine: Machine) -> Iterator[str]:
         if link.source == link.destination:
             yield f"links[{number}]: it joins {link.source!r} to itself: name two memories"
         if ends in seen:
-            yield f"links[{number}]: a second link from {link.source!r} to {link.destination!r}: leave one out"
+            yield f"links[{number}]: a second link from {link.source!r} to {link.destination!r}: remove one"
         seen.add(ends)
     joined = machine.accelerator_group.interconnect
     for number, path in enumerate(joined.paths if joined else []):
@@ -332,17 +345,17 @@ def _contention_problems(machine: Machine) -> Iterator[str]:
     for number, pair in enumerate(machine.contention):
         for sort in (pair.work, *pair.beside.split(" + ")):
             if sort not in known:
-                yield f"contention[{number}]: {sort!r} is no sort of work: measure again with `moesched calibrate`"
+                yield f"contention[{number}]: {sort!r} is not a sort of work: measure again with `moesched calibrate`"
 
 
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
     try:
         if tier.nbytes <= 0:
-            yield f"{key}: {tier.capacity} is no capacity: it must be positive"
+            yield f"{key}: {tier.capacity} is not a capacity: it must be positive"
     except BadInput as error:
         yield f"{key}: {error}"
 
 
 def _unknown(key: str, name: str, known: Collection[str]) -> Iterator[str]:
     if name not in known:
-        yield f"{key}: {name!r} is not described: it is none of {', '.join(known)}"
+        yield f"{key}: {name!r} is not described: use one of {', '.join(known)}"

@@ -26,7 +26,7 @@ from moesched.seams import CostModel, Demand
 from moesched.tasks import Work, WorkPart
 
 DISPATCH, HOP = "dispatch", "hop"
-EXPERTS = ("expert", "kept expert", "experts", "kept experts")
+EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 ONLY_MOVING = ("combine", "embed")
 MOST_FEW_ROWS = 16

@@ -29,9 +29,18 @@ def calibrated_file() -> Path:
 
 
 def local_machine() -> Machine:
-    """This machine: its calibrated profile if there is one, else the sizes it has and rates that are assumed."""
+    """This machine's calibrated profile, or the assumed one where there is none.
+
+    Raises:
+        BadInput: the calibrated profile is broken or of an older version.
+    """
     if calibrated_file().is_file():
         return parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
+    return assumed_machine()
+
+
+def assumed_machine() -> Machine:
+    """This machine's memory and disk sizes, with assumed rates."""
     flops = ASSUMED_FLOPS_PER_CORE * usable_cores()
     return unified_machine(
         platform.node() or "local",

@@ -249,9 +249,9 @@ class Operations:
 def _by_place(
     operation: str, weights: int, rows: float, times: float, resident: float
 ) -> tuple[WorkPart, ...]:
-    """An operation on `weights` bytes of weights, of which the share `kept` stays, and may lie otherwise."""
+    """An operation on `weights` bytes of weights, of which the share `resident` stays, perhaps rearranged."""
     parts = (
-        WorkPart(f"kept {operation}", weights, rows, times * resident),
+        WorkPart(f"resident {operation}", weights, rows, times * resident),
         WorkPart(operation, weights, rows, times * (1.0 - resident)),
     )
     return tuple(part for part in parts if part.times)

@@ -243,5 +243,5 @@ class ExpertVerbs(Verbs):
         operations = run_state.operations
         kind, amount = f"expert at {at}", operations.fetched_expert
         if view.slots[0].fixed and (at == "accelerator" or run_state.unified):
-            kind, amount = f"kept expert at {at}", operations.resident_expert
+            kind, amount = f"resident expert at {at}", operations.resident_expert
         return run_state.work(kind, stage.processors[at], tokens, amount)

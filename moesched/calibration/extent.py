@@ -1,0 +1,145 @@
+"""The two extents of a calibration: a quick one for bfloat16, and a thorough one for both dtypes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.models.config import DType, ModelConfig
+
+
+class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations that are timed by themselves.
+
+    Attributes:
+        rounds: how often each is measured; the median counts.
+        seconds: the time for each, in each round.
+        rows, matrices: of products; a matrix is (outputs, inputs).
+        copies, reads, stream, scratch: bytes.
+        pieces: reads at a time, as in a transfer of several pages.
+        pairs: whether each operation is timed beside each other one, too.
+    """
+
+    rounds: int = 3
+    seconds: float = 0.025
+    rows: tuple[int, ...] = (1, 8, 64, 256)
+    matrices: tuple[tuple[int, int], ...] = ((640, 1536), (1920, 2560))
+    copies: tuple[int, ...] = (1 << 14, 1 << 20, 1 << 24)
+    reads: tuple[int, ...] = tuple(1 << power for power in (16, 18, 20, 22, 24, 25))
+    pieces: tuple[int, ...] = (1, 2, 8)
+    stream: int = 256 << 20
+    scratch: int = 512 << 20
+    pairs: bool = True
+
+
+class Prompts(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts that the small models run.
+
+    Attributes:
+        groups: the prompt lengths of each micro-batch.
+        long: micro-batches for the smallest model only.
+        host_attended: the micro-batches, by index in `groups`, whose attention runs on the host in some runs.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    long: tuple[tuple[int, ...], ...]
+    host_attended: tuple[int, ...]
+
+
+class Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of the small models in one dtype.
+
+    Attributes:
+        models: smallest first; costs are interpolated between their sizes.
+        steps: steps of each run, prefill included.
+        serial: runs of each model, one task after the other.
+        fresh: the same, with weights that were fetched just before.
+        together: runs of the largest model with each overlap of tasks.
+    """
+
+    models: tuple[ModelConfig, ...]
+    steps: int
+    serial: int
+    fresh: int
+    together: int = 0
+
+
+class Extent(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a calibration measures.
+
+    Attributes:
+        name: the name of the extent in the machine's description.
+        runs: by dtype; costs in the other dtypes are scaled from bfloat16.
+        repeats: how many measurements may be repeated because other processes were busy.
+    """
+
+    name: str
+    operations: OperationExtent
+    prompts: Prompts
+    runs: dict[DType, Runs]
+    repeats: int
+
+
+def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabulary: int) -> ModelConfig:
+    """A shape to measure with: two layers of eight experts, of which every token takes two."""
+    return ModelConfig(
+        name=name,
+        layers=2,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=heads // 4,
+        head_dim=hidden // heads,
+        experts=8,
+        top_k=2,
+        vocabulary=vocabulary,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        sliding_window=None,
+        max_positions=4096,
+        tied_embeddings=False,
+        stop_tokens=(),
+        dtype="bfloat16",
+    )
+
+
+SMALL = small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144)
+LARGE = small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=24_576)
+MIDDLE = small_model("calibration-middle", hidden=1024, intermediate=2048, heads=16, vocabulary=12_288)
+"""For float32, whose products go from one core to all of them between the sizes of the other two."""
+
+THOROUGH = Extent(
+    name="thoroughly",
+    operations=OperationExtent(),
+    prompts=Prompts(
+        groups=((5,), (5,) * 3, (5,) * 8, (5,) * 24, (5,) * 80, tuple(range(6, 22)), (250, 251)),
+        long=((1500,),),
+        host_attended=(2, 3, 5, 6),
+    ),
+    runs={
+        "bfloat16": Runs(models=(SMALL, LARGE), steps=9, serial=4, fresh=2, together=4),
+        "float32": Runs(models=(SMALL, MIDDLE, LARGE), steps=5, serial=2, fresh=2),
+    },
+    repeats=12,
+)
+"""Three to four minutes on two cores."""
+
+QUICK = Extent(
+    name="quickly",
+    operations=OperationExtent(
+        rounds=2,
+        seconds=0.01,
+        copies=(1 << 14, 1 << 24),
+        reads=tuple(1 << power for power in (16, 20, 22, 24)),
+        pieces=(1, 4),
+        scratch=256 << 20,
+        pairs=False,
+    ),
+    prompts=Prompts(
+        groups=((5,), (5,) * 8, (2,) * 64, tuple(range(4, 16)), (180, 181)),
+        long=((1000,),),
+        host_attended=(1, 3, 4),
+    ),
+    runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=4, serial=2, fresh=2, together=1)},
+    repeats=2,
+)
+"""At most 40 seconds on two cores."""

@@ -1,0 +1,115 @@
+"""Runs of small random models, whose tasks are timed alone and beside others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from moesched import plugins
+from moesched.calibration.exercise import Exercise, FinishedTasks, Mode
+from moesched.calibration.extent import Extent
+from moesched.calibration.task_times import TaskTimes
+from moesched.calibration.timing import Call, Step
+from moesched.drivers.interrupts import interrupts_held
+from moesched.machines import ATTENTION, ATTENTION_CALLS
+from moesched.machines.local import assumed_machine
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import DType, ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.requests.batch import Batch
+from moesched.runs.runs import plan_run, run
+from moesched.tasks import Task
+
+
+class ModelRuns:
+    """Times of the tasks of small models, and their speeds beside each other.
+
+    Args:
+        folder: the models are written there.
+    """
+
+    def __init__(self, folder: Path, extent: Extent) -> None:
+        self.tasks = TaskTimes()
+        self.rates: dict[tuple[str, str], list[float]] = {}
+        self._folder = folder
+        self._extent = extent
+
+    def steps(self, turn: int) -> Iterator[Step]:
+        """The runs of one turn."""
+        for dtype, runs in self._extent.runs.items():
+            for model in runs.models:
+                if turn < runs.serial:
+                    yield partial(self._serial, model, dtype, turn)
+                if turn < runs.fresh:
+                    yield partial(self._fresh, model, dtype, turn)
+            if turn < runs.together:
+                for mode in (Mode.READING, Mode.ATTENDING, Mode.SHARING):
+                    yield partial(self._together, runs.models[-1], dtype, mode)
+
+    def _serial(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
+        return partial(self.tasks.add, model, dtype, self._run(model, dtype, Mode.SERIAL, turn))
+
+    def _fresh(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
+        return partial(self.tasks.add_fresh, model, dtype, self._run(model, dtype, Mode.FRESH, turn))
+
+    def _together(self, model: ModelConfig, dtype: DType, mode: Mode) -> Call:
+        tasks = self._run(model, dtype, mode, 0)
+        return partial(self._record_rates, model, dtype, mode, tasks)
+
+    def _record_rates(self, model: ModelConfig, dtype: DType, mode: Mode, tasks: Sequence[Task]) -> None:
+        rates = self.tasks.rates(model, dtype, tasks)
+        if mode is Mode.SHARING:  # attention runs on the accelerator there, and beside little
+            rates = {pair: rate for pair, rate in rates.items() if not any(map(_has_attention, pair))}
+        else:
+            self.tasks.add_gaps(tasks)
+        for pair, rate in rates.items():
+            self.rates.setdefault(pair, []).append(rate)
+
+    def _run(self, model: ModelConfig, dtype: DType, mode: Mode, turn: int) -> list[Task]:
+        runs, prompts = self._extent.runs[dtype], self._extent.prompts
+        checkpoint = self._folder / model.name
+        if not checkpoint.exists():
+            write_random_model(model, checkpoint)
+        groups = prompts.groups + (prompts.long if model is runs.models[0] else ())
+        policy = Exercise(mode, turn, prompts.host_attended)
+        return run_exercise(checkpoint, dtype, policy, groups, runs.steps)
+
+
+def run_exercise(
+    checkpoint: Path, dtype: DType, policy: Exercise, groups: Sequence[Sequence[int]], steps: int
+) -> list[Task]:
+    """Run a model on this machine and return its tasks in the order of their ends.
+
+    The same tokens are generated in every run, so that tasks can be compared between runs.
+
+    Args:
+        groups: the prompt lengths of each micro-batch.
+        steps: prefill included.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
+    """
+    with interrupts_held():  # a Ctrl-C during garbage collection would be lost
+        gc.collect()  # frees the previous run's weights
+    opened = open_checkpoint(checkpoint)
+    layout = weight_layout(opened.config, dtype)
+    device = plugins.find("devices", "torch")(opened, layout)
+    lengths = tuple(length for group in groups for length in group)
+    numbers = iter(range(len(lengths)))
+    batch = Batch(lengths, steps, tuple(tuple(next(numbers) for _ in group) for group in groups))
+    prompts = [
+        [(31 * request + 17 * index * index) % opened.config.vocabulary for index in range(length)]
+        for request, length in enumerate(lengths)
+    ]
+    finished = FinishedTasks()
+    plan = plan_run(assumed_machine(), layout, batch, policy, slot_bytes=device.slot_bytes)
+    if run(plan, policy, device, prompts, observers=[finished]).interrupted:
+        raise KeyboardInterrupt
+    return finished.tasks
+
+
+def _has_attention(sorts: str) -> bool:
+    return not {ATTENTION, ATTENTION_CALLS}.isdisjoint(sorts.split(" + "))
