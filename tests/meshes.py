@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import zmq
 from moesched.seams import Exchange, Transport
 from moesched.transports.curve import Keys
 from moesched.transports.zeromq import ZeroMqTransport
+from patience import PATIENCE_SECONDS
 
 ONE = np.ones(1, np.float32)
 FIRST = Exchange(0)
 _numbers = itertools.count()
+_random = random.SystemRandom()
 
 
 def sockets_in(folder: Path, ranks: int) -> list[str]:
@@ -32,13 +35,16 @@ def sockets_in(folder: Path, ranks: int) -> list[str]:
 
 def ports(ranks: int) -> list[str]:
     """Addresses of this machine that nobody listens at."""
-    sockets = [socket.socket() for _ in range(ranks)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    numbers = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return [f"tcp://127.0.0.1:{number}" for number in numbers]
+    return [f"tcp://127.0.0.1:{free_port()}" for _ in range(ranks)]
+
+
+def free_port() -> int:
+    """A port that nobody uses, of those that the system gives to nobody by itself in the meantime."""
+    while True:
+        port = _random.randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def keys_of(ranks: int) -> list[Keys]:
@@ -70,7 +76,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """What calls on threads of their own return or raise."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in calls]
-        return [each.exception(60) or each.result() for each in running]
+        return [each.exception(PATIENCE_SECONDS) or each.result() for each in running]
 
 
 def sums(transports: Sequence[Transport], exchange: Exchange = FIRST, part: Any = ONE) -> list[Any]:

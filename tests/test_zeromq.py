@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +32,7 @@ from moesched.transports.curve import Keys
 from moesched.transports.frames import DTYPES, TEXT_BYTES, BadFrame, Frame, Kind, cut, pack, unpack
 from moesched.transports.inbox import AHEAD_FRAMES
 from moesched.transports.zeromq import ZeroMqTransport
+from patience import PATIENCE_SECONDS, wait_until
 
 # -- the wire format -------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ def test_bytes_that_are_no_frame_are_refused_as_such(data: bytes) -> None:
 def test_fuzzed_frames_change_nothing(tmp_path: Path, keyed: bool) -> None:
     """From a rank's own connection, between two of its frames."""
     keys = keys_of(2) if keyed else None
-    with closing(mesh_of(sockets_in(tmp_path, 2), keys=keys, timeout_seconds=20.0)) as ranks:
+    with closing(mesh_of(sockets_in(tmp_path, 2), keys=keys, timeout_seconds=PATIENCE_SECONDS)) as ranks:
         assert [total.tolist() for total in sums(ranks)] == [[2.0]] * 2
         with capture_logs():
             for data in fuzzed_frames(300, seed=1):
@@ -135,7 +136,7 @@ def test_results_are_the_caller_s_own(tmp_path: Path) -> None:
 
 
 def test_a_rank_may_run_ahead_of_one_that_does_not_listen(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=30.0)) as ranks:
+    with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=PATIENCE_SECONDS)) as ranks:
         exchanges = [Exchange(ticket) for ticket in range(200)]
         sent = [np.full(500, ticket) for ticket in range(200)]
 
@@ -151,7 +152,7 @@ def test_a_rank_may_run_ahead_of_one_that_does_not_listen(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_is_too_far_ahead_is_named(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=30.0)) as ranks:
+    with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=PATIENCE_SECONDS)) as ranks:
 
         def run_ahead() -> None:
             for ticket in range(AHEAD_FRAMES + 10):
@@ -231,7 +232,9 @@ def test_ranks_may_start_in_any_order(tmp_path: Path) -> None:
     with closing([ZeroMqTransport(addresses, 1)]) as (second,), ThreadPoolExecutor(1) as threads:
         total = threads.submit(second.all_reduce, 1, FIRST, ONE)
         with closing([ZeroMqTransport(addresses, 0)]) as (first,):
-            assert first.all_reduce(0, FIRST, ONE).tolist() == total.result(30).tolist() == [2.0]
+            assert (
+                first.all_reduce(0, FIRST, ONE).tolist() == total.result(PATIENCE_SECONDS).tolist() == [2.0]
+            )
 
 
 def test_a_rank_that_closes_its_transport_is_missed_at_once(tmp_path: Path) -> None:
@@ -240,10 +243,42 @@ def test_a_rank_that_closes_its_transport_is_missed_at_once(tmp_path: Path) -> N
         asyncio.run(ranks[2].aclose())
         for found in sums(ranks[:2], Exchange(1)):
             assert isinstance(found, RankLost)
-            assert (found.ranks, str(found)) == (
-                (2,),
-                "all-reduce #1: rank 2 is lost: it closed its transport",
+            assert found.ranks == (2,)
+            assert re.fullmatch(
+                r"all-reduce #1: (rank [01] gave up: )?rank 2 is lost: it closed its transport", str(found)
             )
+
+
+def test_what_a_rank_said_last_is_heard_after_its_own_socket_is_gone(tmp_path: Path) -> None:
+    """A rank listens on one connection and speaks on another: the second may end much later than the first."""
+    addresses = sockets_in(tmp_path, 2)
+    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
+        ear, mouth = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        ear.bind(addresses[1])
+        mouth.connect(addresses[0])
+        mouth.send(from_rank_1())
+        first.all_reduce(0, FIRST, ONE)
+        ear.close(0)
+        wait_until(lambda: first.mesh.watch.hung_up(1), "the end of a connection")
+        assert not first.mesh.watch.lost(1)
+        mouth.send(pack(Frame(Kind.LEAVE, Kind.ABANDON, 1, text="out of memory")))
+        mouth.close()
+        with pytest.raises(RankLost, match="rank 1 is lost: out of memory"):
+            first.all_reduce(0, Exchange(1), ONE)
+
+
+def test_a_rank_is_lost_when_both_of_its_connections_ended(tmp_path: Path) -> None:
+    addresses = sockets_in(tmp_path, 2)
+    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
+        ear, mouth = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        ear.bind(addresses[1])
+        mouth.connect(addresses[0])
+        mouth.send(from_rank_1())
+        first.all_reduce(0, FIRST, ONE)
+        ear.close(0)
+        mouth.close()
+        with pytest.raises(RankLost, match="rank 1 is lost: its connection ended"):
+            first.all_reduce(0, Exchange(1), ONE)
 
 
 RANK = """
@@ -262,22 +297,20 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_missed_within_two_seconds() -> None:
+def test_a_killed_process_is_missed_long_before_the_time_out() -> None:
     addresses, keys = ports(2), keys_of(2)
     other = subprocess.Popen(
         [sys.executable, "-c", RANK, "1", keys[1].secret, *addresses, *keys[1].public],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    with closing([ZeroMqTransport(addresses, 0, keys=keys[0])]) as (transport,):
+    with closing([ZeroMqTransport(addresses, 0, keys=keys[0], timeout_seconds=3600.0)]) as (transport,):
         transport.all_reduce(0, FIRST, ONE)
         assert other.stdout is not None and other.stdout.readline() == b"here\n"
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(transport.all_reduce, 0, Exchange(1), ONE)
             os.kill(other.pid, signal.SIGKILL)
-            began = time.monotonic()
-            error = waiting.exception(30)
-            assert time.monotonic() - began < 2
+            error = waiting.exception(PATIENCE_SECONDS)
         other.communicate()
     assert isinstance(error, RankLost)
     assert (error.ranks, str(error)) == ((1,), "all-reduce #1: rank 1 is lost: its connection ended")
@@ -352,10 +385,8 @@ def strangers() -> Iterator[Callable[..., Stranger]]:
 
 
 def refusals_until(count: int, transport: ZeroMqTransport, logs: list[Any]) -> list[Any]:
-    """What was logged once so many refusals were noted."""
-    until = time.monotonic() + 20
-    while transport.mesh.watch.refused < count and time.monotonic() < until:
-        time.sleep(0.005)
+    """The logged refusals, once that many were counted."""
+    wait_until(lambda: transport.mesh.watch.refused >= count, f"{count} refusals")
     return [entry for entry in logs if "refused" in entry["event"]]
 
 
@@ -415,7 +446,11 @@ def test_frames_that_are_strange_are_refused_and_logged_with_their_address(
         with ThreadPoolExecutor(1) as threads:
             total = threads.submit(ranks[0].all_reduce, 0, FIRST, ONE)
             refused = refusals_until(1, ranks[0], logs)
-            assert ranks[1].all_reduce(1, FIRST, ONE).tolist() == total.result(30).tolist() == [2.0]
+            assert (
+                ranks[1].all_reduce(1, FIRST, ONE).tolist()
+                == total.result(PATIENCE_SECONDS).tolist()
+                == [2.0]
+            )
     assert refused == [
         {"event": "a frame was refused", "why": why, "address": "127.0.0.1", "log_level": "warning"}
     ]
@@ -439,7 +474,7 @@ def test_a_frame_that_comes_twice_counts_once(tmp_path: Path) -> None:
             total = threads.submit(ranks[0].all_reduce, 0, Exchange(1), ONE)
             assert refusals_until(1, ranks[0], logs)[0]["why"] == "it came before"
             assert ranks[2].mesh.send(0, from_rank_1(rank=2, sequence=1, ticket=1))
-            assert total.result(30).tolist() == [3.0]
+            assert total.result(PATIENCE_SECONDS).tolist() == [3.0]
 
 
 def test_an_oversize_frame_ends_its_connection_and_no_other(strangers: Callable[..., Stranger]) -> None:

@@ -1,11 +1,13 @@
-"""An envoy: a process of its own that exchanges for a rank, joined to it by a socket file (RACS'24, section 4.3).
+"""An envoy: a separate process that runs a rank's exchanges, joined to it by a socket file (RACS'24, section 4.3).
 
-It keeps the exchanging out of the process that computes. It costs two more hops (docs/transports.md says how much).
+It keeps communication out of the process that computes. It costs two more hops (docs/transports.md gives the figures).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -29,23 +31,24 @@ from .frames import NAMES, NOTHING, Frame, Kind, pack, unpack
 if TYPE_CHECKING:
     from moesched.seams import Array
 
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 SLICE_MILLISECONDS = 50
-END_SECONDS = 5.0
+"""How long a call waits before it checks whether the transport was closed."""
+
+END_SECONDS = 10.0
 PATIENCE_SECONDS = 10.0
-"""How much longer than an exchange may take its envoy has to say so."""
+"""How much longer than an exchange may take its envoy has to report that."""
 
 
 class EnvoyTransport:
-    """Collectives over ZeroMQ by an isolated process of the rank's own.
+    """Collectives over ZeroMQ, run by a separate process for each rank.
 
     Args:
-        addresses, rank, keys, options: as of the transport `zeromq`.
+        addresses, rank, keys, options: those of the transport `zeromq`.
         timeout_seconds: how long an exchange may take.
 
     Raises:
-        BadInput: as `zeromq`.
-        TransportError: the process does not start.
+        BadInput: as `zeromq`, or the process does not start.
     """
 
     def __init__(
@@ -66,15 +69,19 @@ class EnvoyTransport:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVTIMEO, SLICE_MILLISECONDS)
         address = f"ipc://{Path(self._folder.name) / 'envoy'}"
         self._socket.bind(address)
         secret, public = (None, ()) if keys is None else keys
         options = {"timeout_seconds": timeout_seconds, **options}
         orders = Orders(address, list(addresses), rank, secret, list(public), options)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", Orders.__module__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", Orders.__module__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._orders, self._reports = self._process.stdin, self._process.stdout
         try:
             self._start(orders)
         except BaseException:
@@ -85,7 +92,7 @@ class EnvoyTransport:
         """The sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            RankLost: a rank is there no more.
+            RankLost: a rank is lost.
             TransportError: as of the transport `zeromq`; the envoy ended.
         """
         return self._ask(Kind.ALL_REDUCE, rank, exchange, part)[0]
@@ -100,7 +107,7 @@ class EnvoyTransport:
         return found if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
+        """Tell the others that a rank takes no part in an exchange, so that they need not wait for the timeout."""
         self._ask(Kind.ABANDON, rank, exchange, np.frombuffer(reason.encode(), np.uint8))
 
     async def aclose(self) -> None:
@@ -108,20 +115,23 @@ class EnvoyTransport:
         await asyncio.to_thread(self._close)
 
     def _start(self, orders: Orders) -> None:
-        """Tell the process what it is to do, and wait until it can."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended already, which the wait will tell
-            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
-            self._process.stdin.flush()
-        try:
-            self._receive(START_SECONDS)
-        except TransportError as error:
-            raise BadInput(str(error)) from None
+        """Send the process its orders, and wait until it is ready.
+
+        It reports on its standard output, so that a reason always arrives before the end of the process does.
+        """
+        with suppress(BrokenPipeError):  # it has ended already: the report says why
+            self._orders.write(msgspec.json.encode(orders) + b"\n")
+        if not select.select([self._reports], [], [], START_SECONDS)[0]:
+            raise BadInput(f"the envoy of rank {self.rank} did not start in {START_SECONDS:g} s")
+        report = self._reports.readline()
+        problem = msgspec.json.decode(report, type=str) if report else self._how_it_ended()
+        if problem:
+            raise BadInput(problem)
 
     def _ask(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int = 0
     ) -> list[Array]:
-        """Have the envoy take part in an exchange; returns the arrays that come of it."""
+        """Have the envoy take part in an exchange; returns the resulting arrays."""
         ticket, signature, step, layer = exchange
         kind, array = (Kind.WAITING, NOTHING) if part is None else (operation, np.ascontiguousarray(part))
         shape = () if part is None else part.shape
@@ -131,53 +141,64 @@ class EnvoyTransport:
             asked = Frame(
                 kind, operation, rank, 0, 0, ticket, step, layer, root, shape, signature, array.reshape(-1)
             )
+            until = time.monotonic() + self.timeout_seconds + PATIENCE_SECONDS
             try:
+                self._wait_until_ready(zmq.POLLOUT, until)
                 self._socket.send(pack(asked), copy=False)
-                return self._receive(self.timeout_seconds + PATIENCE_SECONDS)
+                self._wait_until_ready(zmq.POLLIN, until)
+                return _arrays_of(self._socket.recv_multipart())
             except OverflowError as error:
                 raise TransportError(f"{NAMES[operation]} #{ticket}: {error}") from None
 
-    def _receive(self, seconds: float) -> list[Array]:
-        """The arrays of the envoy's answer.
+    def _wait_until_ready(self, event: int, until: float) -> None:
+        """Wait until the socket can send or receive.
 
         Raises:
-            RankLost, TransportError: that of the envoy; it ended, says nothing, or was closed.
+            TransportError: the envoy ended or does not answer, or the transport was closed.
         """
-        until = time.monotonic() + seconds
+        poller = zmq.Poller()
+        poller.register(self._socket, event)
+        poller.register(self._reports, zmq.POLLIN)
         while True:
-            try:
-                parts = self._socket.recv_multipart()
-                break
-            except zmq.Again:
-                self._check_alive(time.monotonic() > until)
-        *frames, _ = [unpack(part) for part in parts]
-        for frame in frames:
-            if frame.kind is Kind.ABANDON:
-                lost = tuple(int(each) for each in frame.values)
-                raise RankLost(frame.text, lost) if lost else TransportError(frame.text)
-        return [frame.values.reshape(frame.shape).copy() for frame in frames]
+            ready = dict(poller.poll(SLICE_MILLISECONDS))
+            if self._socket in ready:
+                return
+            if self._closed:
+                raise TransportError("the transport was closed")
+            if ready and not os.read(self._reports.fileno(), 4096):
+                raise TransportError(self._how_it_ended())
+            if time.monotonic() > until:
+                raise TransportError(f"the envoy of rank {self.rank} does not answer")
 
-    def _check_alive(self, late: bool) -> None:
-        if self._closed:
-            raise TransportError("the transport was closed")
-        if self._process.poll() is not None:
-            raise TransportError(f"the envoy of rank {self.rank} ended with code {self._process.returncode}")
-        if late:
-            raise TransportError(f"the envoy of rank {self.rank} does not answer")
+    def _how_it_ended(self) -> str:
+        return f"the envoy of rank {self.rank} ended with code {self._process.wait()}"
 
     def _close(self) -> None:
         closed, self._closed = self._closed, True
         with self._calling:
             if closed:
                 return
-            if self._process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    self._process.stdin.close()
+            self._orders.close()
             try:
                 self._process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+            self._reports.close()
             self._socket.close()
             self._context.term()
             self._folder.cleanup()
+
+
+def _arrays_of(answer: list[bytes]) -> list[Array]:
+    """The arrays of an envoy's answer.
+
+    Raises:
+        RankLost, TransportError: the envoy's exchange raised it.
+    """
+    *frames, _ = [unpack(part) for part in answer]
+    for frame in frames:
+        if frame.kind is Kind.ABANDON:
+            lost = tuple(int(each) for each in frame.values)
+            raise RankLost(frame.text, lost) if lost else TransportError(frame.text)
+    return [frame.values.reshape(frame.shape).copy() for frame in frames]

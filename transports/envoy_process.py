@@ -1,6 +1,6 @@
 """The process of an envoy: it takes a rank's calls from a socket file, and exchanges with the other ranks.
 
-It ends when its standard input does, and so with the process that started it.
+It ends when its standard input is closed, and so with the process that started it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from moesched.errors import TransportError
+from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
@@ -28,7 +28,7 @@ SLICE_MILLISECONDS = 50
 
 
 class Orders(msgspec.Struct):
-    """What an envoy is told when it starts, over its standard input: a secret is no argument of a command."""
+    """An envoy's settings, sent over its standard input: others on the machine can read a command's arguments."""
 
     socket: str
     addresses: list[str]
@@ -39,24 +39,30 @@ class Orders(msgspec.Struct):
 
 
 def main() -> None:
-    """Exchange until the standard input ends."""
+    """Report on standard output whether the envoy can start; then exchange until the standard input ends."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     context: zmq.Context[Any] = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.connect(orders.socket)
     try:
+        socket.connect(orders.socket)
         keys = None if orders.secret is None else Keys(orders.secret, orders.public)
         transport = ZeroMqTransport(orders.addresses, orders.rank, keys=keys, **orders.options)
     except Exception as error:
-        _answer(socket, orders.rank, error)
+        _report(str(error) or type(error).__name__)
     else:
-        _answer(socket, orders.rank, [])
+        _report("")
         working = threading.Thread(target=_work, args=(socket, transport))
         working.start()
         sys.stdin.buffer.read()
         asyncio.run(transport.aclose())
         working.join()
-    context.destroy(linger=500)
+    context.destroy(linger=0)
+
+
+def _report(problem: str) -> None:
+    """Say what is wrong, in one line of JSON; an empty text says that the envoy is ready."""
+    sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _work(socket: zmq.Socket[bytes], transport: ZeroMqTransport) -> None:
@@ -64,14 +70,14 @@ def _work(socket: zmq.Socket[bytes], transport: ZeroMqTransport) -> None:
     socket.setsockopt(zmq.RCVTIMEO, SLICE_MILLISECONDS)
     while not transport.closed:
         try:
-            asked = unpack(socket.recv())
+            received = socket.recv()
         except zmq.Again:
             continue
         try:
-            answer: Any = _run(transport, asked)
+            answer: Any = _run(transport, unpack(received))
         except Exception as error:
             answer = error
-        _answer(socket, asked.rank, answer)
+        _answer(socket, transport.rank, answer)
 
 
 def _run(transport: ZeroMqTransport, asked: Frame) -> list[Array]:
@@ -80,7 +86,7 @@ def _run(transport: ZeroMqTransport, asked: Frame) -> list[Array]:
     if asked.operation is Kind.BROADCAST:
         return [transport.broadcast(asked.rank, exchange, array, asked.root)]
     if array is None:
-        raise TransportError("nothing was brought")
+        raise TransportError("the rank brought no array")
     if asked.operation is Kind.ALL_REDUCE:
         return [transport.all_reduce(asked.rank, exchange, array)]
     if asked.operation is Kind.GATHER:
@@ -90,9 +96,9 @@ def _run(transport: ZeroMqTransport, asked: Frame) -> list[Array]:
 
 
 def _answer(socket: zmq.Socket[bytes], rank: int, answer: list[Array] | Exception) -> None:
-    """Send the arrays that a call came to, or its error, with the ranks that are lost."""
+    """Send the arrays that a call returned, or its error, with the ranks that are lost."""
     if isinstance(answer, Exception):
-        lost = np.array(getattr(answer, "ranks", ()), np.int64)
+        lost = np.array(answer.ranks if isinstance(answer, RankLost) else (), np.int64)
         failed = Frame(Kind.ABANDON, Kind.ABANDON, rank, shape=lost.shape, text=str(answer), values=lost)
         frames = [failed]
     else:

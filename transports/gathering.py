@@ -13,8 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, wait
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 4 + HEADER.size + TEXT_BYTES
 SLICE_SECONDS = 0.05
-"""How long a rank waits before it looks whether its transport was closed."""
+"""How long a rank waits before it checks whether its transport was closed."""
+
+CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
@@ -124,21 +125,25 @@ class GatheringTransport(ABC):
             TransportError: it fails or takes too long, or the transport was closed; then nothing more is gathered.
         """
         if self._closed or self._broken:
-            raise TransportError(self._broken or "the transport was closed")
+            raise TransportError(self._broken or CLOSED)
         future: Future[list[Array]] = Future()
         self._work.put((future, lambda: self.all_gather(data)))
         while True:
-            try:
-                return future.result(SLICE_SECONDS)
-            except NotYet:
-                problem = "the transport was closed" if self._closed else ""
-                if time.monotonic() > until:
-                    problem = f"not all ranks came in {self.timeout_seconds:g} s"
-            except Exception as error:
-                problem = "the transport was closed" if self._closed else _one_line(error)
-            if problem:
-                self._broken = problem
-                raise TransportError(problem)
+            wait([future], SLICE_SECONDS)
+            self._broken = self._problem(future, until)
+            if self._broken:
+                raise TransportError(self._broken)
+            if future.done():
+                return future.result()
+
+    def _problem(self, future: Future[list[Array]], until: float) -> str:
+        """Why a call of the library came to nothing, or will; empty where it is done or may still come."""
+        if future.done():
+            error = future.exception()
+            return "" if error is None else CLOSED if self._closed else _one_line(error)
+        if self._closed:
+            return CLOSED
+        return f"not all ranks came in {self.timeout_seconds:g} s" if time.monotonic() > until else ""
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -175,5 +180,5 @@ def _check_agreement(heads: Sequence[Frame]) -> None:
         raise TransportError(f"the ranks disagree on it: {said}")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

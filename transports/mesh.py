@@ -25,8 +25,8 @@ SLICE_MILLISECONDS = 50
 """How long a rank listens before it looks whether somebody is lost or its transport was closed."""
 
 HANDSHAKE_MILLISECONDS = 5_000
-LINGER_MILLISECONDS = 500
-"""How long the last frames may take to leave when a transport is closed."""
+LINGER_MILLISECONDS = 5_000
+"""How long the last frames may take to leave when a transport is closed: they wait for a peer that does not read."""
 
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
 
@@ -70,6 +70,7 @@ class Mesh:
         self.watch = Watch(self._context, public)
         self._ear = self._socket(None)
         self._mouths: dict[int, zmq.Socket[bytes]] = {}
+        self._heard: set[int] = set()
         self._bind(listen or addresses[rank])
         for peer, address in enumerate(addresses):
             if peer != rank:
@@ -111,7 +112,11 @@ class Mesh:
 
     def is_from(self, message: zmq.Frame, rank: int) -> bool:
         """Whether a message came with the key of a rank."""
-        return self._keys is None or message.get("User-Id") == str(rank)
+        genuine = self._keys is None or message.get("User-Id") == str(rank)
+        if genuine and rank not in self._heard:
+            self._heard.add(rank)
+            self.watch.heard(message.get(zmq.SRCFD), rank)
+        return genuine
 
     def poll(self, milliseconds: int) -> bool:
         """Whether there is something to receive within a time."""

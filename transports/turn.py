@@ -1,12 +1,11 @@
-"""One rank's part in one exchange: it sends, waits for others, and finds out why they do not come."""
+"""One rank's part in one exchange: it sends, and receives from the others."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
@@ -15,50 +14,25 @@ from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
 from .frames import NAMES, NOTHING, PIECES, Frame, Kind, joined, pack, prefix, prefix_of
-from .inbox import Inbox
-from .mesh import Mesh
+from .waiting import CLOSED, Side, check_waiting, is_gone
 
 if TYPE_CHECKING:
     from moesched.seams import Array
 
 ROOM_MILLISECONDS = 2
-"""How long to wait before a frame is offered again to a rank that could not take it."""
+"""Pause before a frame is offered again to a rank whose queue is full."""
 
-TELL_SECONDS = 1.0
-"""How long a rank that gives up tries to reach those who may not have started yet."""
-
-LAST_WORDS_SECONDS = 0.25
-"""What a rank sent before its connection ended may take so long to be read."""
-
-CLOSED = "the transport was closed"
-
-
-class Side(Protocol):
-    """The rank whose turn it is.
-
-    Attributes:
-        calling: held by the turn that is on.
-        sequence: how many turns there were.
-    """
-
-    rank: int
-    epoch: int
-    others: tuple[int, ...]
-    closed: bool
-    timeout_seconds: float
-    mesh: Mesh
-    inbox: Inbox
-    calling: threading.Lock
-    sequence: int
+TELL_SECONDS = 5.0
+"""How long a rank that gives up tries to reach others that may not have started yet; never longer than its timeout."""
 
 
 class Turn:
-    """One rank's part in one exchange, as a context: whoever leaves it with an error tells the others why.
+    """One rank's part in one exchange, as a context: a rank that leaves it with an error tells the others why.
 
     Args:
         side: the rank.
         operation: ALL_REDUCE, BROADCAST or GATHER; ABANDON for a rank that takes no part.
-        part: what the rank brings; parts of an all-reduce must be alike.
+        part: the rank's array; those of an all-reduce must have one shape and type.
     """
 
     __slots__ = (
@@ -111,7 +85,9 @@ class Turn:
             if error is None:
                 return
             if not self._told and not self._side.closed:
-                self.abandon(str(error) or type(error).__name__, getattr(error, "ranks", ()))
+                self.abandon(
+                    str(error) or type(error).__name__, error.ranks if isinstance(error, RankLost) else ()
+                )
         finally:
             self._side.calling.release()
         where = f"{NAMES[self._operation]} #{self._exchange.ticket}: "
@@ -121,10 +97,10 @@ class Turn:
             raise TransportError(where + str(error)) from None
 
     def swap(self, part: Array) -> dict[int, Array]:
-        """Send a part whole to all others; returns theirs, which are like it.
+        """Send a whole part to all others; returns theirs, of the same shape and type.
 
-        What another rank sends has to begin as what this one sends, but for its rank. So what does is taken at once.
-        This is the path that every token takes in every layer: few calls, and after the sending what can wait.
+        Their frames must begin like this rank's own, but for the rank, and are then taken without being decoded.
+        Every token takes this path in every layer: few calls, and nothing before the sending that can come after it.
         """
         side, mesh = self._side, self._side.mesh
         before = prefix(self._frame(Kind.ALL_REDUCE, part))
@@ -135,7 +111,7 @@ class Turn:
         while len(came) < len(side.others):
             message = mesh.receive()
             if message is None:
-                self._look_around(set(side.others) - came.keys())
+                self._pause(set(side.others) - came.keys())
                 continue
             data = message.buffer
             rank = expected.pop(bytes(data[:start]), None)
@@ -146,28 +122,28 @@ class Turn:
         return came
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
-        """Send elements to ranks, once they can take them."""
+        """Send elements to ranks; waits where a queue is full."""
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """What these ranks send in frames of that kind: arrays, or pieces of them, flat."""
+        """Arrays from these ranks in frames of that kind; pieces of arrays are flat."""
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
             message = self._side.mesh.receive()
             if message is None:
-                self._look_around(missing)
+                self._pause(missing)
             else:
                 self._accept(message)
         return came
 
     def abandon(self, reason: str, lost: Iterable[int] = ()) -> None:
-        """Tell the others that this rank takes no part, and which ranks it misses."""
+        """Tell the others that this rank takes no part, and which ranks it lost."""
         self._told = True
         values = np.array(list(lost), np.int64)
         frame = self._frame(Kind.ABANDON, values, reason)
-        here = [rank for rank in self._side.others if not self._gone(rank)]
-        self._tell(here, frame, time.monotonic() + TELL_SECONDS)
+        here = [rank for rank in self._side.others if not is_gone(self._side, rank)]
+        self._tell(here, frame, time.monotonic() + min(TELL_SECONDS, self._side.timeout_seconds))
 
     def _frame(self, kind: Kind, values: Array, text: str | None = None) -> Frame:
         side = self._side
@@ -181,29 +157,29 @@ class Turn:
         )  # fmt: skip
 
     def _waiting(self) -> Frame:
-        """What this rank says of the exchange that it is in, without what it brings."""
+        """This rank's exchange, without its elements."""
         return self._frame(Kind.WAITING, NOTHING if self._part is None else self._part.reshape(-1)[:0])
 
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:
-        mesh = self._side.mesh
+        side, mesh = self._side, self._side.mesh
         if len(data) > mesh.max_bytes:
             raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
         for rank in ranks:
             while not mesh.send(rank, data):
-                self._check_waiting({rank})
+                check_waiting(side, {rank}, self._sequence, self._until)
                 message = mesh.receive() if mesh.poll(ROOM_MILLISECONDS) else None
                 if message is not None:
                     self._accept(message)
 
     def _accept(self, message: zmq.Frame) -> None:
-        """Take in a message, whatever it is."""
+        """Take in a message of any kind."""
         side = self._side
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):
             side.mesh.refuse(message, "it came before")
 
     def _keep(self, frame: Frame) -> bool:
-        """Keep what another rank sent in this exchange; False where it did so before.
+        """Keep another rank's frame of this exchange; False for a second one of its kind.
 
         Raises:
             RankLost, TransportError: it gave up, or is in another exchange.
@@ -223,10 +199,10 @@ class Turn:
         return True
 
     def _check(self, frame: Frame) -> None:
-        """Whether another rank is in the same exchange.
+        """Check that another rank is in the same exchange.
 
         Raises:
-            TransportError: it is in another one, of which both are named.
+            TransportError: it is in another one; both are named.
         """
         if self._operation is Kind.ABANDON:
             return
@@ -238,52 +214,19 @@ class Turn:
             "the ranks disagree on it: " + "; ".join(f"rank {n}: {what}" for n, what in said)
         )
 
-    def _look_around(self, missing: set[int]) -> None:
-        """After a while in which nothing came: is it worth waiting for, and do the others know what is waited for?"""
-        self._check_waiting(missing)
-        self._announce(missing)
+    def _pause(self, missing: set[int]) -> None:
+        """After a while without a message: check that waiting makes sense, and tell the others which exchange this is.
 
-    def _check_waiting(self, missing: set[int]) -> None:
-        """Whether it makes sense to wait on for these ranks.
-
-        Raises:
-            RankLost, TransportError: it does not.
+        They may wait for this rank in another one.
         """
-        side = self._side
-        if side.closed:
-            raise TransportError(CLOSED)
-        for rank in sorted(missing):
-            ahead = side.inbox.reached.get(rank)
-            if ahead is not None and ahead.sequence > self._sequence:
-                raise TransportError(f"rank {rank} went on without it, to {ahead.describe()}")
-        lost = {rank: side.inbox.left[rank] for rank in sorted(missing) if rank in side.inbox.left}
-        for rank in missing - set(lost):
-            if side.mesh.watch.lost(rank, LAST_WORDS_SECONDS):
-                lost[rank] = "its connection ended"
-        if lost:
-            said = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
-            raise RankLost(said, tuple(sorted(lost)))
-        if time.monotonic() > self._until:
-            raise TransportError(self._late(missing))
-
-    def _late(self, missing: set[int]) -> str:
-        trouble = self._side.mesh.watch.trouble
-        said = "".join(f"; rank {each}: {trouble[each]}" for each in sorted(missing) if each in trouble)
-        ranks = ", ".join(str(each) for each in sorted(missing))
-        return f"rank {ranks} did not come in {self._side.timeout_seconds:g} s{said}"
-
-    def _announce(self, missing: set[int]) -> None:
-        """Tell those who are late which exchange this rank is in: they may wait for it in another one."""
+        check_waiting(self._side, missing, self._sequence, self._until)
         if not self._announced:
             self._announced = True
             self._tell(missing, self._waiting())
 
     def _tell(self, ranks: Iterable[int], frame: Frame, until: float = 0.0) -> None:
-        """Send a frame to whoever can take it in time."""
+        """Send a frame to those that can take it in time."""
         data = pack(frame)
         for rank in ranks:
             while not self._side.mesh.send(rank, data) and time.monotonic() < until:
                 time.sleep(ROOM_MILLISECONDS / 1000)
-
-    def _gone(self, rank: int) -> bool:
-        return rank in self._side.inbox.left or self._side.mesh.watch.lost(rank, 0.0)

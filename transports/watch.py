@@ -1,6 +1,6 @@
-"""Watches over the connections of a mesh: who may come in, who came, who is gone, who was sent away.
+"""Watches the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
 
-One thread, which sleeps but for handshakes and lost connections. It answers ZeroMQ's questions about keys and reads the
+One thread, which wakes only for handshakes and lost connections. It answers ZeroMQ's questions about keys and reads the
 monitors of all sockets.
 """
 
@@ -22,7 +22,10 @@ from moesched.cluster.curve.zap import LOGGED, KeyCheck
 _log = structlog.get_logger(__name__)
 
 MAPPED = "::ffff:"
-"""What IPv6 puts before the address of a peer that came over IPv4."""
+"""Prefix of an IPv4 address in IPv6 notation."""
+
+UNHEARD_SECONDS = 2.0
+"""How long after the end of a connection a rank may still be heard, where it is not known on which one it sends."""
 
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known here",
@@ -38,12 +41,12 @@ class Watch:
     """A thread beside the sockets of one mesh.
 
     Args:
-        context: the sockets' own, since there is one set of keys in each.
-        public: the ranks' public keys; None where everybody may come in.
+        context: that of the sockets; ZeroMQ asks about keys once per context.
+        public: the ranks' public keys; None to admit everybody.
 
     Attributes:
-        trouble: why a connection to a rank did not come about, the last time that it was tried.
-        refused: how many connections and frames were refused.
+        trouble: by rank, why the last attempt to connect to it failed.
+        refused: number of connections and frames that were refused.
     """
 
     def __init__(self, context: zmq.Context[Any], public: Mapping[str, int] | None) -> None:
@@ -51,40 +54,55 @@ class Watch:
         self.trouble: dict[int, str] = {}
         self.refused = 0
         self._here: set[int] = set()
+        self._incoming: set[int] = set()
+        """Descriptors of the open incoming connections."""
+        self._senders: dict[int, int] = {}
+        """By rank, the descriptor of the incoming connection that it sends on."""
         self._address = "unknown"
         self._monitors: dict[Any, int | None] = {}
         self._watched: list[zmq.Socket[bytes]] = []
         self._keys = KeyCheck(context, {key: str(rank) for key, rank in (public or {}).items()})
-        self._told, self._tell = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        self._told.bind("inproc://end of the watch")
-        self._tell.connect("inproc://end of the watch")
+        self._stopped, self._stop = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._stopped.bind("inproc://end of the watch")
+        self._stop.connect("inproc://end of the watch")
         self._thread = threading.Thread(target=self._work, name="transport watch", daemon=True)
 
     def over(self, watched: zmq.Socket[bytes], peer: int | None) -> None:
-        """Watch over the socket that leads to a peer, or, where `peer` is None, over the one that others come to."""
+        """Watch the socket that leads to a peer, or, where `peer` is None, the one that accepts connections."""
         self._monitors[watched.get_monitor_socket(_EVENTS)] = peer
         self._watched.append(watched)
 
     def begin(self) -> None:
-        """Start the thread, once it is known what it watches over."""
+        """Start the thread, once all sockets are named."""
         self._thread.start()
 
     def end(self) -> None:
-        """Stop it."""
-        self._tell.send(b"")
+        """Stop the thread."""
+        self._stop.send(b"")
         self._thread.join()
         for watched in self._watched:
             watched.disable_monitor()
-        for each in (self._keys.socket, self._told, self._tell, *self._monitors):
+        for each in (self._keys.socket, self._stopped, self._stop, *self._monitors):
             each.close(0)
 
-    def lost(self, rank: int, seconds: float) -> bool:
-        """Whether the connection to a rank ended, at least so long ago."""
+    def heard(self, descriptor: int, rank: int) -> None:
+        """Note on which incoming connection a rank sends."""
+        self._senders[rank] = descriptor
+
+    def hung_up(self, rank: int) -> bool:
+        """Whether the connection to a rank ended; frames from it may still be under way."""
+        return rank in self._lost
+
+    def lost(self, rank: int) -> bool:
+        """Whether a rank's connections ended in both directions: all that it sent can be received by now."""
         since = self._lost.get(rank)
-        return since is not None and time.monotonic() - since > seconds
+        if since is None:
+            return False
+        may_be_its = {self._senders[rank]} if rank in self._senders else self._unknown()
+        return not may_be_its & self._incoming or time.monotonic() - since > UNHEARD_SECONDS
 
     def refuse(self, what: str, why: str, address: str) -> None:
-        """Note that something was refused, and from where it came."""
+        """Count a refused connection or frame, and log where it came from."""
         self.refused += 1
         address = address.removeprefix(MAPPED)
         if self.refused <= LOGGED:
@@ -92,13 +110,17 @@ class Watch:
         if self.refused == LOGGED:
             _log.warning("further refusals are not logged")
 
+    def _unknown(self) -> set[int]:
+        """Incoming connections that no rank has sent on yet."""
+        return self._incoming.difference(self._senders.values())
+
     def _work(self) -> None:
         poller = zmq.Poller()
-        for each in (self._told, self._keys.socket, *self._monitors):
+        for each in (self._stopped, self._keys.socket, *self._monitors):
             poller.register(each, zmq.POLLIN)
         while True:
             for ready, _ in poller.poll():
-                if ready is self._told:
+                if ready is self._stopped:
                     return
                 if ready is self._keys.socket:
                     self._address = self._keys.answer().address or "this machine"
@@ -108,10 +130,7 @@ class Watch:
     def _note(self, peer: int | None, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]
         if peer is None:
-            if kind == zmq.EVENT_ACCEPTED:
-                self._address = _address_of(value)
-            elif kind in _FAILED:
-                self.refuse("a connection", _FAILED[kind], self._address)
+            self._note_incoming(kind, value)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._here.add(peer)
         elif kind in _FAILED:
@@ -119,12 +138,22 @@ class Watch:
         elif kind == zmq.EVENT_DISCONNECTED and peer in self._here:
             self._lost.setdefault(peer, time.monotonic())
 
+    def _note_incoming(self, kind: Any, value: int) -> None:
+        """value: the connection's descriptor, where it was accepted or ended."""
+        if kind == zmq.EVENT_ACCEPTED:
+            self._address = _address_of(value)
+            self._incoming.add(value)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            self._incoming.discard(value)
+        elif kind in _FAILED:
+            self.refuse("a connection", _FAILED[kind], self._address)
+
 
 _REFUSED_BY = {zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key"}
 
 
 def _address_of(descriptor: int) -> str:
-    """The far end of a connection; a stranger who is sent away at once may be gone before it can be asked."""
+    """The far end of a connection; a refused stranger may be gone before it can be asked."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             name = connection.getpeername()

@@ -1,0 +1,19 @@
+"""How long tests wait for something that must happen: far longer than it takes on a slow and busy machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+PATIENCE_SECONDS = 100.0
+"""Below pytest's own limit, so that a test which waits in vain says for what."""
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition that another thread or process brings about."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not in {PATIENCE_SECONDS:g} s"
+        pause.wait(0.002)

@@ -1,0 +1,73 @@
+"""Decides whether a rank should keep waiting for others, and says why not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from moesched.errors import RankLost, TransportError
+
+from .inbox import Inbox
+from .mesh import Mesh
+
+CLOSED = "the transport was closed"
+
+
+class Side(Protocol):
+    """A rank's end of the transport, as its turns use it.
+
+    Attributes:
+        calling: held by the turn in progress.
+        sequence: number of turns so far.
+    """
+
+    rank: int
+    epoch: int
+    others: tuple[int, ...]
+    closed: bool
+    timeout_seconds: float
+    mesh: Mesh
+    inbox: Inbox
+    calling: threading.Lock
+    sequence: int
+
+
+def check_waiting(side: Side, missing: set[int], sequence: int, until: float) -> None:
+    """Check that the missing ranks can still come.
+
+    Args:
+        sequence: the number of the exchange.
+        until: the end of the timeout, on the monotonic clock.
+
+    Raises:
+        RankLost: one of them is lost.
+        TransportError: one of them went on to another exchange, the timeout is over, or the transport was closed.
+    """
+    if side.closed:
+        raise TransportError(CLOSED)
+    for rank in sorted(missing):
+        ahead = side.inbox.reached.get(rank)
+        if ahead is not None and ahead.sequence > sequence:
+            raise TransportError(f"rank {rank} went on without it, to {ahead.describe()}")
+    lost = {rank: side.inbox.left[rank] for rank in sorted(missing) if rank in side.inbox.left}
+    for rank in missing - set(lost):
+        if side.mesh.watch.lost(rank):
+            lost[rank] = "its connection ended"
+    if lost and not side.mesh.poll(0):  # frames that arrived before are read first: they may hold the reason
+        said = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
+        raise RankLost(said, tuple(sorted(lost)))
+    if time.monotonic() > until:
+        raise TransportError(_late(side, missing))
+
+
+def is_gone(side: Side, rank: int) -> bool:
+    """Whether a rank has left or hung up: nothing more need be sent to it."""
+    return rank in side.inbox.left or side.mesh.watch.hung_up(rank)
+
+
+def _late(side: Side, missing: set[int]) -> str:
+    trouble = side.mesh.watch.trouble
+    said = "".join(f"; rank {each}: {trouble[each]}" for each in sorted(missing) if each in trouble)
+    ranks = ", ".join(str(each) for each in sorted(missing))
+    return f"rank {ranks} did not come in {side.timeout_seconds:g} s{said}"
