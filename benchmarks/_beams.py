@@ -17,7 +17,9 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
-from moesched.runs.runs import plan_run, run
+from moesched.runs.generation import TokenHandling
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 
 
 def searched(
@@ -43,7 +45,12 @@ def searched(
     scheduler = make_policy(policy)
     plan = plan_run(machine, device.layout, batch, scheduler, budgets, device.slot_bytes)
     report = run(
-        plan, scheduler, device, prompts, sampling=sampling, stop_tokens=checkpoint.config.stop_tokens
+        plan,
+        scheduler,
+        device,
+        prompts,
+        sampling=sampling,
+        tokens=TokenHandling(checkpoint.config.stop_tokens),
     )
     assert report.tokens is not None
     assert report.scores is not None

@@ -13,8 +13,9 @@ from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
-from moesched.runs.runs import plan_run, run
+from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 

@@ -12,7 +12,8 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Link, Machine, Tier, parse_machine
 from moesched.machines.local import unified_machine
 from moesched.requests.batch import Batch, split_batch
-from moesched.runs.runs import plan_run, run
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
 

@@ -31,7 +31,7 @@ from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run
+from moesched.runs.planning import plan_run
 from moesched.steps.step import Step
 
 MACHINE = load_machine("rtx6000")

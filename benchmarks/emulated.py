@@ -41,8 +41,10 @@ from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.planner import KV_SHARE, plan_best, splits_kv
 from moesched.requests.batching import BatchSizes, batch_of
+from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import Task

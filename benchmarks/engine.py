@@ -30,7 +30,8 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import make_lanes, plan_run, simulate
+from moesched.runs.planning import make_lanes, plan_run
+from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState

@@ -45,7 +45,9 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.trace import Recorder, Recording
 

@@ -31,7 +31,9 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import Batch
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.testing.random_weights import random_checkpoint

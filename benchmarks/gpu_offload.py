@@ -37,8 +37,10 @@ from moesched.models.shapes import SHAPES
 from moesched.planner import plan_best
 from moesched.requests.batching import BatchSizes, batch_of
 from moesched.requests.workloads import load_workload
+from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.testing.random_weights import random_checkpoint

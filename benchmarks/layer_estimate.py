@@ -31,7 +31,9 @@ from moesched.requests.sampling import Sampling
 from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import LikeMixtral
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
 MIXTRAL = SHAPES["mixtral-8x7b"]

@@ -26,7 +26,8 @@ from moesched.routing.choices import BatchRouting
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import LikeMixtral, expected_profile
 from moesched.routing.profile import write_profile
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 
 SHAPE = SHAPES["mixtral-8x7b"]
 LAYOUT = weight_layout(SHAPE, "bfloat16")

@@ -21,7 +21,8 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"], "bfloat16")

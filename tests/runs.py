@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
-from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.machines import load_machine
-from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.routing import SeededRouting
+from moesched.runs.assembly import assemble, observers_of
+from moesched.runs.decisions import simulated_decisions
 from moesched.runs.generation import Generation
-from moesched.runs.runs import make_lanes
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
 from moesched.tasks import Decision, Task
 from moesched.trace import About, LastSteps, Recorder, Recording
 
@@ -43,18 +42,10 @@ def virtual_run(policy: str | Policy, recorder: Recorder | LastSteps | None = No
     policy = make_policy(policy) if isinstance(policy, str) else policy
     recorder = recorder or Recorder()
     plan = make_plan(policy, **sizes)
-    lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
-    recorder.watch(engine, plan.memories)
-    generation = Generation(RunState(plan, engine, lanes), policy)
-    driver = VirtualDriver(
-        [engine],
-        Roofline(plan.machine, plan.layout.dtype),
-        perform={Decision: decisions(plan)},
-        observers=[recorder],
-    )
-    driver.run(generation.run())
-    return Run(plan, generation, engine, recorder.recording(), about(plan, policy, "virtual"))
+    virtual = VirtualRun([Rank(plan, policy)], sharing=False, recorder=recorder)
+    virtual.run()
+    [run] = virtual.rank_runs
+    return Run(plan, run.generation, run.engine, recorder.recording(), about(plan, policy, "virtual"))
 
 
 def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = None, **sizes: Any) -> Run:
@@ -62,17 +53,15 @@ def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = N
     policy = make_policy(policy) if isinstance(policy, str) else policy
     recorder = recorder or Recorder()
     plan = make_plan(policy, **sizes)
-    lanes = make_lanes(plan)
-    engine = SharedEngine(lanes.values())
-    recorder.watch(engine, plan.memories)
-    generation = Generation(RunState(plan, engine, lanes), policy)
-    decide = decisions(plan)
+    run = assemble(Rank(plan, policy), SharedEngine)
+    decide = simulated_decisions(plan)
 
     def execute(task: Task) -> Any:
         return decide(task) if isinstance(task, Decision) else None
 
-    asyncio.run(RealtimeDriver([engine], execute, observers=[recorder]).run(generation.run()))
-    return Run(plan, generation, engine, recorder.recording(), about(plan, policy, "realtime"))
+    observers = observers_of([run], [], recorder)
+    asyncio.run(RealtimeDriver([run.engine], execute, observers=observers).run(run.generation.run()))
+    return Run(plan, run.generation, run.engine, recorder.recording(), about(plan, policy, "realtime"))
 
 
 def make_plan(
@@ -91,19 +80,6 @@ def make_plan(
     plan = Plan(load_machine(machine), weight_layout(SHAPES[shape]), batch, budgets)
     policy.plan(plan)
     return plan
-
-
-def decisions(plan: Plan, seed: int = 0) -> Callable[[Task], Any]:
-    """What routing and sampling come to where nothing is computed."""
-    config = plan.layout.config
-    routing = SeededRouting(config.experts, config.top_k, seed=seed)
-
-    def decide(task: Task) -> Any:
-        if task.verb in ("route", "preview_route"):
-            return routing.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-        return [0] * len(plan.batch.micro_batches[task.micro_batch])
-
-    return decide
 
 
 def about(plan: Plan, policy: Policy, driver: str) -> About:

@@ -47,7 +47,8 @@ from moesched.models.operations import Operations, ResidentShare
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)

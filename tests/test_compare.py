@@ -10,7 +10,7 @@ import pytest
 from moesched.analysis.compare import Comparison, Row, compare, side_of_recording
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.trace import About, LaneName, LastSteps, Recording, Slice, summarize, write_trace
 from runs import FORTY_PERCENT, make_plan, virtual_run
 

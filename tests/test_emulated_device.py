@@ -27,8 +27,10 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
+from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
-from moesched.runs.runs import plan_run, run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.tasks import Work
 from moesched.testing import check_device

@@ -20,7 +20,7 @@ from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
 from moesched.policies.expert_cache import Uses
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
 from moesched.testing import Case, policy_cases
 from moesched.trace import Recorder

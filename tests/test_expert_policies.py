@@ -25,7 +25,8 @@ from moesched.planner import plan_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs.runs import plan_run, run
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols

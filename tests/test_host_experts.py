@@ -22,7 +22,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run
+from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step

@@ -17,7 +17,7 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.runs.listeners import KindMeter, Listener
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.settings import check_settings, parse_settings
 from moesched.steps.plan import Plan
 from moesched.tasks import Task

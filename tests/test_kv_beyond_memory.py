@@ -19,7 +19,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
-from moesched.runs.runs import plan_run
+from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from small_models import small_model
 

@@ -27,7 +27,7 @@ from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find, make_policy
 from moesched.policies.flexgen import FlexGen
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run
+from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan, Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from small_models import SMALL, small_model

@@ -19,7 +19,8 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task

@@ -21,7 +21,8 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run, run
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.steps.memory import Memory, Pool, Slot
 from small_models import SMALL
 

@@ -19,8 +19,9 @@ from moesched.machines.networks import NETWORK, Network
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import Case, check_policy, node_cases, run_on_symbols

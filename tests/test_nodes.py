@@ -18,8 +18,9 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.runs import plan_run, run
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport

@@ -16,9 +16,10 @@ from moesched.models.shapes import SHAPES
 from moesched.planner import plan_best
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs import runs
+from moesched.runs import hardware
 from moesched.runs.outcome import Report
-from moesched.runs.runs import make_lanes, plan_run, simulate
+from moesched.runs.planning import make_lanes, plan_run
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan, Role
 from moesched.steps.step import Step
 from moesched.tasks import Task, Work
@@ -117,7 +118,7 @@ def test_no_device_runs_a_pipeline() -> None:
     with pytest.raises(
         BadInput, match=r"FlexGenPipeline makes a pipeline of 2 accelerators, and devices run one"
     ):
-        runs.run(plan, policy, SymbolicDevice(), [])
+        hardware.run(plan, policy, SymbolicDevice(), [])
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from moesched.planner.traits import Setting, Shape, Share, TraitProbe, Traits, l
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 
 T4 = load_machine("t4")

@@ -13,7 +13,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run
+from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.steps.plan import Plan, Role
 from moesched.steps.step import Step

@@ -15,22 +15,19 @@ from hypothesis import strategies as some
 
 import moesched
 from commands import refused
-from moesched.drivers.virtual import VirtualDriver
-from moesched.engine import Engine
 from moesched.errors import OutOfOrder, PolicyError
 from moesched.machines import load_machine
-from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import chunks_of
-from moesched.runs.generation import Generation
-from moesched.runs.runs import make_lanes, plan_run
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+from moesched.runs.simulation import simulate
+from moesched.runs.virtual_run import VirtualRun
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
-from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 from small_models import small_model
 
@@ -172,15 +169,10 @@ def chunked_plan(policy: Any, chunk: int | None = 8, budget: dict[str, int] | No
 def test_every_task_reads_what_it_was_meant_to(policy: str, seed: int) -> None:
     scheduler = make_policy(policy, {"seed": seed} if policy == "adversarial" else {})
     plan = chunked_plan(scheduler, chunk=(8, 5, 3)[seed % 3])
-    lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
     device = SymbolicDevice()
     device.begin(plan)
-    generation = Generation(RunState(plan, engine, lanes), scheduler)
-    types: tuple[type[Task], ...] = (Kernel, HostKernel, PageTransfer, Decision)
-    perform = dict.fromkeys(types, device.execute)
-    VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype), perform=perform).run(generation.run())
-    assert generation.tokens == expected_tokens(plan)
+    [tokens] = VirtualRun([Rank(plan, scheduler, device)]).run()
+    assert tokens == expected_tokens(plan)
 
 
 def simulated(chunk: int | None, **wanted: Any) -> moesched.JobReport:
@@ -214,7 +206,7 @@ def test_experts_of_a_prompt_in_chunks_are_moved_no_more_often_than_those_of_a_w
 def test_a_replayed_simulation_is_that_of_the_engine() -> None:
     policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
     times = [
-        moesched.runs.runs.simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
+        simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
         for name, each in policy.items()
     ]
     assert times[0] == times[1]
@@ -301,12 +293,8 @@ def test_an_order_that_would_miss_keys_and_values_is_refused(
 ) -> None:
     scheduler = policy()
     plan = chunked_plan(scheduler)
-    lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
-    generation = Generation(RunState(plan, engine, lanes), scheduler)
-    driver = VirtualDriver([engine], Roofline(plan.machine, plan.layout.dtype))
     with pytest.raises(error, match=message):
-        driver.run(generation.run())
+        VirtualRun([Rank(plan, scheduler)]).run()
 
 
 # ---------------------------------------------------------------- what is reported

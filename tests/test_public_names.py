@@ -66,7 +66,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_else_of_weight() -> None:
-    heavy = {"torch", "numpy", "msgspec", "anyio", "tokenizers", "moesched.runs.runs"}
+    heavy = {"torch", "numpy", "msgspec", "anyio", "tokenizers", "moesched.runs.planning"}
     assert not loaded_by("import moesched") & heavy
 
 

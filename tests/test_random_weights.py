@@ -12,7 +12,8 @@ from moesched.machines import parse_machine
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.runs.runs import plan_run, run
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.testing.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
 from small_models import SMALL
 from test_emulated_device import MACHINE

@@ -26,8 +26,9 @@ from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank, open_devices
-from moesched.runs.runs import plan_run, run
 from moesched.tasks import Task, Work
 from moesched.trace import Recorder
 from reference import Reference, generate

@@ -8,7 +8,7 @@ import pytest
 
 from moesched.engine import Engine
 from moesched.plugins import make_policy
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.tasks import Block, Lane, PageTransfer, Work
 from moesched.trace import LastSteps, Recorder, check_trace, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, Run, make_plan, virtual_run

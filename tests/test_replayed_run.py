@@ -13,7 +13,7 @@ from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
-from moesched.runs.runs import simulate
+from moesched.runs.simulation import simulate
 from moesched.tasks import (
     IDLE,
     PREFETCH,

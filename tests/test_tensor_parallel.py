@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import moesched
 from moesched.cli.main import main
 from moesched.drivers.validation import CheckedEngine
-from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, OutOfOrder
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.jobs.report import JobReport
@@ -30,13 +29,13 @@ from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
-from moesched.routing import SeededRouting
-from moesched.runs.generation import Generation
-from moesched.runs.runs import make_lanes, plan_run, simulate, simulated_decisions
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+from moesched.runs.simulation import simulate
+from moesched.runs.virtual_run import VirtualRun
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
-from moesched.tasks import DONE, Decision, Task, Work
+from moesched.tasks import DONE, Lane, Task, Work
 from moesched.trace import Recorder, Slice
 from small_models import SMALL
 
@@ -174,23 +173,16 @@ def test_an_all_reduce_on_a_machine_with_one_accelerator_has_no_cost() -> None:
 
 def run_together(policy: str, machine: str, ranks: int) -> list[list[Task]]:
     """Each rank's tasks, with a policy, a plan and an engine for each, on one virtual clock."""
-    engines, generations = [], []
-    with ExitStack() as open_schedules:
-        for _ in range(ranks):
-            own = make_policy(policy)
-            plan = plan_on(machine, ranks, own)
-            lanes = make_lanes(plan)
-            engine = CheckedEngine(lanes.values())
-            run_state = open_schedules.enter_context(closing(RunState(plan, engine, lanes)))
-            engines.append(engine)
-            generations.append(Generation(run_state, own))
-        perform: dict[type[Task], Any] = {
-            Decision: simulated_decisions(plan, SeededRouting(SMALL.experts, SMALL.top_k))
-        }
-        driver = VirtualDriver(engines, Roofline(plan.machine, "float32"), perform=perform)
-        driver.run(*(generation.run() for generation in generations))
-    for engine in engines:
-        engine.check_over()
+    engines: list[CheckedEngine] = []
+
+    def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
+        engines.append(CheckedEngine(lanes))
+        return engines[-1]
+
+    policies = [make_policy(policy) for _ in range(ranks)]
+    VirtualRun(
+        [Rank(plan_on(machine, ranks, own), own) for own in policies], make_engine=make_engine, sharing=False
+    ).run()
     return [engine.tasks for engine in engines]
 
 

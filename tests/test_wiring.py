@@ -15,8 +15,9 @@ from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.reproduce.mac_cluster.wired_memory import sample_seconds
 from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
 MS = 1_000_000

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from moesched.drivers.pricing import nanoseconds
-from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.requests.batch import Batch
 from moesched.requests.sampling import Sampling
-from moesched.runs.generation import Generation
-from moesched.runs.runs import make_lanes, plan_run
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Exchange, Policy
 from moesched.steps.plan import KV_ROLES, Plan, Role
-from moesched.steps.run_state import Kind, RunState
+from moesched.steps.run_state import Kind
 from moesched.steps.step import Step
-from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import Task
 
 from ..torch.device import TorchDevice
 
@@ -71,12 +71,7 @@ def rehearse(
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None:
     """Run a plan on the virtual clock, with the real work of each task done as it ends."""
-    lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
-    with closing(RunState(plan, engine, lanes)) as run_state:
-        types = (Kernel, HostKernel, PageTransfer, Decision, Collective)
-        driver = VirtualDriver([engine], cost, perform=dict.fromkeys(types, watch.perform))
-        driver.run(Generation(run_state, policy).run())
+    VirtualRun([Rank(plan, policy, watch)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
 class _Alone:
@@ -162,14 +157,16 @@ class _OneLayer:
 
 
 class _Watch:
-    """Performs tasks, and remembers what they took."""
+    """A device that has another one compute, and remembers what tasks took."""
+
+    streams = None
 
     def __init__(self, device: TorchDevice, cost: CostModel) -> None:
         self._device = device
         self._cost = cost
         self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
 
-    def perform(self, task: Task) -> Any:
+    def execute(self, task: Task) -> Any:
         start = perf_counter_ns()
         value = self._device.execute(task)
         real = (perf_counter_ns() - start) / 1e9

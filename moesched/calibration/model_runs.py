@@ -20,7 +20,8 @@ from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch
-from moesched.runs.runs import plan_run, run
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.tasks import Task
 
 

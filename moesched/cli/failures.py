@@ -19,7 +19,7 @@ _CALLERS_OF_POLICIES = (
     "moesched.drivers.policies",
     "moesched.drivers.replay",
     "moesched.runs.generation",
-    "moesched.runs.runs",
+    "moesched.runs.planning",
 )
 
 

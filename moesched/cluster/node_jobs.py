@@ -22,8 +22,10 @@ from moesched.models.layout import weight_layout
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
-from moesched.runs import runs
+from moesched.runs.generation import TokenHandling
+from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter
+from moesched.runs.planning import plan_run
 from moesched.seams import Policy, Transport
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
@@ -172,14 +174,13 @@ class NodeJob:
             else:
                 self._on_tokens({first + request: [token] for request, token in fresh.items()}, [])
 
-        report = runs.run(
+        report = run(
             plan,
             policy,
             self._device,
             mine,
             sampling=self._run.sampling,
-            stop_tokens=self._layout.config.stop_tokens,
-            on_tokens=tell,
+            tokens=TokenHandling(self._layout.config.stop_tokens, tell),
             observers=[_Loading(plan, self._on_loading), kinds],
             recorder=recorder,
             keep_open=True,
@@ -195,7 +196,7 @@ class NodeJob:
 
     def _plan(self, ask: Ask, batch: Batch) -> tuple[Plan, Policy]:
         policy = self._make()
-        plan = runs.plan_run(
+        plan = plan_run(
             self._machine,
             self._layout,
             batch,

@@ -35,9 +35,12 @@ from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting, ExpertChoices
 from moesched.routing.router_forecast import PREVIEW_ACCURACY
 from moesched.routing.sources import find_choices
-from moesched.runs import runs
+from moesched.runs.generation import TokenHandling
+from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Devices, Rank, open_devices
+from moesched.runs.simulation import simulate
 from moesched.seams import Policy, Routing
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
@@ -288,7 +291,7 @@ class _Job:
         """
         policy: Policy = self.make()
         try:
-            plan = runs.plan_run(
+            plan = plan_run(
                 self.machine, self.layout, batch, policy, self.budgets, slot_bytes, self.nodes, node
             )
             return plan, policy
@@ -301,7 +304,7 @@ class _Job:
         def fits(beams: int) -> bool:
             narrower = replace(batch, beams=beams, prefill_chunk=self.prefill_chunk or SMALLEST_CHUNK)
             try:
-                runs.plan_run(
+                plan_run(
                     self.machine, self.layout, narrower, self.make(), self.budgets, slot_bytes, self.nodes
                 )
             except BadInput:
@@ -327,14 +330,13 @@ class _Job:
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
         read_before = devices.bytes_read
-        report = runs.run(
+        report = run(
             plan,
             policy,
             devices.first,
             prompts,
             sampling=sampling,
-            stop_tokens=self.layout.config.stop_tokens,
-            on_tokens=text_listener.tell,
+            tokens=TokenHandling(self.layout.config.stop_tokens, text_listener.tell),
             observers=[text_listener.listener, kinds],
             recorder=recorder,
             peers=peers,
@@ -384,7 +386,7 @@ class _Job:
         listener.planned(plan)
         recorder = recorder_of(plan) if trace else None
         kinds = KindMeter()
-        report = runs.simulate(
+        report = simulate(
             plan,
             policy,
             routing=routing,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.planner.search import PolicyChoice, best, costed, filled, least
 from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
-from moesched.planner.trial_run import Preview, trial_run
+from moesched.planner.trial_run import TrialRun, trial_run
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     weights_on_gpu: float
     kv_on_gpu: float
     peak_bytes: dict[str, int]
-    trial_run: Preview
+    trial_run: TrialRun
     throughput: float
 
 

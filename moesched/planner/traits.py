@@ -18,7 +18,7 @@ from moesched.machines import Machine
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of
-from moesched.runs.runs import make_lanes, plan_run
+from moesched.runs.planning import make_lanes, plan_run
 from moesched.seams import CostModel, Policy
 from moesched.settings import takes_setting
 from moesched.steps.plan import Plan

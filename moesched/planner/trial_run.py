@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from typing import Any
-
 import msgspec
 
-from moesched.drivers.virtual import VirtualDriver
-from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
-from moesched.machines.cost import cost_model
 from moesched.requests.batch import Batch
-from moesched.routing import SeededRouting
-from moesched.runs.generation import Generation
-from moesched.runs.runs import make_lanes, simulated_decisions
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Policy
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
-from moesched.tasks import Decision, Task
+from moesched.tasks import Task
 
 MOST_STEPS = 5
 
 
-class Preview(msgspec.Struct, frozen=True):
+class TrialRun(msgspec.Struct, frozen=True):
     """What a run will come to.
 
     Attributes:
@@ -43,7 +34,7 @@ class Preview(msgspec.Struct, frozen=True):
         return len(batch.prompts) * batch.new_tokens / seconds
 
 
-def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Preview:
+def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> TrialRun:
     """Run the prefill and up to four decode steps of a plan, which is used up then.
 
     The first decode step begins while the prefill ends, and the last one fetches nothing for another: neither is
@@ -51,34 +42,21 @@ def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Prev
 
     cost: by default what the plan's machine was calibrated to, or its roofline.
     """
-    cost = cost or cost_model(plan.machine, plan.layout.dtype)
-    lanes = make_lanes(plan)
-    engine = Engine(lanes.values())
     steps = min(MOST_STEPS, plan.batch.new_tokens)
     age = max(0, (plan.batch.new_tokens - steps) // 2)
-    config = plan.layout.config
-    perform: Mapping[type[Task], Callable[[Task], Any]] = {
-        Decision: simulated_decisions(plan, SeededRouting(config.experts, config.top_k))
-    }
     spans = _Spans()
-    driver = VirtualDriver(
-        [engine],
-        cost,
-        sharing=plan.contended,
-        perform=perform,
-        observers=[spans],
-        delays=wired_memory_delays(plan, lanes),
+    virtual = VirtualRun(
+        [Rank(plan, policy)], cost=cost, make_engine=Engine, observers=[spans], steps=steps, age=age
     )
-    with closing(RunState(plan, engine, lanes, steps=steps, age=age)) as run_state:
-        generation = Generation(run_state, policy)
-        driver.run(generation.run())
-    ends = generation.step_ends
+    virtual.run()
+    [run] = virtual.rank_runs
+    generation, ends = run.generation, run.generation.step_ends
     window = ends[1:-1] if len(ends) > 3 else ends
     seconds = (window[-1] - window[0]) / 1e9
-    return Preview(
+    return TrialRun(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
         step_seconds=seconds / max(1, len(window) - 1),
-        utilization={name: spans.share(name, window[0], window[-1]) for name in lanes},
+        utilization={name: spans.share(name, window[0], window[-1]) for name in run.lanes},
     )
 
 

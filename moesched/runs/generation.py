@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from moesched.requests.beams import Standing
 from moesched.seams import Policy
@@ -19,11 +20,24 @@ Sampled = tuple[MicroBatch, Task]
 """A micro-batch, and the task that samples its tokens."""
 
 
-class Generation:
-    """One batch's requests and what has become of them.
+class TokenHandling(NamedTuple):
+    """When requests end, and where their tokens go.
 
-    Args:
+    Attributes:
+        stop_tokens: each of them ends its request.
         on_tokens: told of each micro-batch's new tokens, by request, as they come.
+    """
+
+    stop_tokens: Collection[int] = ()
+    on_tokens: OnTokens | None = None
+
+    def unheard(self) -> TokenHandling:
+        """The same ends of requests, with nobody told of the tokens: for ranks that repeat what the first one says."""
+        return self._replace(on_tokens=None)
+
+
+class Generation:
+    """One batch's requests and the tokens generated for them.
 
     Attributes:
         tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
@@ -34,14 +48,8 @@ class Generation:
         first_tokens: when each request whose prompt is through had its first token; nanoseconds.
     """
 
-    def __init__(
-        self,
-        run_state: RunState,
-        policy: Policy,
-        *,
-        stop_tokens: Collection[int] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> None:
+    def __init__(self, run_state: RunState, policy: Policy, tokens: TokenHandling | None = None) -> None:
+        stop_tokens, self._on_tokens = tokens or TokenHandling()
         self.tokens: list[list[int]] = [[] for _ in run_state.plan.batch.prompts]
         self._beams = run_state.plan.batch.beams
         self.scores: list[float] = [-math.inf] * len(self.tokens) if self._beams > 1 else []
@@ -52,7 +60,6 @@ class Generation:
         self._run = run_state
         self._policy = policy
         self._stop_tokens = frozenset(stop_tokens)
-        self._on_tokens = on_tokens
         self._stopped: set[int] = set()
 
     async def run(self) -> list[list[int]]:
@@ -106,7 +113,7 @@ class Generation:
         self.step_ends.append(max(sample.end for _, sample in samples))
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
-        """How far beam search has come. Tokens are handed out when they will not change any more."""
+        """Take over the state of a beam search. A request's tokens are handed out once they are final."""
         for request, (tokens, score, done) in zip(requests, standings, strict=True):
             if request in self._stopped:
                 continue

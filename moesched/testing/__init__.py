@@ -12,8 +12,8 @@ not fit, or end with exactly the tokens of the model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
@@ -23,12 +23,9 @@ import msgspec
 from moesched import plugins
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
-from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine, watching
-from moesched.drivers.virtual import VirtualDriver
-from moesched.engine import Engine
+from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -36,13 +33,14 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import split_batch
-from moesched.runs.generation import Generation
+from moesched.runs.assembly import assemble, close_at_end
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.runs.runs import make_lanes, plan_run, run
+from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
-from moesched.steps.run_state import RunState
-from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import Lane, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 from moesched.testing.transport_checks import check_transport as check_transport
 from moesched.trace import LaneName, Recorder, Recording
@@ -196,27 +194,15 @@ def run_on_symbols(
     """
     ranks = [Rank(plan, policy, device or SymbolicDevice())]
     ranks += [Rank(*peer, SymbolicDevice()) for peer in peers]
-    lanes = [make_lanes(rank.plan) for rank in ranks]
-    kind = CheckedSharedEngine if clock == "real" else CheckedEngine
-    engines = [kind(own.values()) for own in lanes]
-    execute = OnDevices(ranks, [own.values() for own in lanes]).execute
-    with ExitStack() as opened:
-        mains = []
-        for rank, engine, own in zip(ranks, engines, lanes, strict=True):
-            rank.device.join(ranks[0].device)
-            rank.device.begin(rank.plan)
-            run_state = opened.enter_context(closing(RunState(rank.plan, engine, own)))
-            opened.enter_context(watching(run_state))
-            mains.append(Generation(run_state, rank.policy).run())
-        if clock == "real":
-            shared = [engine for engine in engines if isinstance(engine, CheckedSharedEngine)]
-            driver = RealtimeDriver(shared, execute, observers=observers)
-            tokens: list[list[list[int]]] = asyncio.run(_all(driver.run(*mains)))
-            now = driver.now
-        else:
-            tokens, now = _run_virtual(engines, execute, plan, mains, observers, sharing=clock == "shared")
+    for rank in ranks:
+        rank.device.join(ranks[0].device)
+        rank.device.begin(rank.plan)
+    if clock == "real":
+        tokens, tasks, now = _run_in_real_time(ranks, observers)
+    else:
+        tokens, tasks, now = _run_virtual(ranks, observers, sharing=clock == "shared")
     assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes came to different tokens"
-    return Ended(plan, tokens[0], expected_tokens(plan), engines[0].tasks, now)
+    return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
 
 
 def check_policy(
@@ -300,21 +286,31 @@ def _check_lanes(name: str, recording: Recording) -> None:
 
 
 def _run_virtual(
-    engines: Sequence[Engine],
-    execute: Callable[[Task], Any],
-    plan: Plan,
-    mains: Iterable[Coroutine[Task, Any, list[list[int]]]],
-    observers: Sequence[Observer],
-    *,
-    sharing: bool,
-) -> tuple[list[list[list[int]]], int]:
-    perform: Mapping[type[Task], Callable[[Task], Any]] = dict.fromkeys(
-        (Kernel, HostKernel, PageTransfer, Decision, Collective), execute
-    )
-    cost = Roofline(plan.machine, plan.layout.dtype)
-    driver = VirtualDriver(engines, cost, sharing=sharing, perform=perform, observers=observers)
-    return driver.run(*mains), driver.now
+    ranks: Sequence[Rank], observers: Sequence[Observer], *, sharing: bool
+) -> tuple[list[list[list[int]]], list[Task], int]:
+    """Each rank's tokens, the first one's tasks, and how long it took."""
+    engines: list[CheckedEngine] = []
+
+    def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
+        engines.append(CheckedEngine(lanes))
+        return engines[-1]
+
+    virtual = VirtualRun(ranks, sharing=sharing, make_engine=make_engine, observers=observers)
+    return virtual.run(), engines[0].tasks, virtual.now
 
 
-async def _all(running: Coroutine[Any, Any, list[list[list[int]]]]) -> list[list[list[int]]]:
-    return await running
+def _run_in_real_time(
+    ranks: Sequence[Rank], observers: Sequence[Observer]
+) -> tuple[list[list[list[int]]], list[Task], int]:
+    """The same on real threads."""
+    rank_runs = [assemble(rank, CheckedSharedEngine) for rank in ranks]
+    execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
+    driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)
+
+    async def generate() -> list[list[list[int]]]:
+        return await driver.run(*(each.generation.run() for each in rank_runs))
+
+    with ExitStack() as opened:
+        for each in rank_runs:
+            close_at_end(opened, each)
+        return asyncio.run(generate()), rank_runs[0].engine.tasks, driver.now

@@ -16,8 +16,9 @@ from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.reproduce.mac_cluster.paper import MacPaper, PrintedSystem
 from moesched.requests.batch import Batch, split_batch
+from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.runs import plan_run, simulate
+from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
 

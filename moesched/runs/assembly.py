@@ -1,0 +1,88 @@
+"""Assembly of a run's parts: for each rank its lanes, engine, run state and generation, and the observers of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Generic, NamedTuple, TypeVar
+
+from moesched.drivers.lanes import LaneKind
+from moesched.drivers.validation import watching
+from moesched.engine import Engine
+from moesched.runs.generation import Generation, TokenHandling
+from moesched.runs.outcome import Outcome
+from moesched.runs.planning import make_lanes
+from moesched.runs.ranks import OfLanes, Rank
+from moesched.seams import Observer
+from moesched.steps.run_state import RunState
+from moesched.tasks import Lane
+from moesched.trace import LastSteps, Recorder
+
+EngineType = TypeVar("EngineType", bound=Engine)
+
+
+class RankRun(NamedTuple, Generic[EngineType]):
+    """One rank of a run: what a driver drives, and what is left to look at afterwards."""
+
+    rank: Rank
+    lanes: dict[str, Lane]
+    engine: EngineType
+    run_state: RunState
+    generation: Generation
+
+    def outcome(self) -> Outcome:
+        """The raw results, as far as the run came."""
+        generation, engine = self.generation, self.engine
+        return Outcome(
+            loaded=generation.loaded,
+            step_ends=generation.step_ends,
+            tokens=generation.tokens,
+            scores=generation.scores,
+            busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
+            tasks=engine.submitted - engine.joins,
+            first_tokens=generation.first_tokens,
+        )
+
+
+def assemble(
+    rank: Rank,
+    make_engine: Callable[[Iterable[Lane]], EngineType],
+    *,
+    kinds: Mapping[str, LaneKind] | None = None,
+    tokens: TokenHandling | None = None,
+    steps: int | None = None,
+    age: int = 0,
+) -> RankRun[EngineType]:
+    """The parts of one rank's run, ready for a driver.
+
+    Args:
+        kinds: the device's kind of each lane.
+        tokens: when requests end, and where their tokens go.
+        steps: how many steps to run; by default all of the plan's batch.
+        age: decode steps that the KV cache already holds when decoding begins.
+    """
+    lanes = make_lanes(rank.plan, kinds)
+    engine = make_engine(lanes.values())
+    run_state = RunState(rank.plan, engine, lanes, steps=steps, age=age)
+    return RankRun(rank, lanes, engine, run_state, Generation(run_state, rank.policy, tokens))
+
+
+def close_at_end(opened: ExitStack, rank_run: RankRun[EngineType]) -> None:
+    """Let go of a run's tasks when the stack closes, after the checks of validation mode."""
+    opened.enter_context(closing(rank_run.run_state))
+    opened.enter_context(watching(rank_run.run_state))
+
+
+def observers_of(
+    rank_runs: Sequence[RankRun[EngineType]],
+    observers: Sequence[Observer],
+    recorder: Recorder | LastSteps | None,
+) -> Sequence[Observer]:
+    """The driver's observers: those given hear of the first rank, the recorder of all ranks."""
+    if len(rank_runs) > 1:
+        observers = [OfLanes(observer, rank_runs[0].engine.lanes) for observer in observers]
+    if recorder is None:
+        return observers
+    for each in rank_runs:
+        recorder.watch(each.engine, each.rank.plan.memories)
+    return [*observers, recorder]

@@ -1,0 +1,84 @@
+"""The plan of a run, checked against budgets, and the lanes that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moesched.drivers.lanes import LaneKind
+from moesched.errors import BadInput, OverBudget
+from moesched.machines import INTERCONNECT, Machine
+from moesched.machines.group import numbered
+from moesched.machines.networks import NETWORK
+from moesched.models.layout import Page, WeightLayout
+from moesched.requests.batch import Batch
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
+from moesched.tasks import Lane
+
+
+def plan_run(
+    machine: Machine,
+    layout: WeightLayout,
+    batch: Batch,
+    policy: Policy,
+    budgets: Mapping[str, int] | None = None,
+    slot_bytes: Callable[[Page], int] | None = None,
+    nodes: int = 1,
+    node: int = 0,
+) -> Plan:
+    """Have a policy plan a batch, for one node of several where they share the experts.
+
+    Raises:
+        BadInput: the plan does not fit a budget (the message names the memory and the missing bytes), or the policy or
+            the machine does not support several nodes.
+    """
+    name = type(policy).__name__
+    if nodes > 1:
+        _require_node(machine, layout, policy, nodes)
+    try:
+        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node)
+        policy.plan(plan)
+        plan.check()
+    except OverBudget as error:
+        remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
+        each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
+        if nodes > 1:
+            each = f", on node {node} of {nodes}"
+        raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
+    return plan
+
+
+def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes: int) -> None:
+    if not getattr(type(policy), "expert_parallel", False):
+        raise BadInput(
+            f"policy {type(policy).__name__} does not share experts among {nodes} nodes: choose one that does, "
+            "such as ep_balanced, or 1 node"
+        )
+    if layout.config.ranks > 1:
+        raise BadInput(
+            f"a node of {nodes} uses one accelerator, and machine {machine.name} is to use {layout.config.ranks}: "
+            "use --tensor-parallel 1"
+        )
+
+
+def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[str, Lane]:
+    """The lanes of the plan's machine, by name: one per processor role and one per path between memories.
+
+    Each stage of a pipeline has its own accelerator lane: "accelerator", "accelerator 1", ... Tensor-parallel ranks add
+    a lane for all-reduces. Nodes add one for their exchanges, in order, since all of them exchange in the same order.
+
+    Args:
+        kinds: the device's kind of each lane; the streams of a device share a domain.
+    """
+    accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
+    names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
+    if plan.ranks > 1:
+        names.append(INTERCONNECT)
+    kinds = kinds or {}
+    lanes = {
+        name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
+        for name in names
+    }
+    if plan.nodes > 1:
+        lanes[NETWORK] = Lane(NETWORK, "in_order")
+    return lanes

@@ -1,0 +1,107 @@
+"""Runs on the virtual clock: a plan's schedule, simulated or replayed, to a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
+from moesched.errors import BadInput
+from moesched.machines.cost import cost_model
+from moesched.routing import SeededRouting
+from moesched.routing.router_forecast import PREVIEW_ACCURACY, RouterForecast
+from moesched.runs.assembly import assemble, observers_of
+from moesched.runs.decisions import simulated_decisions
+from moesched.runs.outcome import Outcome, Report, make_report
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
+from moesched.seams import CostModel, Observer, Policy, Routing
+from moesched.steps.plan import Plan
+from moesched.trace import LastSteps, Recorder
+
+
+def simulate(
+    plan: Plan,
+    policy: Policy,
+    *,
+    cost: CostModel | None = None,
+    routing: Routing | None = None,
+    preview_accuracy: float = PREVIEW_ACCURACY,
+    sharing: bool | None = None,
+    replay: bool = False,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | LastSteps | None = None,
+    peers: Sequence[Rank] = (),
+) -> Report:
+    """Run a plan on the virtual clock.
+
+    Args:
+        cost: by default what the plan's machine was calibrated to, or its roofline.
+        routing: by default uniform, with seed 0.
+        preview_accuracy: how likely `Step.preview_route` forecasts an expert that the routing will choose, from 0 to 1.
+        sharing: whether concurrent tasks slow each other down; by default where lanes share a memory.
+        replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
+        recorder: keeps the tasks, for a trace.
+        peers: the other nodes, where several work on one model; plan and policy are those of the first node. Observers
+            and report are those of the first node too, except for the trace, and for each memory's peak, which is the
+            highest of all nodes.
+
+    Raises:
+        NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
+    """
+    started = time.perf_counter()
+    ranks = [Rank(plan, policy), *peers]
+    if replay:
+        if (plan.contended if sharing is None else sharing) or plan.machine.wired_memory is not None:
+            raise BadInput("replay needs fixed durations, and with sharing they depend on concurrent tasks")
+        outcome = _replay(ranks[0], cost, observers, recorder)
+    else:
+        config = plan.layout.config
+        routing = routing or SeededRouting(config.experts, config.top_k)
+        previews = RouterForecast(routing, config.experts, preview_accuracy)
+        virtual = VirtualRun(
+            ranks,
+            cost=cost,
+            decisions=simulated_decisions(plan, routing, previews),
+            sharing=sharing,
+            observers=observers,
+            recorder=recorder,
+        )
+        virtual.run()
+        outcome = virtual.rank_runs[0].outcome()
+    seconds = time.perf_counter() - started
+    return make_report(
+        plan, policy, outcome, seconds, measured=False, peers=[each.plan for each in ranks[1:]]
+    )
+
+
+def _replay(
+    rank: Rank, cost: CostModel | None, observers: Sequence[Observer], recorder: Recorder | LastSteps | None
+) -> Outcome:
+    plan = rank.plan
+    run = assemble(rank, CapturingEngine)
+    observers = observers_of([run], observers, recorder)
+    with closing(run.run_state):
+        timeline = replay_run(run.run_state, rank.policy, cost or cost_model(plan.machine, plan.layout.dtype))
+    if run.engine.awaits is not None:
+        run.engine.awaits += timeline.awaits()
+    for observer in observers:
+        if isinstance(observer, ReplayObserver):
+            observer.replayed(timeline)
+        else:
+            for task in timeline.tasks():
+                observer.ended(task)
+    ends = timeline.step_ends()
+    return Outcome(
+        loaded=ends[0],
+        step_ends=ends[1:],
+        tokens=[[0] * len(ends[1:]) for _ in plan.batch.prompts],
+        busy=timeline.busy(run.engine.lanes),
+        tasks=timeline.count,
+        first_tokens={
+            request: end
+            for number, end in timeline.prefill_samples().items()
+            for request in plan.chunks[number].ends
+        },
+    )

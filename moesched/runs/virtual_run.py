@@ -1,0 +1,91 @@
+"""The builder of virtual runs: everything that runs plans on the virtual clock is assembled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from moesched.drivers.validation import new_engine
+from moesched.drivers.virtual import VirtualDriver
+from moesched.drivers.wired_memory import wired_memory_delays
+from moesched.engine import Engine
+from moesched.machines.cost import cost_model
+from moesched.runs.assembly import assemble, close_at_end, observers_of
+from moesched.runs.decisions import simulated_decisions
+from moesched.runs.ranks import OnDevices, Rank
+from moesched.seams import CostModel, Observer
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Task
+from moesched.trace import LastSteps, Recorder
+
+Perform = Callable[[Task], Any]
+
+
+class VirtualRun:
+    """Plans on the virtual clock, each with its own lanes, engine, run state and generation.
+
+    Args:
+        ranks: the ranks or nodes that work on one model, each on a machine of its own. Where they have devices, these
+            compute every task as it ends; else nothing is computed.
+        cost: by default what the first plan's machine was calibrated to, or its roofline.
+        decisions: gives routing and sampling their values where nothing is computed; by default `simulated_decisions`.
+        sharing: whether concurrent tasks slow each other down; by default where lanes share a memory.
+        make_engine: by default an engine that is checked where the environment asks for validation.
+        observers: told of the first rank's tasks.
+        recorder: keeps the tasks of all ranks, for a trace.
+        steps: how many steps to run; by default all of the batch.
+        age: decode steps that the KV cache already holds when decoding begins.
+
+    Attributes:
+        rank_runs: lanes, engine, run state and generation of each rank.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        cost: CostModel | None = None,
+        decisions: Perform | None = None,
+        sharing: bool | None = None,
+        make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
+        observers: Sequence[Observer] = (),
+        recorder: Recorder | LastSteps | None = None,
+        steps: int | None = None,
+        age: int = 0,
+    ) -> None:
+        plan = ranks[0].plan
+        self.rank_runs = [assemble(rank, make_engine, steps=steps, age=age) for rank in ranks]
+        self._driver = VirtualDriver(
+            [each.engine for each in self.rank_runs],
+            cost or cost_model(plan.machine, plan.layout.dtype),
+            sharing=plan.contended if sharing is None else sharing,
+            perform=self._on_devices(ranks)
+            if ranks[0].device is not None
+            else {Decision: decisions or simulated_decisions(plan)},
+            observers=observers_of(self.rank_runs, observers, recorder),
+            delays={
+                lane: delay
+                for each in self.rank_runs
+                for lane, delay in wired_memory_delays(each.rank.plan, each.lanes).items()
+            },
+        )
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds on the virtual clock."""
+        return self._driver.now
+
+    def run(self) -> list[list[list[int]]]:
+        """Generate all tokens; returns those of each rank, by request. A run is used up afterwards.
+
+        Raises:
+            the first error of a policy or a task.
+        """
+        with ExitStack() as opened:
+            for each in self.rank_runs:
+                close_at_end(opened, each)
+            return self._driver.run(*(each.generation.run() for each in self.rank_runs))
+
+    def _on_devices(self, ranks: Sequence[Rank]) -> dict[type[Task], Perform]:
+        devices = OnDevices(ranks, [each.lanes.values() for each in self.rank_runs])
+        return dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision, Collective), devices.execute)
