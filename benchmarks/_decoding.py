@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moesched import plugins
+from moesched.devices.torch.device import TorchDevice
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, WeightLayout
@@ -114,7 +115,7 @@ def decode(
     steps: int = STEPS,
 ) -> Decoded:
     """Run a policy once and count its bytes."""
-    device = plugins.find("devices", "torch")(open_checkpoint(model.directory), model.layout, direct=direct)
+    device = TorchDevice(open_checkpoint(model.directory), model.layout, direct=direct)
     prompts = model.prompts(batch)
     chosen, uses = plugins.make_policy(policy, settings), Uses()
     budgets = {"host": budget or 2 * model.weight_bytes}

@@ -19,7 +19,7 @@ class LoggedDevice:
     """
 
     def __init__(self, checkpoint: Any, layout: Any, folder: str = "", device: str = "torch") -> None:
-        self._device = plugins.find("devices", device)(checkpoint, layout, keep_logits=True)
+        self._device: Any = plugins.find("devices", device)(checkpoint, layout, keep_logits=True)
         self._folder = Path(folder)
         self._place = 0
 

@@ -4,53 +4,90 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
+from moesched.seams import Device, Policy, Transport
 
 Kind = Literal["policies", "devices", "transports"]
 
 _SINGULAR = {"policies": "policy", "devices": "device", "transports": "transport"}
+_SEAMS: dict[Kind, type] = {"policies": Policy, "devices": Device, "transports": Transport}
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of all that is installed of one kind."""
+    """The names of the installed plug-ins of one kind, sorted."""
     return sorted(point.name for point in _points(kind))
 
 
-def find(kind: Kind, name: str) -> Any:
+@overload
+def find(kind: Literal["policies"], name: str) -> type[Policy]: ...
+
+
+@overload
+def find(kind: Literal["devices"], name: str) -> type[Device]: ...
+
+
+@overload
+def find(kind: Literal["transports"], name: str) -> type[Transport]: ...
+
+
+def find(kind: Kind, name: str) -> type:
     """The class of that name, or at `package.module:Class`; the current folder is searched too.
 
     Raises:
-        BadInput: there is none, or it cannot be imported; the message says why.
+        BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
     """
-    point = next((point for point in _points(kind) if point.name == name), None)
-    if point is not None:
-        return _load(kind, name, point.value)
-    if ":" in name:
-        return _load(kind, name, name)
-    raise BadInput(
-        f"unknown {_SINGULAR[kind]} {name!r}: choose {', '.join(names(kind))}, or write package.module:Class"
-    )
+    cls = load(_target(kind, name), f"{_SINGULAR[kind]} {name!r}")
+    seam = _SEAMS[kind]
+    for method in (
+        each for each, value in vars(seam).items() if callable(value) and not each.startswith("_")
+    ):
+        if not callable(getattr(cls, method, None)):
+            raise BadInput(
+                f"{name} is no {_SINGULAR[kind]}: it has no {method}(); see moesched.seams.{seam.__name__}"
+            )
+    found: type = cls
+    return found
 
 
-def make_policy(name: str, settings: dict[str, Any] | None = None) -> Any:
+def load(target: str, title: str) -> Any:
+    """The object at `package.module:name`; the current folder is searched too.
+
+    Args:
+        title: names it in the error, such as "policy 'mine'".
+
+    Raises:
+        BadInput: it cannot be imported; the message says why.
+    """
+    module_name, _, attribute = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise BadInput(f"{title} cannot be loaded: {error}") from error
+
+
+def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     """A policy of that name with its settings.
 
     Raises:
         BadInput: it does not exist, or does not take one of the settings.
     """
-    cls = find("policies", name)
+    make: Callable[..., Policy] = find("policies", name)
     try:
-        return cls(**(settings or {}))
+        return make(**(settings or {}))
     except TypeError as error:
         raise BadInput(f"policy {name} does not take these settings: {error}") from None
 
 
 def problem(kind: Kind, name: str) -> str | None:
-    """Why a plug-in cannot be loaded; None where it can."""
+    """The reason why a plug-in cannot be loaded; None where it can."""
     try:
         find(kind, name)
     except BadInput as error:
@@ -62,12 +99,12 @@ def _points(kind: Kind) -> list[EntryPoint]:
     return list(entry_points(group=f"moesched.{kind}"))
 
 
-def _load(kind: Kind, name: str, target: str) -> Any:
-    module_name, _, attribute = target.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise BadInput(f"{_SINGULAR[kind]} {name!r} cannot be loaded: {error}") from error
+def _target(kind: Kind, name: str) -> str:
+    for point in _points(kind):
+        if point.name == name:
+            return point.value
+    if ":" in name:
+        return name
+    raise BadInput(
+        f"unknown {_SINGULAR[kind]} {name!r}: choose {', '.join(names(kind))}, or write package.module:Class"
+    )

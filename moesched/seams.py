@@ -5,7 +5,7 @@ All of them are structural: no base class is needed. Each has a conformance suit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from moesched.drivers.lanes import LaneKind, Streams
+    from moesched.machines import Machine
+    from moesched.models.checkpoint import Checkpoint
+    from moesched.models.layout import Page, WeightLayout
     from moesched.requests.sampling import Sampling
+    from moesched.runs.outcome import Emulation
     from moesched.steps.plan import Plan
     from moesched.steps.step import Step
     from moesched.tasks import Task, Work
@@ -30,10 +34,7 @@ class Policy(Protocol):
     the share of the micro-batches whose KV cache stays on the accelerator, from 0 to 1, the planner searches that too.
 
     On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
-    sees one, with its share. A class with `pipelines = True` sees the whole, and its `plan` calls `Plan.pipeline`.
-
-    Where several machines share a model's experts, each has a policy of its own, with `expert_parallel = True`.
-    Its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all of them.
+    sees one, with its share. A policy for anything else declares it on its class: `Pipelined`, `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -44,6 +45,37 @@ class Policy(Protocol):
 
     async def decode(self, step: Step) -> None:
         """Schedule one more token of each sequence, up to and including each micro-batch's `sample`."""
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """A policy class that declares whether it gives each of several accelerators layers of its own.
+
+    With True it sees the whole machine, and its `plan` calls `Plan.pipeline`. Without a declaration it does not.
+    """
+
+    pipelines: bool
+
+
+@runtime_checkable
+class ExpertParallel(Protocol):
+    """A policy class that declares whether several machines share a model's experts, each with a policy of its own.
+
+    With True its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all machines. Without a
+    declaration it runs on one machine.
+    """
+
+    expert_parallel: bool
+
+
+def is_pipelined(policy: object) -> bool:
+    """Whether a policy, or its class, declares `pipelines = True`."""
+    return isinstance(policy, Pipelined) and policy.pipelines
+
+
+def is_expert_parallel(policy: object) -> bool:
+    """Whether a policy, or its class, declares `expert_parallel = True`."""
+    return isinstance(policy, ExpertParallel) and policy.expert_parallel
 
 
 class Demand(NamedTuple):
@@ -93,45 +125,164 @@ class Delay(Protocol):
 
 
 class Device(Protocol):
-    """Runs tasks on real hardware.
+    """Runs tasks on real hardware, batch after batch of one model.
 
-    A device runs batches of one model, one after the other: each starts with `begin`, once the tasks of the batch
-    before have ended. `execute` is called on the thread of the task's lane, one task at a time for each lane, and
-    returns when the result is there. Foreign exceptions may leave it: the driver turns them into the task's failure.
-
-    A device may also have `clock()`, nanoseconds of the machine that it imitates, which all times are then read from;
-    `emulation()`, how that went; `own_bytes`, what it takes beside what plans reserve; `stand_by()`, called several
-    times a second while a node waits for something to do; `join(rank, transport, first)`,
-    called once, before the first batch, where it is one of several ranks that a model is cut over, or of several nodes
-    that share its experts, `first` being the first one in this process, which begins each batch last; on its class
-    `machine(host)`, what `--machine auto` is with it, and `check_machine(machine)`, which raises BadInput for a machine
-    that it is not. It may let itself be watched, from the first batch on: `observe_routing(observer)` and
-    `observe_activations(observer)`.
+    The framework calls, in this order: the constructor; `slot_bytes`, whenever a policy plans; then for each batch
+    `kinds`, `begin`, `streams` and `execute`, once the tasks of the batch before have ended; `aclose`, once.
+    Whatever else a device can do is one of the small protocols below; none of them is required.
     """
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, **settings: Any) -> None:
+        """Open a model's files; weights are read later.
+
+        Args:
+            checkpoint: the tensors in the files, of this rank's share where the model is cut.
+            layout: the same tensors cut into pages, and the dtype to compute in.
+            settings: the user's `--device-set` values, as keyword arguments with defaults, checked against their types.
+
+        Raises:
+            BadInput: the hardware is not there, or a setting is out of range. Nothing stays open then.
+        """
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The layout that it was made with."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """What each lane is, by its name; a worker thread where nothing is said."""
+        """The kind of each lane by name; lanes that are left out are worker threads. Constant for a batch."""
 
     @property
     def streams(self) -> Streams | None:
-        """What issues tasks to lanes that are streams; None where there are none."""
+        """The issuer of tasks to lanes of kind "stream", on the driver's clock; None without such lanes."""
+
+    def slot_bytes(self, page: Page) -> int:
+        """Bytes of memory that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Get ready for a batch: allocate what the plan says, no more, and take in the prompts' token ids.
+        """Get ready for a batch: allocate what the plan reserves, no more, and take in the prompts' token ids.
 
         The plan's pages that stay come with `load` tasks in every batch; a device that still has such a page from
-        the batch before need not read it again. All else of that batch is let go of.
+        the batch before need not read it again. Everything else of that batch is freed. Called on the main thread.
 
         Raises:
-            BadInput: the prompts cannot be used.
+            BadInput: the device cannot run such a batch. `aclose` follows.
         """
 
     def execute(self, task: Task) -> Any:
-        """Run one task and return its value."""
+        """Run one task and return its value once its effects are there.
+
+        Called on the thread of the task's lane, one task at a time for each lane, several lanes at once; a task
+        starts when all that it depends on has ended. The value of `route` is the number of rows of each expert that
+        has any, of `sample` one token for each sequence that ends its prompt or decodes; other verbs return None.
+
+        Raises:
+            Exception: of any kind; the driver turns it into the task's failure, and ends the run.
+        """
 
     async def aclose(self) -> None:
-        """Free what the device holds. Called once, after the last batch or before the first; must not raise."""
+        """Free everything. Called once by whoever opened the device, after the last task has ended; must not raise."""
+
+
+@runtime_checkable
+class JoinsRanks(Protocol):
+    """A device that can be one of several: ranks that a model is cut over, or nodes that share its experts."""
+
+    def join(self, rank: int, transport: Transport, first: Device) -> None:
+        """Become a rank. Called once before the first batch, or on a node before each order.
+
+        Args:
+            rank: its number, from 0.
+            transport: carries the exchanges of its `Collective` tasks; the caller closes it.
+            first: rank 0's device where that is in this process, which begins each batch last; else the device itself.
+
+        Raises:
+            BadInput: there is no hardware for that rank.
+        """
+
+
+@runtime_checkable
+class DescribesMachine(Protocol):
+    """A device class that knows more about this machine than the system tells, such as its GPU."""
+
+    @staticmethod
+    def machine(host: Machine) -> Machine:
+        """The machine that `--machine auto` stands for: the host, with what the device adds to it.
+
+        Raises:
+            BadInput: the hardware is not there, or the user has to name a machine.
+        """
+
+
+@runtime_checkable
+class ChecksMachine(Protocol):
+    """A device class that runs on some machines only."""
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Accept a machine.
+
+        Raises:
+            BadInput: the device cannot be that machine.
+        """
+
+
+@runtime_checkable
+class KeepsTime(Protocol):
+    """A device that imitates another machine, whose clock all times are read from."""
+
+    def clock(self) -> int:
+        """Nanoseconds on that machine's clock; never goes back. Called from any thread."""
+
+
+@runtime_checkable
+class Emulates(Protocol):
+    """A device that slows itself down to another machine's speed."""
+
+    def emulation(self) -> Emulation:
+        """Real work compared with the emulated machine's time, since `begin`. Called after a batch."""
+
+
+@runtime_checkable
+class CountsReads(Protocol):
+    """A device that counts the bytes that it reads from the checkpoint's files."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, over all batches."""
+
+
+@runtime_checkable
+class HasOwnBytes(Protocol):
+    """A device that takes memory beyond what plans reserve."""
+
+    @property
+    def own_bytes(self) -> int:
+        """These bytes, for the report."""
+
+
+@runtime_checkable
+class StandsBy(Protocol):
+    """A device whose weights would be paged out while it idles."""
+
+    def stand_by(self) -> object:
+        """Use the weights a little. Called several times a second while a node waits for work."""
+
+
+@runtime_checkable
+class ObservesRouting(Protocol):
+    """A device that reports which experts the routers choose."""
+
+    def observe_routing(self, observer: RoutingObserver) -> None:
+        """Report to an observer from the next batch on."""
+
+
+@runtime_checkable
+class ObservesActivations(Protocol):
+    """A device that reports the experts' activations."""
+
+    def observe_activations(self, observer: ActivationObserver) -> None:
+        """Report to an observer from the next batch on."""
 
 
 class Observer(Protocol):
@@ -194,11 +345,26 @@ class Transport(Protocol):
     """Carries collectives between ranks: arrays of numbers, in the host's memory.
 
     Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
-    Every call returns the same bits on every rank that it returns something on, or raises TransportError: a rank did
-    not come in time, is lost, or says that another exchange is due. Parts are not changed, results are the caller's.
+    Every call returns the same bits on every rank that it returns something on. Parts are not changed; results belong
+    to the caller.
 
-    Each rank has a transport of its own, but for those whose ranks are threads of one process.
+    Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
+
+    Raises:
+        TransportError: a rank does not come in time, is lost, or names another exchange. Every call may raise it, on
+            each rank that waits for the others.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Meet the other ranks. The parameters say how.
+
+        `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
+        lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
+        MASTER_ADDR and MASTER_PORT. `()`: the environment says it all.
+
+        Raises:
+            TransportError: the ranks do not meet in time.
+        """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, which are alike in shape and type, added in the order of the ranks."""
@@ -210,7 +376,15 @@ class Transport(Protocol):
         """The parts of all ranks in their order, which may differ in shape, on the rank `root`; None on the others."""
 
     async def aclose(self) -> None:
-        """Free what the transport holds; waiting ranks get an error. Must not raise."""
+        """Free everything; ranks that wait get a TransportError. Called once by whoever opened it; must not raise."""
+
+
+@runtime_checkable
+class Abandons(Protocol):
+    """A transport on which a rank can say that it will not come."""
+
+    def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
+        """End an exchange with a TransportError, which gives the reason, on the ranks that wait for this one."""
 
 
 class Routing(Protocol):

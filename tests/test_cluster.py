@@ -432,7 +432,7 @@ def test_what_does_not_go_with_local_nodes_is_refused(models: Path, command: Any
     refused(command(*run, "--local", 0), "--local is 0")
     refused(command(*run, "--local", 2, "--tensor-parallel", 2), "leave out --tensor-parallel")
     refused(command(*run, "--transport", "zeromq"), "use it with --local")
-    refused(command(*run, "--local", 2, "--transport", "inproc"), "does not join processes")
+    refused(command(*run, "--local", 2, "--transport", "inproc"), "does not connect processes")
 
 
 def _free_port() -> int:

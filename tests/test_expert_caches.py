@@ -136,7 +136,7 @@ def test_an_expert_is_fetched_once_for_all_micro_batches_of_a_step() -> None:
 
 
 def test_by_default_as_many_experts_of_each_layer_are_cached_as_fit() -> None:
-    policy = make_policy("lru_offload")
+    policy: Any = make_policy("lru_offload")
     plan = Case(name="tight", machine=T4, weights=0.7).plan(policy)
     one_more_of_each_layer = len(plan.layers) * sum(page.nbytes for page in plan.layout.expert(0, 0))
     assert 0 < policy.room < 4
@@ -256,7 +256,7 @@ def test_those_with_the_most_tokens_are_fetched_while_the_host_runs_the_others()
 def test_the_split_of_misses_is_hardly_worse_than_the_best_that_there_is() -> None:
     """Against all subsets in all orders: it is the best one that fetches those with the most tokens."""
     choose = Random(1)
-    policy = make_policy("expert_cache")
+    policy: Any = make_policy("expert_cache")
     policy.has_host = True
     ratios = []
     for _ in range(200):

@@ -214,7 +214,7 @@ def test_what_stays_is_the_most_popular(tmp_path: Path) -> None:
 
 
 def test_with_room_for_all_experts_none_is_left_to_the_host() -> None:
-    policy = make_policy("twiddler")
+    policy: Any = make_policy("twiddler")
     plan = Case(name="roomy", machine=T4).plan(policy)
     assert len(policy.at_gpu) == 12
     assert not plan.experts_on_host
@@ -376,7 +376,7 @@ def test_the_emulated_device_gives_the_same_logits(
 
 def test_twiddler_really_runs_experts_in_all_three_ways(checkpoint: Checkpoint) -> None:
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"))
-    policy = make_policy("twiddler", {"experts": 4})
+    policy: Any = make_policy("twiddler", {"experts": 4})
     plan = plan_run(
         SLOW_CPU,
         device.layout,

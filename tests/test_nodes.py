@@ -88,7 +88,7 @@ def run_nodes(
         ranks.append(Rank(plan, made, device))
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks
-    report = run(*first, PROMPTS, peers=peers, recorder=recorder)
+    report = run(first.plan, first.policy, first.device, PROMPTS, peers=peers, recorder=recorder)
     return report.tokens or [], [each.device for each in ranks]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -168,7 +169,7 @@ def told(task: Task, first_page: int) -> str:
 
 
 def test_cgopipe_submits_in_the_order_of_algorithm_1() -> None:
-    policy = make_policy("cgopipe")
+    policy: Any = make_policy("cgopipe")
     case = Case(
         name="paper", machine=load_machine("t4"), layers=4, prompts=(2,) * 6, micro_batch_size=2, weights=0.6
     )

@@ -262,7 +262,7 @@ def test_a_dense_model_has_nothing_to_profile(command: Any, tmp_path: Path, prom
 def test_a_device_that_cannot_be_watched_is_told(command: Any, model: Path, prompts: Path) -> None:
     said = command("profile-routing", model, "--prompts", prompts, "--device", "emulated", "--machine", "t4")
     assert (said.code, said.out) == (2, "")
-    assert "device EmulatedDevice tells nothing of its routing: use --device torch" in said.err
+    assert "device EmulatedDevice does not report its routing: use --device torch" in said.err
 
 
 @pytest.mark.parametrize("option", ["simulate", "profile-routing"])

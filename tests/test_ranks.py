@@ -21,7 +21,7 @@ from moesched.machines import INTERCONNECT, Machine, parse_machine
 from moesched.machines.cost import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
-from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -29,6 +29,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank, open_devices
+from moesched.steps.plan import Plan
 from moesched.tasks import Task, Work
 from moesched.trace import Recorder
 from reference import Reference, generate
@@ -206,7 +207,7 @@ def test_every_all_reduce_has_a_part_on_each_rank_and_takes_its_time(folder: Pat
             plan = plan_run(share, layout, batch, policy, PER_GPU, devices.slot_bytes)
             ranks.append(Rank(plan, policy, device))
         first, *peers = ranks
-        run(*first, PROMPTS, recorder=recorder, peers=peers, keep_open=True)
+        run(first.plan, first.policy, first.device, PROMPTS, recorder=recorder, peers=peers, keep_open=True)
     recording = recorder.recording()
     reduced = [
         {each.ticket: each for each in recording.slices if each.lane.rank == rank and each.ticket >= 0}
@@ -272,9 +273,32 @@ def test_a_rank_that_fails_ends_the_run_with_its_story(folder: Path, verb: str) 
 
 
 class NoRank:
-    """A device that is never one of several."""
+    """A whole device that is never one of several: it has no `join`."""
+
+    def slot_bytes(self, page: Page) -> int:
+        raise NotImplementedError
+
+    def begin(self, plan: Plan, prompts: Any, sampling: Sampling) -> None:
+        raise NotImplementedError
+
+    def execute(self, task: Task) -> Any:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+
+class NotADevice(NoRank):
+    """A device that lacks a method of the seam."""
+
+    execute = None  # type: ignore[assignment]  # that is the point
 
 
 def test_a_device_that_cannot_be_one_of_several_is_refused(folder: Path) -> None:
     with pytest.raises(BadInput, match="cannot be one of 2 ranks: use --tensor-parallel 1"):
         run_two(folder, "mixtral", device="test_ranks:NoRank", device_settings={})
+
+
+def test_a_class_that_lacks_a_method_of_the_seam_is_no_device(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"NotADevice is no device: it has no execute\(\); see .*seams.Device"):
+        run_two(folder, "mixtral", device="test_ranks:NotADevice", device_settings={})

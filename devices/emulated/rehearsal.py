@@ -1,4 +1,4 @@
-"""A rehearsal: what the operations of a run really take here, before an emulated machine's time begins."""
+"""A rehearsal: times the operations of a run on this machine, before an emulated machine's time begins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Exchange, Policy
+from moesched.seams import CostModel, Device, Exchange, Policy
 from moesched.steps.plan import KV_ROLES, Plan, Role
 from moesched.steps.run_state import Kind
 from moesched.steps.step import Step
@@ -54,24 +54,23 @@ def rehearse(
     """
     config = msgspec.structs.replace(checkpoint.config, layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
-    device = TorchDevice(msgspec.structs.replace(checkpoint, config=config), short)
+    device = _TimedDevice(msgspec.structs.replace(checkpoint, config=config), short, cost)
     if config.ranks > 1:
         device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
     policy = _OneLayer([role for role in KV_ROLES if plan.cached_by(role)], plan.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
-    watch = _Watch(device, cost)
     with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
         device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
         # A lane's thread sets how many cores torch uses for it; the caller's own number is not to change.
-        thread.submit(_perform, trial, policy, cost, watch).result()
-    return watch.summary(len(plan.layers))
+        thread.submit(_perform, trial, policy, cost, device).result()
+    return device.summary(len(plan.layers))
 
 
-def _perform(plan: Plan, policy: Policy, cost: CostModel, watch: _Watch) -> None:
+def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
     """Run a plan on the virtual clock, with the real work of each task done as it ends."""
-    VirtualRun([Rank(plan, policy, watch)], cost=cost, sharing=False, make_engine=Engine).run()
+    VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
 class _Alone:
@@ -156,19 +155,18 @@ class _OneLayer:
             step.load_hidden(0, j)
 
 
-class _Watch:
-    """A device that has another one compute, and remembers what tasks took."""
+class _TimedDevice(TorchDevice):
+    """A device that measures its tasks."""
 
-    streams = None
-
-    def __init__(self, device: TorchDevice, cost: CostModel) -> None:
-        self._device = device
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel) -> None:
+        super().__init__(checkpoint, layout)
         self._cost = cost
         self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
+        """Run a task, and note its time beside the modelled one."""
         start = perf_counter_ns()
-        value = self._device.execute(task)
+        value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
         kind: Kind = "decode" if task.step else "prefill"
         key = (kind, task.lane.name, task.verb)
@@ -177,6 +175,7 @@ class _Watch:
         return value
 
     def summary(self, layers: int) -> dict[Kind, list[Rehearsed]]:
+        """Real and modelled times by kind of step, of a model with that many layers."""
         by_kind: dict[Kind, list[Rehearsed]] = {"prefill": [], "decode": []}
         for (kind, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)

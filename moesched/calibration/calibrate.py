@@ -54,6 +54,8 @@ Progress = Callable[[int, int], object]
 
 DISK = "disk->host"
 
+PROBE = "moesched.devices.torch.probe:TorchProbe"
+
 
 def calibrate(
     out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
@@ -98,9 +100,7 @@ class Calibration:
     def __init__(self, folder: Path, extent: Extent) -> None:
         self._folder = folder
         self._extent = extent
-        self._probe: DeviceProbe = plugins.find("devices", "moesched.devices.torch.probe:TorchProbe")(
-            usable_cores()
-        )
+        self._probe: DeviceProbe = plugins.load(PROBE, "the probe")(usable_cores())
         self._operations = OperationTimes(self._probe, folder / "scratch", extent.operations)
         self._models = ModelRuns(folder, extent)
         self._most_of_others = 0.0

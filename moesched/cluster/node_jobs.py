@@ -26,7 +26,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter
 from moesched.runs.planning import plan_run
-from moesched.seams import Policy, Transport
+from moesched.seams import JoinsRanks, Policy, StandsBy, Transport
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
@@ -113,9 +113,9 @@ class NodeJob:
         whole, self._machine, self._budgets = cut_over_ranks(checkpoint.config, machine, budgets, 1, cls)
         self._layout = weight_layout(whole, run.dtype)
         with interrupts_held():
-            kind: Any = plugins.find("devices", run.device)
-        if not hasattr(kind, "join"):
-            raise BadInput(f"device {run.device} cannot be one of several: choose another one")
+            kind = plugins.find("devices", run.device)
+        if not issubclass(kind, JoinsRanks):
+            raise BadInput(f"device {run.device} cannot be one of several nodes: choose another one")
         settings = check_settings(kind, f"device {run.device}", run.device_settings)
         self._device = kind(checkpoint, self._layout, **settings)
 
@@ -148,10 +148,9 @@ class NodeJob:
             yield self._run_batch(ask, batch)
 
     def stand_by(self) -> None:
-        """Told several times a second that there is nothing to do: a device may have to keep weights at hand."""
-        stand_by = getattr(self._device, "stand_by", None)
-        if stand_by is not None:
-            stand_by()
+        """Let the device keep its weights in memory. Called several times a second while there is nothing to do."""
+        if isinstance(self._device, StandsBy):
+            self._device.stand_by()
 
     def close(self) -> None:
         """Let go of the device."""

@@ -1,28 +1,29 @@
-"""How nodes' transports are opened, each as it meets its others: by addresses and keys, by rank, or by itself."""
+"""Transports between nodes that are processes, opened by addresses and keys, by rank, or from the environment."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from moesched import plugins
 from moesched.cluster.messages import Member
 from moesched.errors import BadInput
 from moesched.seams import Transport
 
-Way = Literal["addresses", "rank", "surroundings"]
+Way = Literal["addresses", "rank", "environment"]
 
 
 def way_of(transport: str) -> Way:
-    """How nodes that are processes meet over a transport.
+    """The way in which a transport's ranks meet, by the parameters of its constructor.
 
-    "addresses": it is made with all addresses, encrypted by keys. "rank": with a rank, of so many, and finds the first
-    node by MASTER_ADDR and MASTER_PORT. "surroundings": what started the processes has told it all.
+    "addresses": `(addresses, rank, *, keys, listen, epoch, lost_after_seconds)`; connections are encrypted.
+    "rank": `(rank, ranks)`; it finds rank 0 by MASTER_ADDR and MASTER_PORT.
+    "environment": `()`; the program that started the processes has set all it needs.
 
     Raises:
-        BadInput: there is none of that name, or it does not join processes.
+        BadInput: there is none of that name, or it does not connect processes.
     """
     parameters = inspect.signature(plugins.find("transports", transport)).parameters
     if "addresses" in parameters:
@@ -30,42 +31,40 @@ def way_of(transport: str) -> Way:
     if "rank" in parameters and "ranks" in parameters:
         return "rank"
     if "ranks" in parameters or any(each.default is each.empty for each in parameters.values()):
-        raise BadInput(f"transport {transport} does not join processes: use --transport zeromq")
-    return "surroundings"
+        raise BadInput(f"transport {transport} does not connect processes: use --transport zeromq")
+    return "environment"
 
 
 def meet(
     transport: str,
     members: Sequence[Member],
-    place: int,
+    rank: int,
     *,
     secret: str,
     listen: str,
     epoch: int,
     lost_after: float,
 ) -> Transport:
-    """A node's transport to the other members of an epoch.
+    """Open a node's transport to the other members of an epoch.
 
     Args:
-        place: the node's among the members.
-        secret: its key.
-        listen: where it is to listen, where it does.
+        rank: the node's index among the members.
+        secret: its secret key.
+        listen: the address to listen at, for a transport that meets by addresses.
+        lost_after: seconds of silence after which a node counts as lost.
     """
-    cls: Any = plugins.find("transports", transport)
+    cls = plugins.find("transports", transport)
     way = way_of(transport)
-    opened: Transport
     if way == "addresses":
-        opened = cls(
+        return cls(
             [f"tcp://{member.address}:{member.port}" for member in members],
-            place,
+            rank,
             keys=(secret, [member.key for member in members]),
             listen=listen,
             epoch=epoch,
             lost_after_seconds=lost_after,
         )
-    elif way == "rank":
+    if way == "rank":
         os.environ |= {"MASTER_ADDR": members[0].address, "MASTER_PORT": str(members[0].port)}
-        opened = cls(place, len(members))
-    else:
-        opened = cls()
-    return opened
+        return cls(rank, len(members))
+    return cls()

@@ -1,4 +1,4 @@
-"""Which of a machine's equal accelerators a run uses, and what each has of model, machine and budgets."""
+"""The shares of model, machine and budgets that each of several equal accelerators has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from moesched.machines import Machine
 from moesched.machines.rank import rank_share
 from moesched.models.config import ModelConfig
 from moesched.models.tensor_parallel import cut_config
+from moesched.seams import Policy, is_pipelined
 from moesched.units import parse_bytes
 
 
@@ -17,20 +18,24 @@ def cut_over_ranks(
     machine: Machine,
     budgets: Mapping[str, int | str] | None,
     ranks: int | None,
-    policy: type | None = None,
+    policy: type[Policy] | None = None,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
-    """Model, machine and budgets as each of `ranks` accelerators has them, by default as each of all there are.
+    """Each accelerator's share of model, machine and budgets.
 
-    A policy that pipelines gets all of them with the whole model, and cuts it by layers itself.
+    A pipelined policy gets the whole model and machine, and assigns layers to accelerators itself.
+
+    Args:
+        ranks: how many accelerators share the model; by default all that the machine has.
 
     Raises:
-        BadInput: the model cannot be cut over so many, the machine has fewer, or the policy pipelines.
+        BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, or `ranks` is given
+            for a pipelined policy.
     """
     given = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
-    if getattr(policy, "pipelines", False):
+    if policy is not None and is_pipelined(policy):
         if ranks is not None:
             raise BadInput(
-                f"--tensor-parallel is {ranks}, and the policy gives each accelerator layers of its own: leave it out"
+                f"--tensor-parallel is {ranks}, and the policy gives each accelerator layers of its own: omit it"
             )
         return config, machine, given
     count = machine.accelerator_group.count if ranks is None else ranks

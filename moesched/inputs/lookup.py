@@ -1,10 +1,9 @@
-"""What names stand for: a model's shape, a machine, a policy's class, a workload."""
+"""Look-ups by name: a model's shape, a machine, a policy's class, a workload."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moesched import plugins
 from moesched.errors import BadInput
@@ -15,13 +14,14 @@ from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
+from moesched.seams import ChecksMachine, DescribesMachine, Policy
 
 NEW_TOKENS_OF_PROMPTS = 64
-"""What is generated for prompts where nothing is said."""
+"""Tokens to generate for each prompt of a workload that gives no number."""
 
 
 def find_shape(name_or_folder: Path | str) -> ModelConfig:
-    """A named shape, or what a folder's config.json says.
+    """A named shape, or the one in a folder's config.json.
 
     Raises:
         BadInput: it is neither.
@@ -35,46 +35,41 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
 
 
 def find_machine(machine: Machine | str, device: str | None = None, *, foreign: bool = False) -> Machine:
-    """A machine by its name or file; "auto" is this one, with what the device adds to it.
+    """A machine by its name or file; "auto" is this one, as the device describes it.
 
     Args:
-        foreign: also one whose costs were measured on another processor than the device's.
+        foreign: accept costs that were measured on another processor than this one.
 
     Raises:
-        BadInput: there is none of that name, or the device is not of that machine.
+        BadInput: there is none of that name, or the device cannot be that machine.
     """
-    kind: Any = plugins.find("devices", device) if device else None
+    kind = plugins.find("devices", device) if device else None
     if machine == "auto":
-        add = getattr(kind, "machine", None)
         here = local_machine()
         if not foreign:
             require_measured_here(here)
-        return here if add is None else add(here)
+        if kind is not None and issubclass(kind, DescribesMachine):
+            return kind.machine(here)
+        return here
     found = machine if isinstance(machine, Machine) else load_machine(machine)
-    check = getattr(kind, "check_machine", None)
-    if check is not None:
-        check(found)
+    if kind is not None and issubclass(kind, ChecksMachine):
+        kind.check_machine(found)
     if device and not foreign:
         require_measured_here(found)
     return found
 
 
-def find_policy(name: str) -> type:
+def find_policy(name: str) -> type[Policy]:
     """A policy's class by its name, or by package.module:Class.
 
     Raises:
         BadInput: there is none, or it is no policy.
     """
-    cls = plugins.find("policies", name)
-    for method in ("plan", "prefill", "decode"):
-        if not callable(getattr(cls, method, None)):
-            raise BadInput(f"{name} is no policy: it has no {method}(); see moesched.seams.Policy")
-    found: type = cls
-    return found
+    return plugins.find("policies", name)
 
 
 def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: ModelConfig) -> Workload:
-    """A workload by its name or file, or one that has the lengths of these prompts.
+    """A workload by its name or file, or one with the lengths of these prompts.
 
     Raises:
         BadInput: there is none, or no prompts.

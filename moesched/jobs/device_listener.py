@@ -1,33 +1,45 @@
-"""Runs that are watched from within: an observer is given to the device before the first batch."""
+"""Listeners that observe a model at work: each gives an observer to the device before the first batch."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from moesched.errors import BadInput
 from moesched.runs.listeners import Listener
+from moesched.seams import ActivationObserver, Device, ObservesActivations, ObservesRouting, RoutingObserver
 
 
-class DeviceListener(Listener):
-    """Gives an observer to the device of a run.
+class RoutingListener(Listener):
+    """Reports the routers' choices to an observer."""
 
-    Args:
-        what: what the observer is to be told of.
-    """
-
-    def __init__(self, what: Literal["routing", "activations"], observer: Any) -> None:
-        self._what = what
+    def __init__(self, observer: RoutingObserver) -> None:
         self._observer = observer
 
-    def opened(self, device: Any) -> None:
-        """Give it.
+    def opened(self, device: Device) -> None:
+        """Give the observer to the device.
 
         Raises:
-            BadInput: the device does not let itself be watched.
+            BadInput: the device does not report its routing.
         """
-        observe = getattr(device, f"observe_{self._what}", None)
-        if observe is None:
-            raise BadInput(
-                f"device {type(device).__name__} tells nothing of its {self._what}: use --device torch"
-            )
-        observe(self._observer)
+        if not isinstance(device, ObservesRouting):
+            raise _blind(device, "routing")
+        device.observe_routing(self._observer)
+
+
+class ActivationListener(Listener):
+    """Reports the experts' activations to an observer."""
+
+    def __init__(self, observer: ActivationObserver) -> None:
+        self._observer = observer
+
+    def opened(self, device: Device) -> None:
+        """Give the observer to the device.
+
+        Raises:
+            BadInput: the device does not report activations.
+        """
+        if not isinstance(device, ObservesActivations):
+            raise _blind(device, "activations")
+        device.observe_activations(self._observer)
+
+
+def _blind(device: Device, sight: str) -> BadInput:
+    return BadInput(f"device {type(device).__name__} does not report its {sight}: use --device torch")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput, NotFinite
 from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.jobs.device_listener import DeviceListener
+from moesched.jobs.device_listener import RoutingListener
 from moesched.jobs.model_jobs import run_model
 from moesched.machines import Machine
 from moesched.models.reading import read_config
@@ -68,7 +68,7 @@ def profile_routing(
         device=device,
         machine=machine,
         budgets=budgets,
-        listener=DeviceListener("routing", recorder),
+        listener=RoutingListener(recorder),
     )
     if report.failure is not None:
         raise NotFinite(report.failure)

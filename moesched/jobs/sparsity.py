@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput, NotFinite
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
-from moesched.jobs.device_listener import DeviceListener
+from moesched.jobs.device_listener import ActivationListener
 from moesched.jobs.model_jobs import run_model
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
@@ -85,7 +85,7 @@ def sparsity_of(
         machine=machine,
         budgets=budgets,
         tensor_parallel=1,
-        listener=DeviceListener("activations", counter),
+        listener=ActivationListener(counter),
     )
     if report.failure is not None:
         raise NotFinite(report.failure)

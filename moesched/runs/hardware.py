@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import anyio
 
@@ -18,7 +17,7 @@ from moesched.runs.assembly import assemble, close_at_end, observers_of
 from moesched.runs.generation import TokenHandling
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Observer, Policy
+from moesched.seams import Device, Emulates, HasOwnBytes, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.trace import LastSteps, Recorder
 
@@ -26,7 +25,7 @@ from moesched.trace import LastSteps, Recorder
 def run(
     plan: Plan,
     policy: Policy,
-    device: Any,
+    device: Device,
     prompts: Sequence[Sequence[int]],
     *,
     sampling: Sampling | None = None,
@@ -70,7 +69,6 @@ def run(
     if recorder is not None:
         recorder.origin = hardware.origin
     seconds = time.perf_counter() - started
-    emulation = getattr(device, "emulation", None)
     return make_report(
         plan,
         policy,
@@ -79,8 +77,8 @@ def run(
         measured=True,
         interrupted=interrupted,
         failure=failure,
-        emulation=None if emulation is None else emulation(),
-        own_bytes=plan.ranks * getattr(device, "own_bytes", 0),
+        emulation=device.emulation() if isinstance(device, Emulates) else None,
+        own_bytes=plan.ranks * device.own_bytes if isinstance(device, HasOwnBytes) else 0,
         peers=[each.plan for each in peers],
     )
 
@@ -120,7 +118,7 @@ class _HardwareRun:
             kinds={NETWORK: "guest", **device.kinds},
             streams=tasks or device.streams,
             observers=observers_of(self.rank_runs, observers, recorder),
-            clock=getattr(device, "clock", time.perf_counter_ns),
+            clock=device.clock if isinstance(device, KeepsTime) else time.perf_counter_ns,
         )
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from moesched.seams import Device
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.trace.summary import KindUse
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class Listener:
     """What a run tells of itself. Every method does nothing here; a listener overrides those that it cares for."""
 
-    def opened(self, device: Any) -> None:
+    def opened(self, device: Device) -> None:
         """The run's device is there (of several ranks the first one), and no batch has begun: it can be watched."""
 
     def planned(self, plan: Plan) -> None:

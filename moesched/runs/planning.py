@@ -11,7 +11,7 @@ from moesched.machines.group import numbered
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
-from moesched.seams import Policy
+from moesched.seams import Policy, is_expert_parallel
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane
 
@@ -49,7 +49,7 @@ def plan_run(
 
 
 def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes: int) -> None:
-    if not getattr(type(policy), "expert_parallel", False):
+    if not is_expert_parallel(policy):
         raise BadInput(
             f"policy {type(policy).__name__} does not share experts among {nodes} nodes: choose one that does, "
             "such as ep_balanced, or 1 node"

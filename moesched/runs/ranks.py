@@ -1,10 +1,10 @@
-"""Several ranks of one run in one process: each with a policy, a plan and a device of its own, one driver for all."""
+"""Ranks of one run in one process: each with a policy, a plan and a device of its own, one driver for all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
@@ -15,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
-from moesched.seams import Observer, Policy
+from moesched.seams import CountsReads, Device, JoinsRanks, Observer, Policy
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
@@ -24,68 +24,82 @@ TRANSPORT = "inproc"
 
 
 class Rank(NamedTuple):
-    """One of the ranks or nodes that run a batch together; on the virtual clock they have no device."""
+    """One of the ranks or nodes that run a batch together.
+
+    Attributes:
+        hardware: its device; None on the virtual clock.
+    """
 
     plan: Plan
     policy: Policy
-    device: Any = None
+    hardware: Device | None = None
+
+    @property
+    def device(self) -> Device:
+        """Its device, in a run on real hardware."""
+        assert self.hardware is not None, "a rank on the virtual clock has no device"
+        return self.hardware
 
 
 class Devices(NamedTuple):
-    """The open devices of all ranks, the first rank's first; one alone where the model is not cut."""
+    """The open devices of all ranks in order; a single one where the model is not cut."""
 
-    all: list[Any]
+    all: list[Device]
 
     @property
-    def first(self) -> Any:
-        """The first rank's."""
+    def first(self) -> Device:
+        """Rank 0's device."""
         return self.all[0]
 
     @property
     def bytes_read(self) -> int | None:
-        """What all of them read from the checkpoint's files so far; None where they do not count it."""
-        if not hasattr(self.first, "bytes_read"):
-            return None
-        counts: list[int] = [device.bytes_read for device in self.all]
-        return sum(counts)
+        """Bytes that all of them read from the checkpoint's files so far; None where they do not count."""
+        counting = [device for device in self.all if isinstance(device, CountsReads)]
+        return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """What a page takes in a slot, on every rank: shares lie differently in their files, plans are to be equal."""
-        sizes: list[int] = [device.slot_bytes(page) for device in self.all]
-        return max(sizes)
+        """Bytes of a page's slot on every rank: the largest, as their files are aligned differently and plans equal."""
+        return max(device.slot_bytes(page) for device in self.all)
 
 
 @contextmanager
 def open_devices(
     name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
 ) -> Iterator[Devices]:
-    """A device for each rank that the layout's model is cut for, closed at the end; they last for all batches.
+    """Open a device for each rank that the layout's model is cut for; close them at the end, after all batches.
 
     Raises:
         BadInput: the device cannot be one of several.
     """
     ranks = layout.config.ranks
     with interrupts_held():
-        cls: Any = plugins.find("devices", name)
+        cls = plugins.find("devices", name)
     checked = check_settings(cls, f"device {name}", settings or {})
+    opened: list[Device] = []
     if ranks == 1:
-        with _closed_at_the_end([cls(checkpoint, layout, **checked)]) as devices:
-            yield Devices(devices)
+        with _closed_at_end(opened):
+            opened.append(cls(checkpoint, layout, **checked))
+            yield Devices(opened)
         return
-    if not hasattr(cls, "join"):
+    if not issubclass(cls, JoinsRanks):
         raise BadInput(f"device {name} cannot be one of {ranks} ranks: use --tensor-parallel 1")
     transport = plugins.find("transports", TRANSPORT)(ranks)
-    with _closed_at_the_end([transport]), _closed_at_the_end([]) as devices:
+    with _closed_at_end([transport]), _closed_at_end(opened):
         for rank in range(ranks):
-            devices.append(cls(cut_checkpoint(checkpoint, rank, ranks), layout, **checked))
-            devices[rank].join(rank, transport, devices[0])
-        yield Devices(devices)
+            device = cls(cut_checkpoint(checkpoint, rank, ranks), layout, **checked)
+            opened.append(device)
+            device.join(rank, transport, opened[0])
+        yield Devices(opened)
+
+
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
 @contextmanager
-def _closed_at_the_end(opened: list[Any]) -> Iterator[list[Any]]:
+def _closed_at_end(opened: Sequence[_Closable]) -> Iterator[None]:
     try:
-        yield opened
+        yield
     finally:
         with interrupts_held():
             for each in opened:
@@ -96,12 +110,12 @@ class OnDevices:
     """Runs each task on the device of its lane's rank.
 
     Args:
-        lanes: those of each rank.
+        lanes: the lanes of each rank.
     """
 
     def __init__(self, ranks: Sequence[Rank], lanes: Sequence[Iterable[Lane]]) -> None:
         self._execute: dict[Lane, Execute] = {}
-        self._streams: dict[Lane, Streams] = {}
+        self._streams: dict[Lane, Streams | None] = {}
         for rank, own in zip(ranks, lanes, strict=True):
             streams = rank.device.streams
             for lane in own:
@@ -114,17 +128,19 @@ class OnDevices:
 
     def issue(self, task: Task, after: list[Task]) -> Issued:
         """Hand a task to its lane's stream."""
-        return self._streams[task.lane].issue(task, after)
+        streams = self._streams[task.lane]
+        assert streams is not None, "a lane of kind stream belongs to a device with streams"
+        return streams.issue(task, after)
 
 
 class OfLanes:
-    """Tells an observer of the tasks of some lanes only."""
+    """Passes on to an observer the tasks of some lanes only."""
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer
         self._lanes = frozenset(lanes)
 
     def ended(self, task: Task) -> None:
-        """Told of every task that ran."""
+        """Pass on a task that ended, if it is one of these lanes'."""
         if task.lane in self._lanes:
             self._observer.ended(task)

@@ -60,7 +60,7 @@ class VirtualRun:
             cost or cost_model(plan.machine, plan.layout.dtype),
             sharing=plan.contended if sharing is None else sharing,
             perform=self._on_devices(ranks)
-            if ranks[0].device is not None
+            if ranks[0].hardware is not None
             else {Decision: decisions or simulated_decisions(plan)},
             observers=observers_of(self.rank_runs, observers, recorder),
             delays={

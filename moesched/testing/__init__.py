@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -38,7 +38,7 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import Observer, Policy
+from moesched.seams import Device, Observer, Policy, is_expert_parallel
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
@@ -192,11 +192,12 @@ def run_on_symbols(
         PolicyError: the policy submitted something illegal.
         BrokenRule: the engine broke one of its own rules.
     """
-    ranks = [Rank(plan, policy, device or SymbolicDevice())]
-    ranks += [Rank(*peer, SymbolicDevice()) for peer in peers]
-    for rank in ranks:
-        rank.device.join(ranks[0].device)
-        rank.device.begin(rank.plan)
+    first = device or SymbolicDevice()
+    devices = [first, *(SymbolicDevice() for _ in peers)]
+    ranks = [Rank(*each, own) for each, own in zip([(plan, policy), *peers], devices, strict=True)]
+    for number, own in enumerate(devices):
+        own.join(number, None, first)
+        own.begin(ranks[number].plan)
     if clock == "real":
         tokens, tasks, now = _run_in_real_time(ranks, observers)
     else:
@@ -221,7 +222,7 @@ def check_policy(
     """
     taken = 0
     if not cases:
-        cases = policy_cases() + (node_cases() if getattr(make(), "expert_parallel", False) else [])
+        cases = policy_cases() + (node_cases() if is_expert_parallel(make()) else [])
     for case in cases:
         for clock in clocks:
             policies = [make() for _ in range(case.nodes)]
@@ -242,7 +243,7 @@ def check_policy(
 
 
 def check_device(
-    make: Callable[[Checkpoint, WeightLayout], Any], machine: Machine, policies: Iterable[str] = ()
+    make: Callable[[Checkpoint, WeightLayout], Device], machine: Machine, policies: Iterable[str] = ()
 ) -> list[list[int]]:
     """Check what every device promises, on a small random model; returns its tokens, to be held against another's.
 

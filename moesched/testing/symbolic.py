@@ -17,8 +17,10 @@ from typing import Any
 from moesched.drivers.lanes import LaneKind
 from moesched.machines.group import numbered
 from moesched.models.config import ModelConfig
-from moesched.models.layout import Page
+from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
+from moesched.requests.sampling import Sampling
+from moesched.seams import Device, Transport
 from moesched.steps.memory import Slot, View
 from moesched.steps.node_tasks import ROWS, SUM, TOKENS
 from moesched.steps.plan import Plan
@@ -50,9 +52,15 @@ class SymbolicDevice:
         self._read: dict[Key, int] = {}
         self._board: dict[Hashable, dict[int, Any]] = {}
 
-    def join(self, first: SymbolicDevice) -> None:
-        """Be one of several nodes of this process; exchanges end when all of them have begun theirs."""
+    def join(self, rank: int, transport: Transport | None, first: Device) -> None:
+        """Become one of several nodes of this process; exchanges go through the first one, without a transport."""
+        assert isinstance(first, SymbolicDevice)
         self._board, self._lock = first._board, first._lock
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The layout of the batch's plan."""
+        return self._plan.layout
 
     @property
     def streams(self) -> None:
@@ -67,8 +75,10 @@ class SymbolicDevice:
         """What a page takes in a slot."""
         return page.nbytes
 
-    def begin(self, plan: Plan) -> None:
-        """Take in the prompts."""
+    def begin(
+        self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
+    ) -> None:
+        """Forget the batch before. Symbols stand for the prompts, whatever their tokens are."""
         self._config = plan.layout.config
         self._plan = plan
         self._batch = plan.batch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from moesched.seams import Exchange, Transport
+from moesched.seams import Abandons, Exchange, Transport
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -60,7 +60,6 @@ class WrappingTransport:
 
 def abandon(transport: Transport, call: Call, reason: str) -> None:
     """Tell the other ranks why one does not come, where the transport can."""
-    tell = getattr(transport, "abandon", None)
-    if tell is not None:
-        with suppress(Exception):  # whoever gives up has a better error to raise
-            tell(call.rank, call.exchange, reason)
+    if isinstance(transport, Abandons):
+        with suppress(Exception):  # the caller has a better error to raise
+            transport.abandon(call.rank, call.exchange, reason)
