@@ -2,16 +2,16 @@
 
 MoeschedError
 ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line, exit code 2
-│   └── NotFinite       the logits of a step are no numbers: of a damaged checkpoint, say
+│   └── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
-│   ├── OutOfOrder      a verb whose input is not there yet, or was consumed already
+│   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
-│   └── OverBudget      more bytes than a memory's budget holds
+│   └── OverBudget      more bytes than the budget of a memory allows
 ├── TaskFailed          a task raised on its lane; carries the task's story
-├── TransportError      a collective cannot end: a rank did not come, gave up, or the transport was closed
-│   └── RankLost        a rank is there no more: its process ended, its machine is silent, or it left
-│       └── NodeLost    a node of a cluster, without which the others cannot go on
-└── TaskCancelled       the task never ran, since something that it needed failed or was cancelled
+├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
+│   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
+│       └── NodeLost    a node of a cluster is gone, and the others cannot continue without it
+└── TaskCancelled       the task never ran, because a task that it depends on failed or was cancelled
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BadInput(MoeschedError):
 
 
 class NotFinite(BadInput):
-    """The logits of a step are no numbers; the message names the step and where the bad numbers began."""
+    """The logits of a step are not finite; the message names the step and the first tensor with such values."""
 
 
 class PolicyError(MoeschedError):
@@ -40,11 +40,11 @@ class OutOfOrder(PolicyError):
 
 
 class NotResident(PolicyError):
-    """A kernel needs a page that is not in the memory that it reads."""
+    """A kernel needs a page that is not in the memory it reads from."""
 
 
 class OverBudget(PolicyError):
-    """A memory's budget does not hold what was asked of it."""
+    """A request exceeds the budget of a memory."""
 
 
 class TaskFailed(MoeschedError):
@@ -52,14 +52,14 @@ class TaskFailed(MoeschedError):
 
 
 class TransportError(MoeschedError):
-    """A collective cannot end: a rank did not come, gave up, or the transport was closed."""
+    """A collective cannot end: a rank is missing or gave up, or the transport was closed."""
 
 
 class RankLost(TransportError):
-    """Ranks are there no more, and take part in nothing again.
+    """Ranks are gone and will not take part in anything again.
 
     Attributes:
-        ranks: which ones.
+        ranks: the lost ranks.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -68,10 +68,10 @@ class RankLost(TransportError):
 
 
 class NodeLost(RankLost):
-    """A node of a cluster is gone, and the others cannot go on without it.
+    """A node of a cluster is gone, and the others cannot continue without it.
 
     Attributes:
-        report: what came out so far, where there is anything.
+        report: the results so far; None if there are none.
     """
 
     def __init__(self, message: str, rank: int, report: Any = None) -> None:
@@ -80,9 +80,9 @@ class NodeLost(RankLost):
 
     @property
     def rank(self) -> int:
-        """The node's."""
+        """The rank of the lost node."""
         return self.ranks[0]
 
 
 class TaskCancelled(MoeschedError):
-    """A task was never run, because something that it needed failed or was cancelled."""
+    """A task never ran, because a task that it depends on failed or was cancelled."""

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: KB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024."""
+"""Human-readable sizes, rates and times; KB, MB, GB are powers of 1000, KiB, MiB, GiB powers of 1024."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: int | float | str) -> int:
-    """Bytes from a number or a text such as "600MB" or "1.5 GiB".
+    """Parse a number of bytes, or a text such as "600MB" or "1.5 GiB".
 
     Raises:
-        BadInput: the text is no size.
+        BadInput: the text is not a size.
     """
     if isinstance(text, int | float):
         return int(text)
@@ -28,7 +28,7 @@ def parse_bytes(text: int | float | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes in the largest decimal unit that keeps the number at one or more, such as "1.58 GB"."""
+    """Format bytes in the largest decimal unit in which they are at least 1, such as "1.58 GB"."""
     for name, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.3g} {name}"
@@ -36,7 +36,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_flops(rate: float) -> str:
-    """FLOP/s in the largest unit that keeps the number at one or more, such as "1.6 TFLOP/s"."""
+    """Format FLOP/s in the largest unit in which they are at least 1, such as "1.6 TFLOP/s"."""
     for name, factor in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6)):
         if abs(rate) >= factor:
             return f"{rate / factor:.3g} {name}"
@@ -44,7 +44,7 @@ def format_flops(rate: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with a unit that fits it, such as "12.3 ms"."""
+    """Format a duration in the unit that fits it, such as "12.3 ms"."""
     if abs(seconds) >= 1000:
         return f"{seconds:,.0f} s"
     for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

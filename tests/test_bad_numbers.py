@@ -1,4 +1,4 @@
-"""Logits that are no numbers: generation stops, says where they began, and keeps what there is."""
+"""Logits that are not finite: generation stops, says where they began, and keeps what there is."""
 
 from __future__ import annotations
 
@@ -152,6 +152,6 @@ def test_beam_search_stops_as_well(command: Any, model: Path) -> None:
     damage(model, "lm_head", row=5)
     line = stopped(command("run", model, "--policy", "resident", *PROMPTS, "--beams", 3, "--json"))
     assert line.startswith(
-        "prefill: the logits of request 0 at position 3 are no numbers, and the first bad tensor"
+        "prefill: the logits of request 0 at position 3 are not finite, and the first bad tensor"
     )
     assert "weight lm_head" in line

@@ -181,7 +181,7 @@ def test_more_continuations_than_tokens_are_refused(tmp_path: Path) -> None:
     ("changes", "complaint"),
     [
         ({"beams": 0}, "beams is 0"),
-        ({"beams": 4, "temperature": 0.5}, "beam search draws nothing"),
+        ({"beams": 4, "temperature": 0.5}, "beam search is deterministic"),
         ({"beams": 4, "length_penalty": float("nan")}, "length-penalty is nan"),
     ],
 )

@@ -43,8 +43,9 @@ from moesched.machines.cost import Calibrated, cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import DType
 from moesched.models.layout import weight_layout
-from moesched.models.operations import Operations, ResidentShare
+from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
+from moesched.models.tensor_sizes import ResidentShare
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run

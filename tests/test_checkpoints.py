@@ -433,7 +433,7 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(tmp_path: Path, n
     _, (rows, columns), _ = stored.tensors[name]
     stored.add(name, rows + 1, columns)
     message = refusal(write(tmp_path, stored))
-    assert f"{name} has shape [{rows + 1}, {columns}], config.json makes it [{rows}, {columns}]" in message
+    assert f"{name} has shape [{rows + 1}, {columns}], config.json says [{rows}, {columns}]" in message
     assert str(tmp_path / "model.safetensors") in message
 
 
@@ -441,7 +441,7 @@ def test_a_fused_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     stored = fused()
     stored.add("model.layers.0.mlp.experts.gate_up_proj", 3, 6, 10)
     message = refusal(write(tmp_path, stored))
-    assert "gate_up_proj has shape [3, 6, 10], config.json makes it [3, 10, 6]" in message
+    assert "gate_up_proj has shape [3, 6, 10], config.json says [3, 10, 6]" in message
 
 
 def test_missing_tensors_are_counted_and_the_first_is_named(tmp_path: Path) -> None:

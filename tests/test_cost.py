@@ -13,8 +13,9 @@ from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Link, Machine, Processor, Roles, Tier
 from moesched.machines.cost import Calibrated, Curve, Roofline, Surface, cost_model
-from moesched.models.operations import Operations, ResidentShare
+from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
+from moesched.models.tensor_sizes import ResidentShare
 from moesched.seams import Demand
 from moesched.tasks import Work, WorkPart
 

@@ -318,7 +318,7 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(
 ) -> None:
     rewrite(one_file, **{name: torch.ones(shape)})
     message = refusal(one_file)
-    assert f"{name} has shape {shape}, config.json makes it {expected}" in message
+    assert f"{name} has shape {shape}, config.json says {expected}" in message
     assert str(one_file / "model.safetensors") in message
 
 

@@ -87,7 +87,7 @@ def test_an_expert_gets_at_most_every_token_and_the_others_share_the_rest() -> N
 
 
 def test_a_layer_with_too_few_experts_that_are_ever_chosen_is_told() -> None:
-    with pytest.raises(BadInput, match="1 experts of layer 1 are ever chosen, and each token takes 2"):
+    with pytest.raises(BadInput, match="1 experts of layer 1 are ever chosen, but each token takes 2"):
         shares_of(np.array([[1.0, 1.0], [0.0, 3.0]]), 2)
 
 
@@ -236,7 +236,7 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
         ("zipf", {"locality": 1.0}, "routing: locality is 1: give 0 or more, and less than 1"),
         ("none.csv", {}, "cannot read routing profile none.csv: No such file.*: name a CSV file"),
         ("none.npz", {}, "cannot read routing trace none.npz: No such file.*: name an .npz file"),
-        ("none.npz", {"locality": 0.5}, "takes no settings: leave --routing-set away"),
+        ("none.npz", {"locality": 0.5}, "takes no settings: omit --routing-set"),
         (None, {"locality": 0.5}, "--routing-set locality is given without a routing"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_folder_in_use_is_refused(command: Any, model: Path) -> None:
 
 def test_a_dense_model_is_refused(command: Any, tmp_path: Path) -> None:
     dense = small_model(tmp_path / "dense", experts=1, top_k=1, form="llama")
-    refused(command("prestack", dense, tmp_path / "out"), "there are no experts to stack")
+    refused(command("prestack", dense, tmp_path / "out"), "has no experts to stack")
 
 
 def test_experts_of_several_dtypes_are_refused(command: Any, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_experts_of_several_dtypes_are_refused(command: Any, tmp_path: Path) -> 
     name = next(name for name in tensors if ".experts.0." in name)
     save_file(tensors | {name: tensors[name].bfloat16()}, path)
     said = command("prestack", tmp_path / "model", tmp_path / "out")
-    refused(said, "has experts in bfloat16 and float32, and an array has one dtype")
+    refused(said, "has experts in bfloat16 and float32, but an array has a single dtype")
 
 
 def test_a_stack_of_another_shape_is_refused(model: Path) -> None:

@@ -73,7 +73,7 @@ def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_pat
         (HEAD + "0,0,many\n0,1,3\n", r":7: count is 'many'"),
         (HEAD + "0,0,1\n1,1,3\n", r":8: layer is 1: give a whole number from 0 to 0"),
         (HEAD + "0,0,1\n0,2,3\n", r":8: expert is 2: give a whole number from 0 to 1"),
-        (HEAD + "0,0,1\n0,0,3\n", r":8: expert 0 of layer 0 comes a second time"),
+        (HEAD + "0,0,1\n0,0,3\n", r":8: expert 0 of layer 0 is repeated"),
         (HEAD + "0,0,1\n", r"has no row for expert 1 of layer 0: it was cut short"),
         ("layer,expert,count\n0,0,1\n", r":1: the header comes before '# layers: \.\.\.'"),
         ("# layers: none\n", r":1: layers is 'none': give a whole number from 1 on"),
@@ -208,7 +208,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.npz").write_bytes(b"")
     np.savez(tmp_path / "other.npz", something=np.zeros(3))
     for name in ("cut", "text", "empty", "other"):
-        with pytest.raises(BadInput, match=f"{name}.npz.*(no routing trace|name an .npz file)"):
+        with pytest.raises(BadInput, match=f"{name}.npz.*(not a routing trace|name an .npz file)"):
             read_routing_trace(tmp_path / f"{name}.npz")
 
 

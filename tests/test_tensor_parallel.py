@@ -308,7 +308,7 @@ def test_a_plan_for_several_accelerators_says_so() -> None:
 
 
 BAD = [
-    ("t4x4", 3, "mixtral-8x22b cannot be cut over 3 accelerators, since it has 8 key-value heads: "
+    ("t4x4", 3, "mixtral-8x22b cannot be divided among 3 accelerators, since it has 8 key-value heads: "
                 "use --tensor-parallel 1 or 2"),
     ("t4x4", 5, "--tensor-parallel is 5, and machine t4x4 has 4 accelerators: give 1 to 4"),
     ("t4x4", 0, "--tensor-parallel is 0, and machine t4x4 has 4 accelerators: give 1 to 4"),

@@ -11,7 +11,7 @@ import torch
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
 from moesched.requests.beams import Standing
-from moesched.requests.sampling import Sampling, require_numbers, sample, traced
+from moesched.requests.sampling import Sampling, require_finite, sample, traced
 from moesched.tasks import Task
 
 from ..products.linear import Tensor, linear
@@ -105,7 +105,7 @@ class NextTokens:
         whole = state.whole
         places = [whole.requests.index(request) for request in mine]
         if whole.searches:
-            require_numbers(logits_SV.numpy(), requests, positions)
+            require_finite(logits_SV.numpy(), requests, positions)
             return _advance(whole, places, logits_SV)
         tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
         for place, token in zip(places, tokens, strict=True):

@@ -1,1 +1,1 @@
-"""Models: shapes, checkpoints and how their weights are cut into pages."""
+"""Models: their shapes, checkpoints, operations, and the pages their weights are cut into."""

@@ -1,4 +1,4 @@
-"""Where every weight of a Hugging Face checkpoint lies; reads the headers of its files, not the weights."""
+"""The location of every weight of a Hugging Face checkpoint, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class Columns(NamedTuple):
-    """Some columns of a wider matrix: the first one, and how many columns its rows have in the file."""
+    """A range of columns of a wider matrix: its first column, and the number of columns in the file."""
 
     first: int
     of: int
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor, row-major, in a file. offset: bytes from the file's start. dtype: as torch spells it.
+    """The location of one row-major tensor in a file.
 
-    columns: which ones of its rows it is, where it is not all of them; offset is then where its first whole row begins.
+    Attributes:
+        offset: bytes from the start of the file; with `columns`, those of the first whole row.
+        dtype: as torch spells it.
+        columns: the columns that it has of a wider matrix; None for all.
     """
 
     file: Path
@@ -45,31 +48,31 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Blocks(Protocol):
-    """A file of weights, or what stands for one; any thread may read."""
+    """A file of weights, or a substitute for one; any thread may read."""
 
     @property
     def path(self) -> Path:
-        """What it is called."""
+        """Path of the file."""
 
     @property
     def caching(self) -> str:
-        """What becomes of the page cache: "bypassed", "dropped" or "kept"."""
+        """Effect of reads on the page cache: "bypassed", "dropped" or "kept"."""
 
     def read(self, into: memoryview, offset: int, needed: int) -> int:
-        """Fill `into` from `offset` on, both multiples of 4096; returns the bytes read, at least `needed`."""
+        """Fill `into` from `offset` on, both multiples of 4096; returns the number of bytes read, at least `needed`."""
 
     def require(self, offset: int, needed: int) -> None:
-        """Raise MoeschedError where it no longer holds so many bytes from `offset` on."""
+        """Raise MoeschedError unless the file holds `needed` bytes from `offset` on."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the file."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A model on disk: its configuration, and each of its tensors by canonical name (see `tensors.py`).
+    """A model on disk: its configuration, and the location of its tensors by canonical name (see `tensors.py`).
 
     Attributes:
-        open: opens a tensor's file; None for files on disk.
+        open: opens the file of a tensor; None for files on disk.
     """
 
     config: ModelConfig
@@ -79,7 +82,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct):
-    """What a safetensors header says of one tensor; offsets count from the end of the header."""
+    """Entry of one tensor in a safetensors header; offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +94,7 @@ class _Index(msgspec.Struct):
 
 
 class Found(msgspec.Struct):
-    """A tensor as its file has it; `data_start`: where the tensors begin there, in bytes."""
+    """A tensor found in a file, whose tensors begin at byte `data_start`."""
 
     file: Path
     name: str
@@ -101,11 +104,14 @@ class Found(msgspec.Struct):
 
 
 def open_checkpoint(directory: Path | str) -> Checkpoint:
-    """Find every tensor of the model in `directory`: one safetensors file or several with an index.
+    """Locate every tensor of the model in `directory`: one safetensors file, or several with an index.
 
-    Where the files hold several of the model's tensors as one (a layer's experts; queries, keys and values), the
-    StoredTensor of each is its range of bytes there. Raises BadInput, naming the file, the value and the remedy,
-    where files are missing, truncated, no safetensors, of another shape than config.json says, or incomplete.
+    Files may hold several of the model's tensors as one (the experts of a layer; queries, keys and values); the
+    StoredTensor of each is then its range of bytes.
+
+    Raises:
+        BadInput: a file is missing, truncated or not safetensors, a tensor is missing, or its shape does not match
+            config.json. The message names the file, the value and the remedy.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -124,7 +130,11 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
 
 
 def find_stored(directory: Path) -> Iterator[Found]:
-    """What the files of a checkpoint hold. Raises BadInput where one is missing or no safetensors."""
+    """Yield the tensors in the files of a checkpoint.
+
+    Raises:
+        BadInput: a file is missing or not safetensors.
+    """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if single.is_file() or not index.is_file():
         yield from _read_header(single)
@@ -161,7 +171,7 @@ def _read_header(path: Path) -> list[Found]:
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} has a header that is no safetensors header ({error}); {RESTORE}") from error
+        raise BadInput(f"{path} has no valid safetensors header ({error}); {RESTORE}") from error
     return [Found(path, name, entry, 8 + len(header), size) for name, entry in entries.items()]
 
 
@@ -170,7 +180,7 @@ def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
         raise BadInput(f"{path} is truncated: it has {size} bytes, its header alone needs more; {RESTORE}")
     length = int.from_bytes(file.read(8), "little")
     if length > LARGEST_HEADER:
-        raise BadInput(f"{path} is no safetensors file: its header would have {length:,} bytes; {RESTORE}")
+        raise BadInput(f"{path} is not a safetensors file: its header would have {length:,} bytes; {RESTORE}")
     if 8 + length > size:
         raise BadInput(
             f"{path} is truncated: it has {size:,} bytes, its header ends at {8 + length:,}; {RESTORE}"
@@ -182,23 +192,23 @@ def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
 
 
 def _without_prefix(name: str) -> str:
-    """The name as a checkpoint without an LM head has it."""
+    """The name in a checkpoint that was saved without an LM head."""
     return name.removeprefix("model.")
 
 
 def parts_in(found: Found, known: Mapping[str, Published]) -> list[str]:
-    """The canonical names of what a stored tensor holds; none where the model has no use for it."""
+    """Canonical names of the tensors that a stored one holds; none if the model does not use it."""
     stored = known.get(_without_prefix(found.name))
     return [] if stored is None else [name for name, _ in stored.parts]
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """The same under the names that `parts_in` looks up."""
+    """Key the tensors by the names that `parts_in` looks up."""
     return {_without_prefix(name): stored for name, stored in tensors.items()}
 
 
 def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors that lie one after the other in a stored one."""
+    """Divide a stored tensor into the canonical tensors that it holds, one after the other."""
     whole = _stored(found)
     _require_shape(found, published.shape)
     start = whole.offset
@@ -238,7 +248,7 @@ def _refuse_bias(found: Found) -> None:
 
 def _require_shape(found: Found, shape: Shape) -> None:
     if found.entry.shape != shape:
-        what = f"{found.name} has shape {list(found.entry.shape)}, config.json makes it {list(shape)}"
+        what = f"{found.name} has shape {list(found.entry.shape)}, config.json says {list(shape)}"
         raise BadInput(f"{found.file}: {what}; use the config.json and the weights of one checkpoint")
 
 

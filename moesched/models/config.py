@@ -1,4 +1,4 @@
-"""The configuration of a model: what kernels and planner need to know of it."""
+"""The configuration of a model, for kernels and the planner."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernels and the planner need to know of a model. Sizes are in elements.
+    """The shape of a model and the variants of its operations; flat, because config.json is.
 
-    A dense model has one expert and no router. stop_tokens end a sequence. dtype is what the model computes
-    in unless somebody asks for another one. norm: by the root mean square, or by mean and variance.
-    clip_qkv: the largest magnitude that queries, keys and values keep. qk_norm: whether queries and keys are normalised
-    by their root mean square, each head by itself or all heads together. weights_sum_to_one: of a token's chosen
-    experts; otherwise they are their share of a softmax over all experts. form: the architecture, whose file says how
-    checkpoints name and cut tensors (see `architectures`). transposed_down: whether those hold the experts' down
-    matrices as (inputs, outputs). ranks: over how many it is cut (see `tensor_parallel.py`); heads, kv_heads and
-    intermediate are then those of one rank, all else is the whole model's.
+    Sizes are in elements. A dense model has one expert and no router.
+
+    Attributes:
+        stop_tokens: tokens that end a sequence.
+        dtype: the default dtype of computation.
+        norm: "rms" divides by the root mean square, "layer" normalises by mean and variance.
+        clip_qkv: the largest magnitude of queries, keys and values; None does not clip.
+        qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
+        weights_sum_to_one: whether the weights of a token's experts are a softmax over those experts; otherwise they
+            are taken from a softmax over all experts.
+        form: the architecture, by its key in `ARCHITECTURES`; it names the tensors of checkpoints.
+        transposed_down: whether checkpoints store the experts' down matrices as (inputs, outputs).
+        ranks: the tensor-parallel ranks (see `tensor_parallel.py`). heads, kv_heads and intermediate are those of one
+            rank, all other sizes are of the whole model.
     """
 
     name: str

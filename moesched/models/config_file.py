@@ -1,4 +1,4 @@
-"""A Hugging Face config.json: the keys that every model has, and how one is refused."""
+"""Hugging Face's config.json: the keys common to all models, and their checks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NULL_SAYS_SOMETHING = (
     "num_key_value_heads",
     "moe_normalize_expert_weights",
 )
-"""Keys whose null is a value. Any other null stands for the default, as a missing key does."""
+"""Keys for which null is a value. Any other null means the default, as a missing key does."""
 
-# float32 is the smaller of our dtypes that holds every float16.
+# float32 is the smallest supported dtype that represents every float16.
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
 class Rope(msgspec.Struct):
-    """The settings of the rotary embedding, in either spelling."""
+    """Settings of the rotary embedding; `rope_type` and `type` are spellings of the same key."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
@@ -34,7 +34,7 @@ class Rope(msgspec.Struct):
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """The keys of all models, with Hugging Face's defaults; architectures add their own and other defaults."""
+    """Keys common to all models, with Hugging Face's defaults; architectures add keys and override defaults."""
 
     vocab_size: int = 32000
     rope_theta: float = 1e4
@@ -52,7 +52,7 @@ class Keys(msgspec.Struct, kw_only=True):
 
 
 class _GenerationKeys(msgspec.Struct):
-    """generation_config.json, whose stop tokens go before those of config.json."""
+    """generation_config.json, whose stop tokens take precedence over those of config.json."""
 
     eos_token_id: int | list[int] | None = None
 
@@ -61,7 +61,7 @@ class ConfigFile:
     """The config.json of a directory.
 
     Raises:
-        BadInput: it cannot be read, or is no JSON object.
+        BadInput: it cannot be read, or is not a JSON object.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -70,18 +70,22 @@ class ConfigFile:
 
     @property
     def model_type(self) -> object:
-        """What says which keys the others are."""
+        """The value that selects the architecture."""
         return self._values.get("model_type")
 
     def keys(self, kind: type[T]) -> T:
-        """The keys that an architecture knows. Raises BadInput, naming the one of another type."""
+        """Decode the keys of an architecture.
+
+        Raises:
+            BadInput: a value has the wrong type; the message names its key.
+        """
         return _converted(self.path, self._values, kind)
 
     def build(self, keys: Keys, **particular: Any) -> ModelConfig:
-        """The configuration that the common keys and an architecture's own settings make.
+        """Build the configuration from the common keys and the architecture's own settings.
 
         Raises:
-            BadInput: it asks for something that the kernels do not compute, or cannot be.
+            BadInput: a feature is not supported by the kernels, or a value is impossible.
         """
         self._refuse_unknown_features(keys)
         settings: dict[str, Any] = {
@@ -97,18 +101,18 @@ class ConfigFile:
         return config
 
     def require(self, key: str, value: object, *accepted: object) -> None:
-        """Raise BadInput unless a key has one of the accepted values."""
+        """Raise BadInput unless the value of a key is accepted."""
         if value not in accepted:
             raise self.unsupported(key, value, f"{key} {accepted[0]!r}")
 
     def unsupported(self, key: str, value: object, supported: str) -> BadInput:
-        """A value that the kernels do not compute."""
+        """Error for a value that the kernels do not support."""
         return BadInput(
             f"{self.path}: {key} is {value!r}, which is not supported; use a checkpoint with {supported}"
         )
 
     def impossible(self, what: str, why: str) -> BadInput:
-        """Values that no model has."""
+        """Error for values that no model can have."""
         return BadInput(f"{self.path}: {what}, but {why}; restore the file that came with the checkpoint")
 
     def _refuse_unknown_features(self, keys: Keys) -> None:
@@ -176,7 +180,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The same without the nulls that stand for a default."""
+    """Drop the nulls that stand for a default."""
     return {
         key: _without_defaults(value) if isinstance(value, dict) else value
         for key, value in values.items()

@@ -1,4 +1,4 @@
-"""The weights of a model cut into pages: what is moved between memories. Pure arithmetic, no files needed."""
+"""The layout of a model's weights in pages, the units of transfer between memories; pure arithmetic, no files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.tensors import Shape, dense_shapes, expert_shapes, global_shapes
 
-EXTENT_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
-DISK_BLOCK = 4096  # bytes: what direct reads from a disk need
+EXTENT_ALIGNMENT = 64  # bytes: a cache line, which also suits vector loads
+DISK_BLOCK = 4096  # bytes: direct reads from disk are in multiples of this
 LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
 DENSE = -1
 
@@ -28,9 +28,11 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """What one transfer moves: rows of the tensors of one expert, or of a layer's dense part (expert -1).
+    """Unit of transfer: rows of the tensors of one expert, or of a layer's dense part (expert -1).
 
-    index: its place among the pages of its expert or dense part. nbytes: up to the end of its last extent.
+    Attributes:
+        index: position among the pages of its expert or dense part.
+        nbytes: size up to the end of the last extent.
     """
 
     id: int
@@ -42,17 +44,19 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def room_for(page: Page) -> int:
-    """The most bytes that a page takes in a slot: files are read in whole blocks, and a tensor may begin anywhere.
+    """The most bytes that a page takes in a slot, whatever the alignment of tensors in their files.
 
-    A plan that fits with it fits whatever the files are like.
+    Files are read in whole blocks, so each extent may need up to two blocks more than its own bytes.
     """
     return _round_up(page.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(page.extents)
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
-    """All pages of a model, by id: layer after layer, in each the dense part first, then expert after expert.
+    """All pages of a model, by id: layer by layer, the dense part first, then expert by expert.
 
-    globals_bytes: embedding, final norm and LM head, which are no pages, since every step needs them.
+    Attributes:
+        globals_bytes: bytes of the embedding, final norm and LM head. They are not cut into pages, since every step
+            needs them.
     """
 
     config: ModelConfig
@@ -65,21 +69,21 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @property
     def pages_per_layer(self) -> int:
-        """How many pages a layer has; all layers have the same number."""
+        """Number of pages in a layer, the same for all layers."""
         return self.pages_per_dense + self.config.experts * self.pages_per_expert
 
     def layer(self, layer: int) -> tuple[Page, ...]:
-        """All pages of a layer."""
+        """Return all pages of a layer."""
         start = layer * self.pages_per_layer
         return self.pages[start : start + self.pages_per_layer]
 
     def dense(self, layer: int) -> tuple[Page, ...]:
-        """The pages of a layer that every token needs: norms, q, k, v, o and the router."""
+        """Return the pages of a layer that every token needs: norms, q, k, v, o and the router."""
         start = layer * self.pages_per_layer
         return self.pages[start : start + self.pages_per_dense]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """The pages of one expert."""
+        """Return the pages of one expert."""
         start = layer * self.pages_per_layer + self.pages_per_dense + expert * self.pages_per_expert
         return self.pages[start : start + self.pages_per_expert]
 
@@ -89,10 +93,15 @@ def weight_layout(
 ) -> WeightLayout:
     """Cut the model's weights into pages of at most page_bytes.
 
-    dtype: of the weights in memory, by default the model's own. page_bytes: by default one expert, in equal
-    parts where it is more than 64 MiB. Tensors follow each other in a fixed order; one that does not fit in
-    what is left of a page is cut between two rows. So the cut, and with it the row blocks that kernels compute
-    with, depends on the arguments alone. Raises BadInput for an unknown dtype and for pages too small for a row.
+    Tensors follow each other in a fixed order, and one that does not fit into the rest of a page is cut between two
+    rows. The layout, and with it the row blocks of the kernels, depends on the arguments alone.
+
+    Args:
+        dtype: dtype of the weights in memory; by default the model's own.
+        page_bytes: by default the size of one expert, divided into equal pages if that is more than 64 MiB.
+
+    Raises:
+        BadInput: the dtype is unknown, or a page is too small for a row.
     """
     dtype = config.dtype if dtype is None else dtype
     if dtype not in get_args(DType):
@@ -121,7 +130,7 @@ def weight_layout(
 def kv_bytes(
     config: ModelConfig, tokens_per_sequence: Iterable[int], block_size: int, dtype: str | None = None
 ) -> int:
-    """Bytes of the KV cache, all layers, that holds these sequences in blocks of block_size tokens."""
+    """Bytes of a KV cache that holds these sequences in all layers, in blocks of block_size tokens."""
     blocks = sum(-(-tokens // block_size) for tokens in tokens_per_sequence)
     return blocks * kv_block_bytes(config, block_size, dtype)
 
@@ -141,12 +150,12 @@ def _default_page_bytes(config: ModelConfig, item_bytes: int) -> int:
     pages = -(-expert // LARGEST_DEFAULT_PAGE)
     if pages == 1:
         return expert
-    # Pages end between rows, each with less than a row to spare.
+    # Pages end between rows, so each has less than a row to spare.
     return -(-expert // pages) + longest_row + EXTENT_ALIGNMENT
 
 
 def _cut(shapes: dict[str, Shape], item_bytes: int, page_bytes: int) -> list[tuple[Extent, ...]]:
-    """The extents of each page: every page but the last is as full as whole rows make it."""
+    """The extents of each page; all pages but the last are as full as whole rows allow."""
     pages: list[tuple[Extent, ...]] = []
     page: list[Extent] = []
     end = 0

@@ -1,4 +1,4 @@
-"""A folder of files that appears whole or not at all."""
+"""Atomic creation of a folder of files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moesched.errors import BadInput
 
 @contextmanager
 def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the context ends; where an error ends it, nothing is left.
+    """Yield a folder to fill; it is renamed to `target` on exit, and removed if an error is raised.
 
     Args:
         needed: bytes that will be written.
-        smaller: what to ask for where there is no room for them, such as "ask for fewer layers".
+        smaller: the remedy if the disk is too small, such as "ask for fewer layers".
 
     Raises:
-        BadInput: the target is in use, cannot be made, or the disk has not enough room.
+        BadInput: the target is in use or cannot be created, or the disk has too little space.
     """
     _refuse_used(target)
     _require_space(target, needed, smaller)
@@ -42,12 +42,12 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A JSON file that people can read."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write all of the data into an open file from `offset` on; returns the bytes."""
+    """Write all of the data to an open file, from `offset` on; returns the number of bytes."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
@@ -55,7 +55,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Take a file's room now, so that a full disk shows at once and the file lies in one piece."""
+    """Allocate a file's space, so that a full disk is noticed at once and the file is contiguous."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
 
@@ -70,7 +70,9 @@ def _refuse_used(target: Path) -> None:
 def _require_space(target: Path, needed: int, smaller: str) -> None:
     existing = next(parent for parent in target.absolute().parents if parent.exists())
     if not existing.is_dir():
-        raise BadInput(f"{existing} is not a directory, so {target} cannot be made; choose another directory")
+        raise BadInput(
+            f"{existing} is not a directory, so {target} cannot be created; choose another directory"
+        )
     free = shutil.disk_usage(existing).free
     if free < needed:
         room = f"needs {needed:,} bytes and its disk has {free:,} free"

@@ -1,9 +1,9 @@
-"""How much work each operation of a MoE transformer is: FLOPs, and bytes read and written.
+"""The work of each operation of a MoE transformer: FLOPs, and bytes read and written.
 
 Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys
 (heads x head_dim), E experts, k of them per token, V vocabulary, b bytes per element.
 
-An amount also says which operations it consists of, so that a measured cost table can price them one by one.
+An amount also lists the operations that it consists of, so that a table of measured costs can price them one by one.
 """
 
 from __future__ import annotations
@@ -12,93 +12,30 @@ from collections.abc import Sequence
 from operator import ne
 from typing import NamedTuple
 
-from moesched.models.config import ModelConfig
+from moesched.models.tensor_sizes import TensorSizes
 from moesched.tasks import WorkPart
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Amount(NamedTuple):
-    """FLOPs, bytes moved between a processor and its memory, and the operations that these are for."""
+    """FLOPs, bytes moved between a processor and its memory, and the operations that they consist of."""
 
     flops: float
     nbytes: float
     parts: tuple[WorkPart, ...] = ()
 
 
-class ResidentShare(NamedTuple):
-    """Shares of the dense weights' and of the experts' bytes that stay in the accelerator's memory, from 0 to 1."""
-
-    dense: float = 0.0
-    experts: float = 0.0
-
-
-class Operations:
-    """The operations of one model in one dtype."""
-
-    def __init__(self, config: ModelConfig, dtype: str, resident: ResidentShare = ResidentShare()) -> None:  # noqa: B008
-        self.config = config
-        self.resident = resident
-        self.dtype = dtype
-        self.element = DTYPE_BYTES[dtype]
-        self.query_width = config.heads * config.head_dim
-        self.key_width = config.kv_heads * config.head_dim
-        self.expert_bytes = 3 * config.hidden * config.intermediate * self.element
-
-    @property
-    def hidden_bytes(self) -> int:
-        """One token's hidden state."""
-        return self.config.hidden * self.element
-
-    @property
-    def qkv_bytes(self) -> int:
-        """One token's query, key and value."""
-        return (self.query_width + 2 * self.key_width) * self.element
-
-    @property
-    def attention_bytes(self) -> int:
-        """One token's attention output."""
-        return self.query_width * self.element
-
-    @property
-    def kv_bytes(self) -> int:
-        """One token's key and value in one layer."""
-        return 2 * self.key_width * self.element
-
-    @property
-    def logits_bytes(self) -> int:
-        """One token's logits over the whole vocabulary, in float32."""
-        return 4 * self.config.vocabulary
-
-    @property
-    def sum_bytes(self) -> int:
-        """One token's sum of experts, in float32."""
-        return 4 * self.config.hidden
-
-    @property
-    def row_and_choices_bytes(self) -> int:
-        """What a node must know of one token to run its experts: its normed row, choices and weights, in float32."""
-        return 4 * (self.config.hidden + 2 * self.config.top_k)
-
-    def embed(self, tokens: int) -> Amount:
-        """Rows of the embedding."""
-        moved = 2 * tokens * self.hidden_bytes
-        return Amount(0, moved, (WorkPart("embed", moved),))
-
-    def copy_kv(self, tokens: int) -> Amount:
-        """Keys and values of all layers copied within the KV cache."""
-        moved = 2 * tokens * self.kv_bytes * self.config.layers
-        return Amount(0, moved, (WorkPart("embed", moved),))
+class AttentionOperations(TensorSizes):
+    """Attention, with the projections around it and its cache."""
 
     def pre_attention(self, tokens: int) -> Amount:
-        """Norm, QKV projection, rotary embedding."""
+        """Norm, QKV projection and rotary embedding."""
         hidden, query, key = self.config.hidden, self.query_width, self.key_width
-        flops, nbytes, _ = self._projection(tokens, hidden, query + 2 * key)
+        flops, nbytes, _ = _projection(self, tokens, hidden, query + 2 * key)
         weights = hidden * (query + 2 * key) * self.element
-        return Amount(flops, nbytes, _by_place("pre_attention", weights, tokens, 1, self.resident.dense))
+        return Amount(flops, nbytes, _by_residency("pre_attention", weights, tokens, 1, self.resident.dense))
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
-        """Softmax attention of sequences given as (new tokens, tokens in the cache after them)."""
+        """Softmax attention of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
         window = self.config.sliding_window
         pairs = nbytes = stepped = steps = calls = prompts = prompt_pairs = before = 0
         for new, total in lengths:
@@ -111,7 +48,7 @@ class Operations:
             seen = total if window is None else min(total, window + new)
             nbytes += seen * self.kv_bytes + new * (self.qkv_bytes + self.attention_bytes)
             if new == 1:
-                calls += total != before  # neighbours of one length are one call
+                calls += total != before  # neighbours of equal length are one call
                 before = total
                 steps += 1
                 stepped += seen
@@ -129,7 +66,7 @@ class Operations:
         return Amount(4.0 * pairs * self.query_width, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """The same for one new token of each sequence, without a look at each: a simulation does little else here."""
+        """Attention of one new token per sequence; equal to `attention` and faster, since simulations call it often."""
         window = self.config.sliding_window
         seen = pairs = sum(totals)
         if window is not None:
@@ -146,78 +83,104 @@ class Operations:
         return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Attention of one new token of each sequence over so many tokens in all: by the bytes of one KV head."""
+        """Attention of one new token per sequence to `seen` tokens in all, by the bytes of one KV head."""
         heads = self.config.kv_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
-    def output_projection(self, tokens: int) -> Amount:
-        """Attention output back to the hidden size, and the residual."""
-        flops, nbytes, _ = self._projection(tokens, self.query_width, self.config.hidden)
-        weights = self.query_width * self.config.hidden * self.element
-        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.resident.dense))
+    def copy_kv(self, tokens: int) -> Amount:
+        """Copy keys and values of all layers within the KV cache."""
+        moved = 2 * tokens * self.kv_bytes * self.config.layers
+        return Amount(0, moved, (WorkPart("embed", moved),))
 
-    def route(self, tokens: int) -> Amount:
-        """Output projection, norm and router: all that comes before the experts are known."""
-        return _sum(self.output_projection(tokens), self.router(tokens))
+    def output_projection(self, tokens: int) -> Amount:
+        """Projection of the attention output to the hidden size, and the residual."""
+        flops, nbytes, _ = _projection(self, tokens, self.query_width, self.config.hidden)
+        weights = self.query_width * self.config.hidden * self.element
+        return Amount(flops, nbytes, _by_residency("route", weights, tokens, 1, self.resident.dense))
+
+
+class ExpertOperations(TensorSizes):
+    """The MoE block of a layer: router, experts, and the sum of their outputs."""
 
     def router(self, tokens: int) -> Amount:
         """Norm and router."""
-        return self._projection(tokens, self.config.hidden, self.config.experts)
+        return _projection(self, tokens, self.config.hidden, self.config.experts)
 
     def preview_route(self, tokens: int) -> Amount:
-        """Norm and router of another layer, by themselves; measured tables know them as a small `route`."""
+        """Norm and router of a later layer, on their own; priced as a small `route`."""
         flops, nbytes, _ = self.router(tokens)
         weights = self.config.hidden * self.config.experts * self.element
-        return Amount(flops, nbytes, _by_place("route", weights, tokens, 1, self.resident.dense))
+        return Amount(flops, nbytes, _by_residency("route", weights, tokens, 1, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """One expert's feed-forward network for `tokens` of its tokens; its weights are as likely kept as any."""
+        """The feed-forward network of one expert for `tokens` tokens; it is resident with the mean probability."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:
-        """The same, of an expert whose weights stay."""
+        """The same for an expert whose weights are resident."""
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """The same, of an expert whose weights were fetched."""
+        """The same for an expert whose weights were fetched."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
-        """All experts of a layer for a micro-batch whose routing is not known: uniform routing in expectation."""
+        """All experts of a layer for a micro-batch with unknown routing: the expectation under uniform routing."""
         config = self.config
-        warmed = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
-        each = self.expert(tokens * config.top_k) if warmed else Amount(0, 0)
-        rows = tokens * config.top_k / warmed if warmed else 0
-        parts = _by_place("experts", self.expert_bytes, rows, warmed, self.resident.experts)
-        return Amount(each.flops, each.nbytes + (warmed - 1) * self.expert_bytes, parts)
+        used = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
+        each = self.expert(tokens * config.top_k) if used else Amount(0, 0)
+        rows = tokens * config.top_k / used if used else 0
+        parts = _by_residency("experts", self.expert_bytes, rows, used, self.resident.experts)
+        return Amount(each.flops, each.nbytes + (used - 1) * self.expert_bytes, parts)
 
     def combine(self, tokens: int) -> Amount:
-        """The weighted sum of the experts' outputs, and the residual."""
+        """Weighted sum of the experts' outputs, and the residual."""
         moved = (self.config.top_k + 2) * tokens * self.hidden_bytes
         return Amount(
             2.0 * tokens * self.config.top_k * self.config.hidden, moved, (WorkPart("combine", moved),)
         )
 
     def add_residual(self, tokens: int) -> Amount:
-        """The residual, where the sum of the experts' outputs is there."""
+        """Addition of the residual to a finished sum of the experts' outputs."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
         return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
     def take_rows(self, tokens: int) -> Amount:
-        """The rows of each expert, put together."""
+        """Gathering of the rows of each expert."""
         moved = 2 * self.config.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
+    def _expert(self, tokens: int, resident: float) -> Amount:
+        config = self.config
+        activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
+        parts = _by_residency("expert", self.expert_bytes, tokens, 1, resident)
+        return Amount(
+            6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
+        )
+
+
+class Operations(AttentionOperations, ExpertOperations):
+    """All operations of one model in one dtype; defines those outside the layers and those that combine others."""
+
+    def embed(self, tokens: int) -> Amount:
+        """Look up rows of the embedding."""
+        moved = 2 * tokens * self.hidden_bytes
+        return Amount(0, moved, (WorkPart("embed", moved),))
+
+    def route(self, tokens: int) -> Amount:
+        """Output projection, norm and router: all operations that precede the choice of experts."""
+        return _sum(self.output_projection(tokens), self.router(tokens))
+
     def post_attention(self, tokens: int) -> Amount:
-        """Output projection, router, all experts, combine."""
+        """Output projection, router, all experts and their sum."""
         return _sum(self.route(tokens), self.experts(tokens), self.combine(tokens))
 
     def after_projection(self, tokens: int) -> Amount:
-        """The same without the output projection, for a rank whose projection is only a part of the sum."""
+        """`post_attention` without the output projection, for ranks that must first add their partial projections."""
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """What each of the ranks sends, in a ring, until all have the sum of `nbytes` that each of them has."""
+        """Ring all-reduce of `nbytes`: the bytes that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 
@@ -225,31 +188,26 @@ class Operations:
         """Final norm, LM head, and the choice of a token."""
         config = self.config
         rows = config.vocabulary // config.ranks
-        flops, nbytes, _ = self._projection(sequences, config.hidden, rows)
+        flops, nbytes, _ = _projection(self, sequences, config.hidden, rows)
         weights = config.hidden * rows * self.element
-        return Amount(flops, nbytes, _by_place("sample", weights, sequences, 1, not config.tied_embeddings))
-
-    def choice(self, sequences: int) -> Amount:
-        """The choice of a token from logits that are there."""
-        return Amount(0, sequences * self.logits_bytes)
-
-    def _expert(self, tokens: int, resident: float) -> Amount:
-        config = self.config
-        activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
-        parts = _by_place("expert", self.expert_bytes, tokens, 1, resident)
         return Amount(
-            6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
+            flops, nbytes, _by_residency("sample", weights, sequences, 1, not config.tied_embeddings)
         )
 
-    def _projection(self, tokens: int, inputs: int, outputs: int) -> Amount:
-        moved = (inputs * outputs + tokens * (inputs + outputs)) * self.element
-        return Amount(2.0 * tokens * inputs * outputs, moved)
+    def choice(self, sequences: int) -> Amount:
+        """Choice of a token from finished logits."""
+        return Amount(0, sequences * self.logits_bytes)
 
 
-def _by_place(
+def _projection(sizes: TensorSizes, tokens: int, inputs: int, outputs: int) -> Amount:
+    moved = (inputs * outputs + tokens * (inputs + outputs)) * sizes.element
+    return Amount(2.0 * tokens * inputs * outputs, moved)
+
+
+def _by_residency(
     operation: str, weights: int, rows: float, times: float, resident: float
 ) -> tuple[WorkPart, ...]:
-    """An operation on `weights` bytes of weights, of which the share `resident` stays, perhaps rearranged."""
+    """An operation on `weights` bytes of weights, split by whether they are resident: costs are measured for either."""
     parts = (
         WorkPart(f"resident {operation}", weights, rows, times * resident),
         WorkPart(operation, weights, rows, times * (1.0 - resident)),

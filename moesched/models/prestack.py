@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint so that many matrices of its experts lie in one array (the cluster paper, section 4.1)."""
+"""Rewrites a checkpoint with its experts' matrices stacked into large arrays (the cluster paper, section 4.1)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ from moesched.models.random_model import Progress
 from moesched.models.tensors import Shape
 
 COPIED_BYTES = 8 << 20
-"""How much is in memory at a time, whatever the sizes of tensors."""
+"""Bytes in memory at a time, whatever the sizes of tensors."""
 LONGEST_AXIS = 2**31 - 1
 """MLX counts the items along an axis with 32 bits."""
 HEADER_ALIGNMENT = 4096
-"""Tensors of whole disk blocks then lie in whole blocks of their file."""
+"""Aligns tensors of whole disk blocks to the blocks of the file."""
 
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Prestacked(NamedTuple):
-    """What was written.
+    """Summary of a prestacked checkpoint.
 
-    arrays: how many stacked ones there are. largest: bytes of the largest. others: bytes of all other tensors.
+    Attributes:
+        arrays: number of stacked arrays.
+        largest: bytes of the largest array.
+        others: bytes of all tensors that are not stacked.
     """
 
     directory: Path
@@ -51,7 +54,7 @@ class Prestacked(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     file: Path
     offset: int
@@ -59,7 +62,7 @@ class _Piece(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """A tensor to be written, and the pieces that it consists of."""
+    """A tensor to write, and the pieces that it consists of."""
 
     name: str
     dtype: str
@@ -74,24 +77,23 @@ class _Array(NamedTuple):
 def prestack_model(
     model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
 ) -> Prestacked:
-    """Write a checkpoint anew, with its experts' weights in stacks; every other file is copied.
+    """Copy a checkpoint, stacking the weights of its experts.
 
-    The result opens like any other checkpoint of moesched and gives the same tokens; one that is stacked already can be
-    stacked in the other way. It is streamed: 8 MiB are in memory at a time.
+    The copy opens like any other checkpoint and generates the same tokens. A prestacked checkpoint may be stacked the
+    other way. Data is streamed, with 8 MiB in memory at a time.
 
     Args:
-        by: `expert` for one array for each expert, with its matrices of all layers, which is what a node that holds
-            whole experts loads; `layer` for one array for each matrix of a layer, with all experts, which is what
-            `gather_mm` multiplies.
-        progress: is told bytes written and bytes in all.
+        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that hold whole experts;
+            `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.
+        progress: called with the bytes written and the total.
 
     Raises:
-        BadInput: the checkpoint cannot be opened or has no experts to stack, `directory` is in use, or the disk is
-            full. Nothing is left there then.
+        BadInput: the checkpoint cannot be opened or has no experts, `directory` is in use, or the disk is full.
+            No files are left behind.
     """
     checkpoint, target = open_checkpoint(model), Path(directory)
     if checkpoint.config.experts == 1:
-        raise BadInput(f"{model} is a dense model: there are no experts to stack; run it as it is")
+        raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
     stacks = stacked_tensors(checkpoint.config, by)
     stacked = [_stack(checkpoint, name, stored) for name, stored in stacks.items()]
     others = sorted(_others(checkpoint))
@@ -122,7 +124,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
     dtypes = sorted({part.dtype for part in parts})
     if len(dtypes) > 1:
         raise BadInput(
-            f"{checkpoint.directory} has experts in {' and '.join(dtypes)}, and an array has one dtype: "
+            f"{checkpoint.directory} has experts in {' and '.join(dtypes)}, but an array has a single dtype: "
             "convert the checkpoint to one of them"
         )
     if max(stored.shape) > LONGEST_AXIS:
@@ -134,7 +136,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
 
 
 def _file_of(name: str) -> str:
-    """The file that a stack is written to: one for each expert, or for each layer."""
+    """Name of the file of a stack: one per expert, or per layer."""
     _, kind, number, *_ = name.split(".")
     return f"{kind}-{int(number):05d}.safetensors"
 
@@ -144,7 +146,7 @@ def _piece(stored: StoredTensor) -> _Piece:
 
 
 def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
-    """What is no expert's, as the files have it."""
+    """Yield the tensors that belong to no expert, as they are stored."""
     known = by_stored_name(known_tensors(checkpoint.config))
     for found in find_stored(checkpoint.directory):
         if parts := parts_in(found, known):
@@ -160,7 +162,7 @@ def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
 
 
 def _write(path: Path, arrays: Sequence[_Array]) -> Iterator[int]:
-    """Write one safetensors file; yields the bytes of tensors as they are written."""
+    """Write one safetensors file, yielding the number of bytes of each write."""
     header = _header(arrays)
     with path.open("xb", buffering=0) as file:
         descriptor = file.fileno()
@@ -190,7 +192,7 @@ def _header(arrays: Sequence[_Array]) -> bytes:
 
 
 def _read(piece: _Piece) -> Iterator[memoryview]:
-    """The bytes of a piece in order; each memory is overwritten by the next."""
+    """Yield the bytes of a piece in order; each buffer is overwritten by the next."""
     buffer = memoryview(bytearray(min(COPIED_BYTES, piece.nbytes)))
     try:
         with piece.file.open("rb", buffering=0) as file:
@@ -207,7 +209,7 @@ def _read(piece: _Piece) -> Iterator[memoryview]:
 
 
 def _copy_small_files(source: Path, folder: Path) -> None:
-    """The configuration, the tokenizer and whatever else is no weights."""
+    """Copy the configuration, the tokenizer and all other files except weights."""
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
             shutil.copy(path, folder)

@@ -1,4 +1,4 @@
-"""The form of checkpoints: what their files call the tensors and how they cut them, and their config.json."""
+"""The form of published checkpoints: the names and shapes of their tensors, and their config.json."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from moesched.models.config import ModelConfig
 from moesched.models.tensors import Shape, expert_shapes, tensor_shapes
 
 STANDARD_DEVIATION = 0.02
-"""Of random weights."""
+"""Standard deviation of random weights."""
 
 StackedBy = Literal["expert", "layer"]
 
 
 class Published(NamedTuple):
-    """A stored tensor, and the canonical tensors that lie in it one after the other."""
+    """A stored tensor, and the canonical tensors that it holds, one after the other."""
 
     shape: Shape
     parts: tuple[tuple[str, Shape], ...]
 
 
 def published_tensors(config: ModelConfig) -> dict[str, Published]:
-    """What published checkpoints of such a model hold, by the names that they use."""
+    """The tensors of published checkpoints of a model, by their names in the files."""
     return _with_shapes(config, ARCHITECTURES[config.form].tensors(config))
 
 
 def known_tensors(config: ModelConfig) -> dict[str, Published]:
-    """The same, with what checkpoints in other forms hold instead of some of it."""
+    """All tensors that `open_checkpoint` understands: those of published, fused and prestacked checkpoints."""
     others = _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
     for by in get_args(StackedBy):
         others |= stacked_tensors(config, by)
@@ -37,10 +37,10 @@ def known_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
-    """What prestacked checkpoints hold instead of the experts' tensors.
+    """The tensors that replace the experts' in prestacked checkpoints.
 
-    By expert: one tensor for each expert, (layers, matrices, items of a matrix), as in section 4.1 of the cluster
-    paper. By layer: one for each matrix of a layer, (experts, rows, columns), as `gather_mm` takes it.
+    By expert: one tensor per expert, (layers, matrices, items of a matrix), as in section 4.1 of the cluster paper.
+    By layer: one per matrix of a layer, (experts, rows, columns), as `gather_mm` takes it.
     """
     if by == "expert":
         return {
@@ -67,7 +67,7 @@ def _one_layer(config: ModelConfig, layer: int) -> dict[str, Published]:
 
 
 def published_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of such a model."""
+    """The contents of config.json for a model."""
     common = {
         "bos_token_id": None,
         "eos_token_id": _one_or_list(config.stop_tokens),
@@ -85,7 +85,7 @@ def _with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Pu
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)
         for name, parts, stacks in tensors
-        if parts[0] in shapes  # a model with one expert has no use for a router
+        if parts[0] in shapes  # a model with one expert has no router
     }
 
 

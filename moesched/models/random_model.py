@@ -1,4 +1,4 @@
-"""Writes a checkpoint of random weights in the ordinary Hugging Face form, streaming it to disk."""
+"""Writes a checkpoint of random weights in Hugging Face's format, streaming it to disk."""
 
 from __future__ import annotations
 
@@ -59,13 +59,17 @@ def write_random_model(
 ) -> Path:
     """Write a random-weight model to `directory` and return its path.
 
-    shape: a name from `SHAPES` or any ModelConfig; layers overrides its number of layers.
-    Each tensor's values depend only on (seed, the tensor's name, dtype): weights are normal with standard
-    deviation 0.02, norms are 1. A shard holds at most `shard_bytes` of tensors, or one larger tensor.
-    progress(bytes written, bytes in all) is called from the calling thread.
+    The values of a tensor depend only on the seed, its name and the dtype: weights are normal with standard deviation
+    0.02, norms are 1. The directory is created atomically.
 
-    The directory appears whole or not at all. Raises BadInput for an unknown shape or dtype, a directory that
-    is in use, or a disk without enough room.
+    Args:
+        shape: a name from `SHAPES`, or any ModelConfig.
+        layers: overrides the number of layers of the shape.
+        shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
+        progress: called with the bytes written and the total, in the calling thread.
+
+    Raises:
+        BadInput: the shape or dtype is unknown, the directory is in use, or the disk has too little space.
     """
     config = _resolve(shape, layers, dtype)
     target = Path(directory)
@@ -90,7 +94,7 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
     return msgspec.structs.replace(shape, layers=layers, dtype=dtype)
 
 
-# ---------------------------------------------------------------- which tensors, and where they lie
+# ---------------------------------------------------------------- tensors and shards
 
 
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
@@ -151,9 +155,9 @@ def _index(shards: list[_Shard]) -> dict[str, Any]:
 def _normal_table(dtype: str) -> npt.NDArray[Any]:
     """The 65,536 values that split a normal distribution into equal shares, as bit patterns for bfloat16.
 
-    A uniform 16-bit number looks its weight up here. That gives independent values, hence matrices of full
-    rank that differ from tensor to tensor, several times as fast as drawing normals and rounding them. Only
-    the tails beyond 4.3 standard deviations are missing.
+    A uniform 16-bit number is an index into this table. Values are independent, so that matrices have full rank and
+    differ from tensor to tensor, and it is several times as fast as drawing normals and rounding them. Only the tails
+    beyond 4.3 standard deviations are missing.
     """
     normal = NormalDist(0.0, STANDARD_DEVIATION)
     values = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], dtype=np.float32)
@@ -167,7 +171,7 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
 
 
 def _chunks(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
-    """The tensor's values in order, a few MB at a time; each array is overwritten by the next."""
+    """Yield a tensor's values in order, a few MB at a time; each array is overwritten by the next."""
     table = _normal_table(dtype)
     count = math.prod(tensor.shape)
     if tensor.is_norm:
@@ -204,7 +208,7 @@ def _write_shards(
 
 def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Callable[[int], None]) -> None:
     stop = threading.Event()
-    # The workers are the inner context: they must be through with the descriptor before it closes.
+    # The workers are the inner context: they must be done with the descriptor before it closes.
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
         descriptor = file.fileno()
         try:

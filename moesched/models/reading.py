@@ -10,10 +10,13 @@ from moesched.models.config_file import ConfigFile
 
 
 def read_config(directory: Path | str) -> ModelConfig:
-    """The configuration in directory/config.json, of one of the architectures.
+    """Read directory/config.json, of any of the architectures.
 
-    A missing or null setting has Hugging Face's default. Raises BadInput, naming the file, the value and the
-    remedy, where the file cannot be read or asks for something that the kernels do not compute.
+    A missing or null setting has Hugging Face's default.
+
+    Raises:
+        BadInput: the file cannot be read, or asks for a feature that the kernels do not support; the message names
+            the file, the value and the remedy.
     """
     file = ConfigFile(Path(directory))
     known = {model_type: each for each in ARCHITECTURES.values() for model_type in each.model_types}

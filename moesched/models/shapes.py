@@ -1,4 +1,4 @@
-"""The models that have a name: their shapes are known without any file."""
+"""Models known by name, without any file."""
 
 from __future__ import annotations
 

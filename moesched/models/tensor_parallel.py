@@ -1,8 +1,8 @@
-"""Tensor parallelism: a model cut over several equal ranks (Megatron-LM; MoE-Lightning, section 4.3).
+"""Tensor parallelism: a model divided among equal ranks (Megatron-LM; MoE-Lightning, section 4.3).
 
-Every rank has a share of the attention heads, of each expert's inner width and of the LM head's rows; norms, router
-and embedding it has whole. What comes out of attention's output projection and of the experts is then a part of a sum
-over all ranks, and the LM head gives a part of the logits.
+Every rank has a share of the attention heads, of each expert's inner width and of the LM head's rows, and a full copy
+of the norms, the router and the embedding. The output projection of attention and the experts then give partial sums,
+to be added over all ranks, and the LM head gives a part of the logits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from moesched.models.config import ModelConfig
 from moesched.models.tensors import is_transposed, tensor_shapes
 
 BY_COLUMNS = ("o", "down")
-"""Matrices whose inputs are cut; of all others that are cut it is the outputs."""
+"""Matrices that are divided by inputs; all others are divided by outputs."""
 
 
 def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The model as one of `ranks` ranks has it.
+    """The configuration of one of `ranks` ranks.
 
     Raises:
-        BadInput: something that is cut cannot be cut into so many equal parts, or not at all.
+        BadInput: the model cannot be divided into that many equal parts.
     """
     if config.qk_norm == "projection" and ranks > 1:
         raise BadInput(
-            f"{config.name} cannot be cut over {ranks} accelerators, since its queries and keys are normalised over "
-            "all heads together: use --tensor-parallel 1"
+            f"{config.name} cannot be divided among {ranks} accelerators, since its queries and keys are normalised "
+            "over all heads together: use --tensor-parallel 1"
         )
     for what, size in _cut_sizes(config).items():
         if size % ranks:
@@ -35,7 +35,7 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
                 n for n in range(1, ranks) if not any(each % n for each in _cut_sizes(config).values())
             ]
             raise BadInput(
-                f"{config.name} cannot be cut over {ranks} accelerators, since it has {size} {what}: "
+                f"{config.name} cannot be divided among {ranks} accelerators, since it has {size} {what}: "
                 f"use --tensor-parallel {' or '.join(map(str, fitting))}"
             )
     return replace(
@@ -48,10 +48,10 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
-    """Where one rank's share of a whole checkpoint lies in its files; rank: from 0.
+    """Locate one rank's share of a whole checkpoint in its files; ranks count from 0.
 
     Raises:
-        BadInput: the model cannot be cut into so many equal parts.
+        BadInput: the model cannot be divided into that many equal parts.
     """
     config = cut_config(checkpoint.config, ranks)
     whole, shapes = tensor_shapes(checkpoint.config), tensor_shapes(config)
@@ -70,7 +70,7 @@ def _cut_sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "attention heads": config.heads,
         "key-value heads": config.kv_heads,
-        "inputs of each expert's way back": config.intermediate,
+        "inputs of each expert's down projection": config.intermediate,
         "tokens in its vocabulary": config.vocabulary,
     }
 

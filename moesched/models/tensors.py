@@ -1,11 +1,11 @@
-"""Which weight tensors a model has, by canonical name, and their shapes.
+"""The weight tensors of a model, by canonical name, and their shapes.
 
     embedding, final_norm, lm_head (absent when tied to the embedding)
-    layers.{i}.attention_norm, q, k, v, q_norm and k_norm (where there are such), o, ffn_norm,
+    layers.{i}.attention_norm, q, k, v, q_norm and k_norm (in models that have them), o, ffn_norm,
         router (absent in a dense model)
     layers.{i}.experts.{e}.gate, up, down
 
-Matrices are stored as (outputs, inputs), so that a row makes one output, or the other way round where `is_transposed`.
+Matrices are stored as (outputs, inputs), so that each row computes one output, or transposed (see `is_transposed`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def global_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The tensors outside the layers."""
+    """Shapes of the tensors outside the layers."""
     shapes: dict[str, Shape] = {
         "embedding": (config.vocabulary, config.hidden),
         "final_norm": (config.hidden,),
@@ -27,7 +27,7 @@ def global_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """The tensors of a layer that every token uses."""
+    """Shapes of the tensors of a layer that every token uses."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, Shape] = {
         "attention_norm": (hidden,),
@@ -46,7 +46,7 @@ def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Shape]:
-    """The tensors of one expert, in the order in which files usually have them."""
+    """Shapes of the tensors of one expert, in their usual order in files."""
     prefix = f"layers.{layer}.experts.{expert}."
     return {
         prefix + "gate": (config.intermediate, config.hidden),
@@ -56,7 +56,7 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
 
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
-    """Whether the files of this model hold that matrix as (inputs, outputs)."""
+    """Whether the checkpoints of this model store a matrix as (inputs, outputs)."""
     return config.transposed_down and name.endswith(".down")
 
 
@@ -67,7 +67,7 @@ def _down_shape(config: ModelConfig) -> Shape:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the model."""
+    """Shapes of all tensors of the model."""
     shapes = global_shapes(config)
     for layer in range(config.layers):
         shapes |= dense_shapes(config, layer)

@@ -1,1 +1,1 @@
-"""Requests: batches and micro-batches, prefill in chunks, beams, sampling, workloads."""
+"""Requests: batches and micro-batches, chunked prefill, beam search and sampling."""

@@ -1,4 +1,4 @@
-"""The requests that run together: their lengths, their micro-batches, and what they take of the KV cache in tokens."""
+"""Requests that run together: lengths, micro-batches, and tokens in the KV cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ KV_BLOCK_TOKENS = 16
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The requests that run together.
+    """Requests that run together.
 
     Attributes:
         prompts: prompt length in tokens, by request.
         new_tokens: tokens to generate for each request.
         micro_batches: the requests of each micro-batch, by index.
-        first_request: how many requests of the run came in the batches before.
-        beams: sequences that each request has in decode.
-        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
+        first_request: index of the batch's first request among all requests of the run.
+        beams: sequences per request in decode.
+        prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
     """
 
     prompts: tuple[int, ...]
@@ -31,43 +31,43 @@ class Batch(msgspec.Struct, frozen=True):
     prefill_chunk: int | None = None
 
     def chunks(self) -> dict[int, Chunk]:
-        """What each micro-batch of prefill has, by its number."""
+        """The chunks of prefill, by the number of their micro-batch."""
         return chunks_of(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the KV cache must hold at the end, whole blocks of it."""
+        """Tokens in the KV cache at the end, in whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
-        """What these requests have in the KV cache at the end, in whole blocks."""
+        """Tokens of these requests in the KV cache at the end, in whole blocks."""
         return sum(
             cached_tokens_of_beams(self.prompts[request], self.new_tokens, self.beams) for request in requests
         )
 
     def longest_at_end(self, requests: Iterable[int]) -> int:
-        """What all sequences of these requests have in the KV cache at the end, if none shared blocks with others."""
+        """Tokens of these requests in the KV cache at the end, if beams shared no blocks."""
         return self.beams * sum(
             cached_tokens(self.prompts[request] + self.new_tokens) for request in requests
         )
 
     def sequences(self, requests: Sequence[int]) -> int:
-        """How many sequences these requests have in decode."""
+        """Number of sequences of these requests in decode."""
         return self.beams * len(requests)
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest micro-batch, which is its prefill."""
+        """Prompt tokens of the largest micro-batch."""
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
 
 
 def cached_tokens(length: int) -> int:
-    """What a request of so many tokens takes of the KV cache, in whole blocks."""
+    """Tokens that a sequence of this length takes in the KV cache, in whole blocks."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
-    """What a request takes of the KV cache, in whole blocks: all its beams share the full blocks of the prompt."""
+    """Tokens that a request takes in the KV cache, in whole blocks; its beams share the full blocks of the prompt."""
     shared = prompt // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     return shared + beams * (cached_tokens(prompt + new_tokens) - shared)
 
@@ -75,7 +75,7 @@ def cached_tokens_of_beams(prompt: int, new_tokens: int, beams: int) -> int:
 def split_batch(
     prompts: Sequence[int], new_tokens: int, micro_batch_size: int, first_request: int = 0
 ) -> Batch:
-    """Requests in their order, cut into micro-batches of `micro_batch_size` requests (the last may hold fewer)."""
+    """Divide requests, in order, into micro-batches of `micro_batch_size`; the last may be smaller."""
     size = min(micro_batch_size, len(prompts))
     starts = range(0, len(prompts), size)
     parts = tuple(tuple(range(start, min(start + size, len(prompts)))) for start in starts)

@@ -1,4 +1,4 @@
-"""Batches of requests with prompts of different lengths: which run together, and which of them share a kernel."""
+"""Assignment of requests with different prompt lengths to batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moesched.requests.batch import Batch, cached_tokens_of_beams
 
 
 class BatchSizes(NamedTuple):
-    """What a plan says of its batches.
+    """Sizes of batches and micro-batches, as a plan chooses them.
 
     Attributes:
-        batch_size: requests that run together, at most.
-        micro_batch_size: requests that share a kernel, at most.
-        cache_tokens: what a micro-batch may have in the KV cache at the end, in whole blocks; None sets no limit.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
-        beams: sequences that each request has in decode.
-        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
+        batch_size: the most requests that run together.
+        micro_batch_size: the most requests that share a kernel.
+        cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
+        beams: sequences per request in decode.
+        prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
     """
 
     batch_size: int
@@ -31,12 +31,12 @@ class BatchSizes(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches a full batch has."""
+        """Number of micro-batches in a full batch."""
         return -(-self.batch_size // self.micro_batch_size)
 
 
 class Placed(NamedTuple):
-    """Requests by index: those of each micro-batch, and those that found no place."""
+    """Requests by index: those of each micro-batch, and those left over."""
 
     micro_batches: list[list[int]]
     left: list[int]
@@ -51,23 +51,22 @@ def assign_requests(
     cache_tokens: int | None = None,
     beams: int = 1,
 ) -> Placed:
-    """Algorithm 2 of MoE-Lightning (Appendix A.2): the longest prompt goes to the micro-batch with the fewest tokens.
+    """Assign the longest prompts first, each to the micro-batch with the fewest tokens.
 
-    Two repairs to the algorithm as it is printed. There a micro-batch is given out only when it is full, so that the
-    requests of all others are lost: here those come out too. And there a request is put back when all micro-batches are
-    full, but the search for the one with the fewest tokens goes on over an empty list: here it ends. The cache is
-    counted in the blocks that will be allocated; the paper counts single tokens.
+    This is Algorithm 2 of MoE-Lightning (Appendix A.2) with two corrections. As printed, it returns only full
+    micro-batches and loses the requests of all others; and once all micro-batches are full, it takes the minimum of an
+    empty list. The cache is counted in allocated blocks, where the paper counts single tokens.
 
     Args:
         prompts: prompt lengths in tokens.
         new_tokens: tokens to generate for each request.
-        micro_batches: how many there may be.
-        micro_batch_size: requests that each may have.
-        cache_tokens: what each may have in the KV cache at the end; None sets no limit.
-        beams: sequences that each request has in decode.
+        micro_batches: the most micro-batches.
+        micro_batch_size: the most requests of each.
+        cache_tokens: the most tokens of each in the KV cache at the end; None for no limit.
+        beams: sequences per request in decode.
 
     Returns:
-        Every request, once. Within a micro-batch they keep their order; no micro-batch is empty.
+        Every request exactly once. Requests keep their order within a micro-batch; no micro-batch is empty.
     """
     parts: list[list[int]] = [[] for _ in range(micro_batches)]
     cached = [0] * micro_batches
@@ -92,13 +91,13 @@ def assign_requests(
 
 
 def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_request: int = 0) -> Batch:
-    """The next batch: the first prompts, as many as the sizes allow, spread evenly over the micro-batches.
+    """Form the next batch: as many of the first prompts as the sizes allow, balanced over the micro-batches.
 
-    A batch takes requests in the order in which they came. Where some find no place in the cache the batch ends
-    earlier, rather than let later requests overtake them.
+    Requests are taken in order. If some do not fit in the cache, the batch ends before them, so that later requests do
+    not overtake them.
 
     Raises:
-        BadInput: one request alone is more than the cache of a micro-batch.
+        BadInput: a single request exceeds the cache of a micro-batch.
     """
     taken = prompts[: sizes.batch_size]
     while taken:
@@ -116,15 +115,15 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_r
         taken = taken[: len(taken) - (len(placed.left) + 1) // 2]
     raise BadInput(
         f"a prompt of {prompts[0]} tokens and {new_tokens} new ones are more than the {sizes.cache_tokens} tokens of "
-        "KV cache that a micro-batch has: lower --gen, or raise the budget"
+        "KV cache of a micro-batch: lower --gen, or raise the budget"
     )
 
 
 def batches_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes) -> Iterator[Batch]:
-    """Successive batches of all requests; those that one batch has no place for begin the next.
+    """Yield batches until all requests are taken; requests that do not fit in one begin the next.
 
     Raises:
-        BadInput: one request alone is more than the cache of a micro-batch.
+        BadInput: a single request exceeds the cache of a micro-batch.
     """
     first = 0
     while first < len(prompts):

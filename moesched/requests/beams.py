@@ -1,7 +1,7 @@
-"""Beam search: which continuations of a request are pursued, and which of the ended ones is the best.
+"""Beam search: keeps the likeliest continuations of a request, and the best finished ones.
 
-A score is the sum of a sequence's log probabilities; an ended sequence's is divided by its generated tokens to the
-power of the length penalty. What is kept, and when the search ends, is as in Hugging Face's `generate`.
+The score of a sequence is the sum of its log probabilities; once it is finished, divided by its number of generated
+tokens to the power of the length penalty. Selection and termination are those of Hugging Face's `generate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Logits = npt.NDArray[np.floating[Any]]
 
 
 class Standing(NamedTuple):
-    """How far a request's search has come: the best sequence so far, its score, and whether it will not change."""
+    """State of a search: the best sequence so far, its score, and whether it is final."""
 
     tokens: tuple[int, ...]
     score: float
@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What the search goes on with: each beam's parent among the beams before, and its new token."""
+    """Next beams: the parent of each among the previous beams, and its new token."""
 
     parents: list[int]
     tokens: list[int]
@@ -41,9 +41,9 @@ class BeamSearch:
     """The search of one request.
 
     Args:
-        sampling: gives the width, the length penalty, and whether the search ends as soon as that many have ended.
-        stop_tokens: end a sequence.
-        most: tokens at which a sequence ends anyhow.
+        sampling: its width, length penalty, and whether it stops early, once `beams` sequences are finished.
+        stop_tokens: tokens that finish a sequence.
+        most: the most generated tokens of a sequence.
     """
 
     def __init__(self, sampling: Sampling, stop_tokens: Collection[int], most: int) -> None:
@@ -58,7 +58,7 @@ class BeamSearch:
 
     @property
     def standing(self) -> Standing:
-        """The best that has ended, or while none has, the likeliest that runs."""
+        """The best finished sequence; while there is none, the likeliest running one."""
         if self._ended:
             tokens, score = self._ended[0]
         else:
@@ -67,16 +67,16 @@ class BeamSearch:
         return Standing(tokens, float(score), self._done)
 
     def advance(self, logits_SV: Logits) -> Moves:
-        """Take one more token, from the logits that follow each beam; the first time there is only one.
+        """Extend the beams by one token, given the logits of each; at first there is a single beam.
 
-        A search that is done goes on with the beams that it has, so that their number stays the same.
+        A search that is done keeps its beams, so that their number stays the same.
         """
         if self._done:
             return Moves(list(range(self._width)), [0] * self._width)
         scores_SV = _log_softmax(logits_SV) + np.array([[beam.score] for beam in self._running], np.float32)
         best = _largest(scores_SV, max(2, 1 + len(self._stop_tokens)) * self._width)
         vocabulary = scores_SV.shape[1]
-        candidates = [divmod(int(place), vocabulary) for place in best]
+        candidates = [divmod(int(index), vocabulary) for index in best]
         beams = [
             _Beam((*self._running[parent].tokens, token), scores_SV[parent, token])
             for parent, token in candidates
@@ -84,13 +84,11 @@ class BeamSearch:
         length = len(beams[0].tokens)
         ends = [length == self._most or token in self._stop_tokens for _, token in candidates]
         self._end([beam for beam, end in zip(beams[: self._width], ends, strict=False) if end], length)
-        going_on = [place for place, end in enumerate(ends) if not end] or list(range(len(beams)))
-        going_on = going_on[: self._width]
-        self._running = [beams[place] for place in going_on]
+        kept = [index for index, end in enumerate(ends) if not end] or list(range(len(beams)))
+        kept = kept[: self._width]
+        self._running = [beams[index] for index in kept]
         self._done = all(ends) or self._is_decided(length)
-        return Moves(
-            [candidates[place][0] for place in going_on], [candidates[place][1] for place in going_on]
-        )
+        return Moves([candidates[index][0] for index in kept], [candidates[index][1] for index in kept])
 
     def _end(self, beams: Sequence[_Beam], length: int) -> None:
         if self._early and len(self._ended) == self._width:
@@ -99,7 +97,7 @@ class BeamSearch:
         self._ended = sorted(self._ended + ended, key=lambda beam: -beam.score)[: self._width]
 
     def _is_decided(self, length: int) -> bool:
-        """Whether no beam that runs may do better, if it kept its present mean, than the worst that has ended."""
+        """Whether no running beam would score higher now than the worst finished one."""
         if len(self._ended) < self._width:
             return False
         return self._early or bool(self._penalised(self._running[0].score, length) <= self._ended[-1].score)
@@ -115,7 +113,7 @@ def _log_softmax(logits_SV: Logits) -> npt.NDArray[np.float32]:
 
 
 def _largest(scores_SV: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """The places, counted over all rows, of the largest scores, in their order."""
+    """Flat indices of the largest scores, in descending order; ties by index."""
     flat = scores_SV.ravel()
     found = np.argpartition(flat, -count)[-count:] if count < flat.size else np.arange(flat.size)
     order = np.lexsort((found, -flat[found]))

@@ -1,8 +1,9 @@
-"""Long prompts in chunks: which tokens of which prompts pass a layer together in prefill.
+"""Chunked prefill: the prompt tokens that pass a layer together.
 
-What a micro-batch has within a layer grows with its tokens. So a prefill may have more micro-batches than decoding has:
-each takes up to so many tokens of one micro-batch's prompts, in their order, and goes on where the one before ended.
-All of them pass a layer before the next one, so that no weight is brought in more often than without chunks.
+The activations of a micro-batch within a layer grow with its tokens. Prefill may therefore have more micro-batches than
+decode: each takes a limited number of tokens from the prompts of one micro-batch, continuing where the previous one
+ended. All chunks pass a layer before the next layer begins, so that weights are loaded no more often than without
+chunks.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """What one micro-batch has in prefill: some of the tokens of a micro-batch's prompts, or all of them.
+    """Micro-batch of prefill: some or all of the prompt tokens of a micro-batch of decode.
 
     Attributes:
-        micro_batch: whose prompts they are.
-        requests: those that have tokens in it.
-        starts: how many tokens of each of them came in the chunks before.
-        tokens: how many of each of them it has.
-        ends: the requests whose prompts end in it, so that their first tokens are sampled.
-        before: the number of the chunk that it goes on from; -1 for a micro-batch's first.
-        last: whether all of the micro-batch's prompts end in it or before.
+        micro_batch: the micro-batch of decode.
+        requests: requests with tokens in this chunk.
+        starts: tokens of each of these requests in earlier chunks.
+        tokens: tokens of each of these requests in this chunk.
+        ends: requests whose prompts end in this chunk; their first tokens are sampled after it.
+        before: number of the chunk that this one continues; -1 for the first of a micro-batch.
+        last: whether this is the last chunk of the micro-batch.
     """
 
     micro_batch: int
@@ -36,27 +37,27 @@ class Chunk(NamedTuple):
 def chunks_of(
     prompts: Sequence[int], micro_batches: Sequence[Sequence[int]], most: int | None
 ) -> dict[int, Chunk]:
-    """What each micro-batch of prefill has, by its number.
+    """Divide prompts into chunks, keyed by the number of the micro-batch of prefill.
 
-    Where all prompts fit, these are the micro-batches of decoding. Otherwise the numbers follow those.
+    If no micro-batch needs more than one chunk, the numbers are those of decode; otherwise they follow these.
 
     Args:
         prompts: prompt lengths in tokens, by request.
-        micro_batches: the requests of each.
-        most: tokens that a chunk may have; None sets no limit.
+        micro_batches: requests of each micro-batch.
+        most: the most tokens of a chunk; None for no limit.
     """
     chunks: list[Chunk] = []
     for number, requests in enumerate(micro_batches):
         chunks += _cut(number, requests, prompts, most)
     first = len(micro_batches) if len(chunks) > len(micro_batches) else 0
     return {
-        first + place: chunk._replace(before=-1 if chunk.before < 0 else first + place - 1)
-        for place, chunk in enumerate(chunks)
+        first + index: chunk._replace(before=-1 if chunk.before < 0 else first + index - 1)
+        for index, chunk in enumerate(chunks)
     }
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
-    """The chunks of one micro-batch; `before` only says whether there is one."""
+    """The chunks of one micro-batch; `before` is 0 or -1, to be numbered by the caller."""
     total = sum(prompts[request] for request in requests)
     size = total if most is None else min(most, total)
     chunks = []

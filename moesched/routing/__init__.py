@@ -1,4 +1,4 @@
-"""Which experts tokens take: counted and recorded in real runs, drawn where no router runs, and replayed."""
+"""Routing: the experts of each token, recorded in real runs, generated for simulations, or replayed."""
 
 from __future__ import annotations
 

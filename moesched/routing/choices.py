@@ -1,7 +1,7 @@
-"""The experts of single tokens, and how a simulation takes its routing from them.
+"""Expert choices of single tokens, and the routing of simulations derived from them.
 
-Whatever the source, a token's experts depend on its request and its position in it, and on nothing else: batches,
-micro-batches and schedules cannot change them, so that policies are compared on the same choices.
+Whatever the source, a token's experts depend only on its request and its position. Batches, micro-batches and schedules
+cannot change them, so that policies are compared on the same choices.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class ExpertChoices(Protocol):
-    """Says which experts any token takes. Pure in its arguments."""
+    """Experts of any token, as a pure function of layer, request and position."""
 
     @property
     def experts(self) -> int:
-        """Experts in a layer."""
+        """Number of experts in a layer."""
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of the tokens at these positions of these requests of the run."""
+        """Return the experts (T, k), ascending, of the tokens at these positions of these requests of the run."""
 
 
 class BatchRouting:
-    """The routing of one batch, as the simulator asks for it: step by step, micro-batch by micro-batch.
+    """Routing of one batch, by step and micro-batch, as simulations need it.
 
-    In decode each of a request's beams takes experts as a request of its own would.
+    In decode, each beam chooses experts as if it were a request of its own.
     """
 
     def __init__(self, choices: ExpertChoices, batch: Batch) -> None:
@@ -44,10 +44,10 @@ class BatchRouting:
         self._beams = batch.beams
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """How many of the tokens go to each expert that gets any, in ascending order of expert.
+        """Count the tokens of each expert that gets any, in ascending order of expert.
 
         Raises:
-            ValueError: the micro-batch has another number of tokens in that step.
+            ValueError: the micro-batch has a different number of tokens in that step.
         """
         if step == 0:
             chunk = self._chunks[micro_batch]

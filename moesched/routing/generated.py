@@ -1,4 +1,4 @@
-"""Expert choices by popularity, with or without temporal locality: seeded, and drawn token by token."""
+"""Random expert choices by popularity, with optional temporal locality; seeded, independent of the schedule."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from moesched.routing.popularity import Floats, Popularity, shares_of
 Bits = npt.NDArray[np.uint64]
 
 ORDERS = 64
-"""In how many orders a layer's experts are laid out: which ones go together differs between them."""
+"""Number of random orders of a layer's experts; they differ in which experts are chosen together."""
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
-    """A layer's experts in some orders, one after the other, and where the share of each of them ends."""
+    """The experts of a layer in all orders, one after the other, and the end of each one's share."""
 
     experts: Integers
     ends: Floats
 
 
 class GeneratedChoices:
-    """Each token takes `top_k` different experts; in the long run every expert gets exactly its share of the tokens.
+    """Random choices of `top_k` different experts per token; each expert gets exactly its share in the long run.
 
-    With locality a token repeats, with that probability, the experts that the token before it in its request has in
-    the same layer; that leaves the shares as they are.
+    With locality, a token repeats with that probability the experts of the previous token of its request in the same
+    layer. This does not change the shares.
 
     Raises:
-        BadInput: the locality is no probability below 1.
+        BadInput: the locality is not a probability below 1.
     """
 
     def __init__(self, popularity: Popularity, config: ModelConfig, seed: int = 0) -> None:
@@ -51,18 +51,18 @@ class GeneratedChoices:
         self._start = cache(self._make_start)
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of the tokens at these positions of these requests."""
+        """Return the experts (T, k), ascending, of the tokens at these positions of these requests."""
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
         order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)
-        # Points at distances of 1 on a line on which every expert has its share, at most 1, meet different experts,
-        # each as often as it should be met (systematic sampling).
+        # Systematic sampling: every expert has an interval as long as its share, at most 1, so points at distances of 1
+        # fall into different intervals, each with the right probability.
         start_T = order_T * (self._top_k + 1) + (1.0 - rest_T)
         table = self._table(layer)
-        places_Tk = np.searchsorted(table.ends, start_T[:, None] + np.arange(self._top_k))
-        return np.sort(table.experts[places_Tk], axis=1)
+        indices_Tk = np.searchsorted(table.ends, start_T[:, None] + np.arange(self._top_k))
+        return np.sort(table.experts[indices_Tk], axis=1)
 
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The position of the token whose experts each token has: its own, or that of one before it."""
+        """Position of the token whose choice each token repeats: its own, or an earlier one."""
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)
         while len(unsettled):
@@ -81,7 +81,7 @@ class GeneratedChoices:
         return _Table(experts.ravel(), ends.ravel())
 
     def _numbers(self, layer: int, purpose: int, requests_T: Integers, positions_T: Integers) -> Floats:
-        """A random number in [0, 1) for each token, made from where it stands alone."""
+        """Random number in [0, 1) for each token, from layer, purpose, request and position alone."""
         bits_T = _mix(self._start(layer, purpose) + requests_T.astype(np.uint64) * _STRIDE)
         bits_T = _mix(bits_T + positions_T.astype(np.uint64) * _STRIDE)
         numbers: Floats = (bits_T >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -93,7 +93,7 @@ class GeneratedChoices:
 
 
 def _mix(bits: Bits) -> Bits:
-    """Every bit of the result depends on every bit of the argument (SplitMix64, Steele et al. 2014)."""
+    """Mix the bits of each number (SplitMix64, Steele et al. 2014)."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Bits = bits ^ (bits >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""How popular the experts of a model are: made up by a seed where nobody has counted them, or as a profile says.
+"""Popularity of experts: generated from a seed, or counted in a profile.
 
-Popularity is relative within a layer: each token takes `top_k` experts of every layer, so all layers have equally many
-choices to give.
+Popularity is relative to the other experts of a layer: each token chooses `top_k` experts in every layer, so the number
+of choices is the same for all layers.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ MIXTRAL_VALUES = (
     *(0.22, 0.59, 0.597, 0.603, 0.625, 0.67, 0.683),
     *(0.714, 0.722, 0.759, 0.797, 0.803, 0.867, 1.0),
 )
-"""The popularity of Mixtral 8x7B's 256 experts, from the least popular (rank 0) to the most popular, which has 1.
+"""Popularity of Mixtral 8x7B's 256 experts, from the least popular (rank 0) to the most popular, which has 1.
 
-The paper prints figures of it, not the values. A line through these points has all of them: mean, deviation, minimum,
-quartiles, 15 experts below 0.6 and 27 above 0.8, and the hit rates (Twiddler, Appendix C).
+Twiddler (Appendix C) prints statistics, not values. The line through these points has all of them: mean, deviation,
+minimum, quartiles, 15 experts below 0.6 and 27 above 0.8, and the hit rates.
 """
 
 ROUNDING = 1e-12
-"""What floating-point numbers may differ by without being different."""
+"""Differences up to this are rounding errors."""
 
 
 class Popularity(Protocol):
-    """Says how popular each expert is."""
+    """A source of popularity."""
 
     @property
     def locality(self) -> float:
-        """How likely a token is to take the experts of the token before it."""
+        """Probability that a token repeats the experts of the previous one."""
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Weights (layers, experts), 0 or more, relative to others of the same layer."""
+        """Return weights (layers, experts), at least 0, relative to those of the same layer."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """All experts are equally popular."""
+    """Equal popularity of all experts."""
 
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Ones."""
+        """Return ones."""
         return np.ones((layers, experts))
 
 
 @dataclass(frozen=True)
 class LikeMixtral:
-    """As uneven as Mixtral 8x7B on ShareGPT (Twiddler, Appendix C), whatever the shape."""
+    """The distribution of Mixtral 8x7B on ShareGPT (Twiddler, Appendix C), for any shape."""
 
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Values of the paper's distribution, dealt out so that the layers' sums are as equal as they can be."""
+        """Return values of the paper's distribution, dealt to the layers so that their sums are nearly equal."""
         ranks = np.linspace(MIXTRAL_RANKS[0], MIXTRAL_RANKS[-1], layers * experts)
         values = np.interp(ranks, MIXTRAL_RANKS, MIXTRAL_VALUES)
         dealt = np.random.default_rng(seed % 2**64).permutation(values).reshape(layers, experts)
@@ -72,7 +72,7 @@ class LikeMixtral:
 
 @dataclass(frozen=True)
 class Zipf:
-    """In each layer the expert of rank r is as popular as 1 / r ** exponent; which one that is, the seed says."""
+    """Popularity 1 / rank ** exponent, with ranks assigned at random in each layer."""
 
     exponent: float = 1.0
     locality: float = 0.0
@@ -82,20 +82,20 @@ class Zipf:
             raise BadInput(f"routing zipf: exponent is {self.exponent:g}: give a number from 0 to 100")
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Each layer's ranks, in an order of its own."""
+        """Return the popularities of all ranks, in a random order for each layer."""
         ranked = np.tile(np.arange(1.0, experts + 1) ** -self.exponent, (layers, 1))
         return np.random.default_rng(seed % 2**64).permuted(ranked, axis=1)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """As a profile has counted it."""
+    """Popularity counted in a profile."""
 
     profile: RoutingProfile
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """The counts."""
+        """Return the counts of the profile."""
         return np.array(self.profile.counts, dtype=np.float64)
 
 
@@ -104,22 +104,22 @@ GENERATORS: dict[str, type[Uniform | LikeMixtral | Zipf]] = {
     "popularity": LikeMixtral,
     "zipf": Zipf,
 }
-"""Those that need no file, by name."""
+"""Sources that need no file, by name."""
 
 
 def shares_of(weights_LE: Floats, top_k: int) -> Floats:
-    """The share of the tokens that each expert gets (layers, experts), at most 1 and `top_k` in all of a layer.
+    """Convert weights to each expert's share of the tokens (layers, experts): at most 1, `top_k` per layer.
 
-    An expert whose weight would give it more than every token gets every token, and the others share the rest.
+    An expert whose weight would give it more than all tokens gets all tokens, and the others divide the rest.
 
     Raises:
-        BadInput: a layer has fewer than `top_k` experts with any weight.
+        BadInput: a layer has fewer than `top_k` experts with a weight above 0.
     """
     return np.array([_shares(layer, weights_E, top_k) for layer, weights_E in enumerate(weights_LE)])
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """The profile that so many tokens are expected to leave."""
+    """Return the profile expected after this number of tokens."""
     weights_LE = popularity.weights(config.layers, config.experts, seed)
     counts_LE = np.rint(shares_of(weights_LE, config.top_k) * tokens).astype(np.int64)
     return RoutingProfile(
@@ -135,7 +135,7 @@ def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tok
 def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
     if np.count_nonzero(weights_E) < top_k:
         raise BadInput(
-            f"routing: {np.count_nonzero(weights_E)} experts of layer {layer} are ever chosen, and each token takes "
+            f"routing: {np.count_nonzero(weights_E)} experts of layer {layer} are ever chosen, but each token takes "
             f"{top_k}: profile more tokens"
         )
     full = np.zeros(len(weights_E), dtype=bool)
@@ -149,12 +149,12 @@ def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
 
 
 def _level(dealt_LE: Floats) -> None:
-    """Swap values of the layer furthest from the mean with those of others, as long as that evens out the sums."""
+    """Swap values between the layer whose sum is furthest from the mean and others, while this evens out the sums."""
     while True:
         over_L = dealt_LE.sum(axis=1) - dealt_LE.sum() / len(dealt_LE)
         worst = int(np.abs(over_L).argmax())
         moved_ELE = dealt_LE[worst][:, None, None] - dealt_LE
-        # How the sum of the squares of what the layers are over the mean changes, by half.
+        # Half the change of the sum of squared deviations from the mean, for each possible swap.
         change_ELE = moved_ELE * (moved_ELE + over_L[:, None] - over_L[worst])
         give, layer, take = np.unravel_index(int(change_ELE.argmin()), change_ELE.shape)
         if change_ELE[give, layer, take] > -ROUNDING:

@@ -1,7 +1,7 @@
-"""A routing profile: how many tokens chose each expert of each layer, and the CSV file that holds it.
+"""Routing profiles: the number of tokens that chose each expert of each layer, and their CSV format.
 
-The file begins with comments that state the shape, then has a header and one row for each expert of each layer, both
-counted from 0:
+The file begins with comments that state the shape, followed by a header and one row for each expert of each layer, both
+numbered from 0:
 
     # model: tiny-mixtral
     # layers: 4
@@ -29,12 +29,12 @@ SIZES = ("layers", "experts", "top_k", "tokens")
 
 
 class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Expert choices, counted.
+    """Counts of expert choices.
 
     Attributes:
-        model: the name of the model that was counted.
-        layers, experts, top_k: its shape.
-        tokens: how many were counted; each of them makes `top_k` choices in every layer.
+        model: name of the model.
+        layers, experts, top_k: shape of the model.
+        tokens: number of tokens; each makes `top_k` choices in every layer.
         counts: tokens by layer and expert.
     """
 
@@ -47,12 +47,12 @@ class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_shape(source: str, of: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
-    """Whether what was recorded of one model can be used for another.
+    """Require that choices recorded from one model fit another.
 
     Args:
-        source: the file, for the message.
-        of: the model that was recorded.
-        shape: its layers, experts and top_k.
+        source: the file, for the error message.
+        of: name of the recorded model.
+        shape: layers, experts and top_k of the recorded model.
 
     Raises:
         BadInput: the shapes differ.
@@ -60,7 +60,7 @@ def require_shape(source: str, of: str, shape: tuple[int, int, int], config: Mod
     needed = (config.layers, config.experts, config.top_k)
     if shape != needed:
         raise BadInput(
-            f"{source} is of {of}, {_told(shape)}, but {config.name} has {_told(needed)}: "
+            f"{source} is of {of}, {_shape_text(shape)}, but {config.name} has {_shape_text(needed)}: "
             "give a profile of that model, which `moesched profile-routing` makes"
         )
 
@@ -82,11 +82,11 @@ def read_profile(path: Path | str, config: ModelConfig | None = None) -> Routing
     """Read a profile.
 
     Args:
-        config: the model that it is to be used for.
+        config: the model that the profile is used for; None accepts any.
 
     Raises:
-        BadInput: the file cannot be read, a line of it is broken (the message names which), rows are missing, or it
-            is of a model of another shape.
+        BadInput: the file cannot be read, a line is invalid (the message names it), rows are missing, or the shape of
+            the model differs.
     """
     path = Path(path)
     try:
@@ -94,7 +94,7 @@ def read_profile(path: Path | str, config: ModelConfig | None = None) -> Routing
     except OSError as error:
         raise BadInput(f"cannot read routing profile {path}: {error.strerror}: name a CSV file") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is no routing profile: it is not text: name a CSV file") from error
+        raise BadInput(f"{path} is not a routing profile: it is not text: name a CSV file") from error
     profile = _Reader(path).read(text.splitlines())
     if config is not None:
         shape = (profile.layers, profile.experts, profile.top_k)
@@ -103,7 +103,7 @@ def read_profile(path: Path | str, config: ModelConfig | None = None) -> Routing
 
 
 class _Reader:
-    """Reads the lines of one file, and says of a broken one where it is."""
+    """Parses the lines of one file; errors name the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -146,7 +146,7 @@ class _Reader:
         layer = self._whole_number("layer", fields[0], below=self._sizes["layers"])
         expert = self._whole_number("expert", fields[1], below=self._sizes["experts"])
         if counts[layer][expert] is not None:
-            raise self._broken(f"expert {expert} of layer {layer} comes a second time: leave one of them")
+            raise self._broken(f"expert {expert} of layer {layer} is repeated: remove one of the two rows")
         counts[layer][expert] = self._whole_number("count", fields[2])
 
     def _whole(self, counts: list[list[int | None]]) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +154,7 @@ class _Reader:
             if None in row:
                 raise BadInput(
                     f"{self._path} has no row for expert {row.index(None)} of layer {layer}: it was cut short, or its "
-                    "shape is another one; write one row for each expert, also where the count is 0"
+                    "shape is wrong; write one row for each expert, even if the count is 0"
                 )
         return tuple(tuple(count for count in row if count is not None) for row in counts)
 
@@ -171,6 +171,6 @@ class _Reader:
         return BadInput(f"{self._path}:{self._number}: {what}")
 
 
-def _told(shape: tuple[int, int, int]) -> str:
+def _shape_text(shape: tuple[int, int, int]) -> str:
     layers, experts, top_k = shape
     return f"{layers} layers of {experts} experts, top {top_k}"

@@ -1,4 +1,4 @@
-"""Watches the routers of a real run and keeps what they chose."""
+"""Records the expert choices of a real run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moesched.seams import TokenSpan
 
 
 class RoutingRecorder:
-    """Keeps every token's experts, whatever the order in which layers and requests come.
+    """Records every token's experts; layers and requests may come in any order.
 
     Args:
-        progress: told, after each choice, how many choices there were, tokens times layers, and `most`.
-        most: how many there will be at most.
+        progress: called after each router with the number of choices so far (tokens times layers) and `most`.
+        most: upper bound of the number of choices.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class RoutingRecorder:
         self._choices = 0
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
-        """Keep the choices of one layer's router."""
+        """Record the choices of one layer's router."""
         start = 0
         for request, first, tokens in spans:
             stop = start + tokens
-            self._room(request, first + tokens)[first : first + tokens, layer] = experts_Tk[start:stop]
+            self._array(request, first + tokens)[first : first + tokens, layer] = experts_Tk[start:stop]
             self._ends[request][layer] = max(self._ends[request][layer], first + tokens)
             start = stop
         self._choices += len(experts_Tk)
@@ -44,9 +44,9 @@ class RoutingRecorder:
             self._progress(self._choices, self._most)
 
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
-        """What was recorded, of requests that have so many tokens; what came after their end is left out.
+        """Return the recorded choices, cut to the given numbers of tokens per request.
 
-        Tokens that did not get through all layers, since the run was interrupted, are left out as well.
+        Tokens that did not pass all layers, because the run was interrupted, are omitted.
         """
         kept = {
             request: min(lengths[request], *ends)
@@ -63,8 +63,8 @@ class RoutingRecorder:
             np.array([min(prompt_tokens[request], tokens) for request, tokens in kept.items()], np.int64),
         )
 
-    def _room(self, request: int, tokens: int) -> Integers:
-        """Where a request's choices go (tokens or more, layers, top_k)."""
+    def _array(self, request: int, tokens: int) -> Integers:
+        """Return the array of a request's choices (at least `tokens`, layers, top_k)."""
         have = self._chosen.get(request)
         if have is None:
             self._ends[request] = [0] * self._config.layers

@@ -1,4 +1,4 @@
-"""What previews of the router come to where no router runs: the experts that it will choose, but for some mistakes."""
+"""Simulated router previews: the experts that the router will choose, with random mistakes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from moesched.errors import BadInput
 from moesched.seams import Routing
 
 PREVIEW_ACCURACY = 0.8
-"""How likely an expert that the router will choose is foretold: an assumption.
+"""Assumed probability that an expert chosen by the router is predicted.
 
-The next layer's router on this layer's hidden state was seen to foretell about 80 to 90 % of Mixtral 8x7B's experts
-(Eliseev and Mazur 2023, speculative loading). Other models may differ; on hardware previews are the model's own.
+The next layer's router, applied to this layer's hidden state, predicted about 80 to 90 % of Mixtral 8x7B's experts
+(Eliseev and Mazur 2023, speculative loading). Other models may differ; real runs use the model's own previews.
 """
 
 _PREVIEW = 1
-"""Tells these random numbers from those of a routing with the same seed."""
+"""Separates these random numbers from those of a routing with the same seed."""
 
 
 class RouterForecast:
-    """Foretells a routing. The same arguments and seed give the same preview.
+    """Predicts a routing; the same arguments and seed give the same prediction.
 
-    Each expert that the router will choose is foretold with the probability `accuracy`. Otherwise another one is, in
-    its place and with its tokens, that the router will not choose, as long as there is one.
+    Each expert that the router will choose is predicted with probability `accuracy`. Otherwise another expert, which
+    the router will not choose, is predicted in its place, with its tokens, as long as there is one.
 
     Raises:
-        BadInput: the accuracy is no probability.
+        BadInput: the accuracy is not a probability.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class RouterForecast:
         self._seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """How many of a micro-batch's tokens each expert is thought to get, in ascending order of expert."""
+        """Predict the number of tokens of each expert, in ascending order of expert."""
         chosen = self._routing.choose(step, layer, micro_batch, tokens)
         random = np.random.default_rng((self._seed, step, layer, micro_batch, _PREVIEW))
         others = [expert for expert in range(self._experts) if expert not in chosen]
         random.shuffle(others)
-        foretold = {}
+        predicted = {}
         for expert, count in chosen.items():
             mistaken = random.random() >= self._accuracy
             if not mistaken:
-                foretold[expert] = count
+                predicted[expert] = count
             elif others:
-                foretold[others.pop()] = count
-        return dict(sorted(foretold.items()))
+                predicted[others.pop()] = count
+        return dict(sorted(predicted.items()))

@@ -1,4 +1,4 @@
-"""Uniform routing without a router, drawn decision by decision: what a simulation takes where nobody says otherwise."""
+"""Uniform random routing, the default of simulations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class SeededRouting:
-    """Uniform routing: each token takes `top_k` different experts. The same arguments and seed give the same choice."""
+    """Random choice of `top_k` different experts per token; the same arguments and seed give the same choice."""
 
     def __init__(self, experts: int, top_k: int, seed: int = 0) -> None:
         self.experts = experts
@@ -14,7 +14,7 @@ class SeededRouting:
         self.seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """How many of the tokens go to each expert that gets any, in ascending order of expert."""
+        """Count the tokens of each expert that gets any, in ascending order of expert."""
         drawn = np.random.default_rng((self.seed, step, layer, micro_batch)).random((tokens, self.experts))
         chosen = drawn.argpartition(self.top_k - 1, axis=1)[:, : self.top_k]
         counts = np.bincount(chosen.ravel(), minlength=self.experts).tolist()

@@ -1,4 +1,4 @@
-"""Where a routing comes from, by name: a profile (.csv), a trace (.npz), or a seeded generator."""
+"""Sources of routing by name: a profile (.csv), a trace (.npz), or a seeded generator."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_t
 from moesched.settings import check_settings
 
 GENERATED_TOKENS = 1_000_000
-"""For how many tokens the profile of a generator is."""
+"""Tokens in the profile of a generator."""
 
 
 def find_choices(
     name: str | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> ExpertChoices | None:
-    """The expert choices that a name or a file stands for; None where nothing is named.
+    """Find expert choices by the name of a generator or file; None if no name is given.
 
     Raises:
-        BadInput: there is none of that name, the file is broken or of another model, or it has no such setting.
+        BadInput: the name or a setting is unknown, or the file is invalid or of another model.
     """
     if name is None:
         if settings:
@@ -39,10 +39,10 @@ def find_choices(
 def find_profile(
     name: str, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> RoutingProfile:
-    """The profile that a name or a file stands for: what a generator's choices come to in the long run.
+    """Find a profile by the name of a generator or file; for generators, the expected counts.
 
     Raises:
-        BadInput: as `find_choices`.
+        BadInput: as for `find_choices`.
     """
     found = _find(name, config, settings or {})
     if isinstance(found, RoutingTrace):
@@ -55,7 +55,7 @@ def find_profile(
 def _find(name: str, config: ModelConfig, settings: Mapping[str, Any]) -> Popularity | RoutingTrace:
     if name.endswith(".npz"):
         if settings:
-            raise BadInput(f"routing {name} is a trace, which takes no settings: leave --routing-set away")
+            raise BadInput(f"routing {name} is a trace, which takes no settings: omit --routing-set")
         return read_routing_trace(name, config)
     if name.endswith(".csv"):
         profile = read_profile(name, config)

@@ -1,4 +1,4 @@
-"""What a profile says of popularity and of hit rates: the figures of Twiddler's Appendix C."""
+"""Statistics of a routing profile: popularity and hit rates, as in Twiddler's Appendix C."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moesched.errors import BadInput
 from moesched.routing.profile import RoutingProfile
 
 PAPERS_SHARES = (56 / 256, 125 / 256)
-"""Of all experts, those that the GPUs of the paper's two environments hold."""
+"""Shares of all experts that fit on the GPU in the paper's two environments."""
 
 
 class HitRate(msgspec.Struct, frozen=True):
-    """How likely a token is to find an expert on the GPU that holds so many of them.
+    """Probability that a token finds an expert on a GPU that holds `gpu_experts` of them.
 
     Attributes:
-        best, worst: with the most popular experts there, and with the least popular.
-        random: with any, on average.
+        best, worst: with the most popular, and the least popular, experts on the GPU.
+        random: with random experts on the GPU, on average.
     """
 
     gpu_experts: int
@@ -29,7 +29,7 @@ class HitRate(msgspec.Struct, frozen=True):
 
 
 class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Popularity over all experts of all layers; the most popular one has 1."""
+    """Popularity over all experts of all layers, relative to the most popular one."""
 
     model: str
     layers: int
@@ -46,17 +46,17 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> RoutingStatistics:
-    """The figures of Appendix C.
+    """Compute the statistics of Appendix C.
 
     Args:
-        gpu_experts: for how many experts on the GPU the hit rates are; by default the paper's two shares of all.
+        gpu_experts: numbers of experts on the GPU for the hit rates; by default the paper's two shares.
 
     Raises:
-        BadInput: nothing was counted, or the model has fewer experts.
+        BadInput: the profile has no tokens, or the model has fewer experts.
     """
     ascending = np.sort(np.array(profile.counts, dtype=np.float64), axis=None)
     if not ascending[-1]:
-        raise BadInput(f"the routing profile of {profile.model} has counted no token: profile some prompts")
+        raise BadInput(f"the routing profile of {profile.model} has no tokens: profile some prompts")
     popularity = ascending / ascending[-1]
     lower, median, upper = np.percentile(popularity, (25, 50, 75))
     chosen = gpu_experts or [round(share * popularity.size) for share in PAPERS_SHARES]

@@ -1,13 +1,13 @@
-"""A routing trace: which experts every token of a real run took in every layer, and the .npz file that holds it.
+"""Routing traces: the experts of every token of a real run in every layer, and their .npz format.
 
-The file is numpy's (`numpy.load` reads it), compressed, with these arrays:
+The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
 
-    chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; the tokens of each request in their
-                    order, those of the first request first
-    request_tokens  (requests,), int64: how many of the tokens are of each request
-    prompt_tokens   (requests,), int64: how many of these are its prompt, which is step 0; each later one is a step
+    chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; tokens in order of request and
+                    position
+    request_tokens  (requests,), int64: tokens of each request
+    prompt_tokens   (requests,), int64: tokens of each prompt, which are step 0; each later token is a step
     experts         (), int64: experts in a layer
-    model           (), text: the model's name
+    model           (), text: name of the model
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moesched.routing.profile import RoutingProfile, require_shape
 from moesched.trace.whole_file import whole_file
 
 ARRAYS = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
-"""What a file holds, and how many dimensions it has."""
+"""Dimensions of each array in the file."""
 
 
 class RoutingTrace(NamedTuple):
-    """Expert choices, token by token; what the fields are, the module says."""
+    """Expert choices of each token; the fields are described above."""
 
     model: str
     experts: int
@@ -46,7 +46,7 @@ class RoutingTrace(NamedTuple):
         return layers, self.experts, top_k
 
     def profile(self) -> RoutingProfile:
-        """The choices, counted."""
+        """Count the choices."""
         layers, experts, top_k = self.shape
         counts = [np.bincount(self.chosen[:, i].ravel(), minlength=experts).tolist() for i in range(layers)]
         return RoutingProfile(
@@ -60,7 +60,7 @@ class RoutingTrace(NamedTuple):
 
 
 class RecordedChoices:
-    """The choices of a trace, for any requests: those beyond the trace's, and tokens beyond its, begin it anew."""
+    """Choices of a trace, repeated for requests and positions beyond its end."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         self.experts = trace.experts
@@ -69,7 +69,7 @@ class RecordedChoices:
         self._starts = np.cumsum(trace.request_tokens) - trace.request_tokens
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """The experts (T, k), ascending, of the tokens at these positions of these requests."""
+        """Return the experts (T, k), ascending, of the tokens at these positions of these requests."""
         recorded_T = requests_T % len(self._lengths)
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
         experts_Tk: Integers = self._chosen[rows_T, layer]
@@ -77,7 +77,7 @@ class RecordedChoices:
 
 
 def write_routing_trace(trace: RoutingTrace, path: Path | str) -> None:
-    """Write a trace; its name must end in .npz, by which it is known.
+    """Write a trace; its name should end in .npz, by which `find_choices` recognises it.
 
     Raises:
         BadInput: the file cannot be written.
@@ -92,20 +92,20 @@ def read_routing_trace(path: Path | str, config: ModelConfig | None = None) -> R
     """Read a trace.
 
     Args:
-        config: the model that it is to be used for.
+        config: the model that the trace is used for; None accepts any.
 
     Raises:
-        BadInput: the file cannot be read, is no routing trace, or is of a model of another shape.
+        BadInput: the file cannot be read, is not a routing trace, or is of a model of another shape.
     """
     path = Path(path)
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ARRAYS}
     except OSError as error:
-        told = error.strerror or "it is damaged"
-        raise BadInput(f"cannot read routing trace {path}: {told}: name an .npz file") from error
+        reason = error.strerror or "it is damaged"
+        raise BadInput(f"cannot read routing trace {path}: {reason}: name an .npz file") from error
     except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise BadInput(f"{path} is no routing trace: make one with `moesched profile-routing`") from error
+        raise BadInput(f"{path} is not a routing trace: make one with `moesched profile-routing`") from error
     _check(path, arrays)
     trace = RoutingTrace(
         str(arrays["model"]),
@@ -120,7 +120,7 @@ def read_routing_trace(path: Path | str, config: ModelConfig | None = None) -> R
 
 
 def _check(path: Path, arrays: dict[str, Any]) -> None:
-    """Whether the arrays are what they should be, so that no index goes astray later."""
+    """Check the arrays, so that no index is out of range later."""
     for name, dimensions in ARRAYS.items():
         kind = "U" if name == "model" else "iu"
         if arrays[name].ndim != dimensions or arrays[name].dtype.kind not in kind:

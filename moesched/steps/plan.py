@@ -13,8 +13,9 @@ from typing import Literal
 from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
+from moesched.models.config import ITEM_BYTES
 from moesched.models.layout import Page, WeightLayout
-from moesched.models.operations import DTYPE_BYTES, Operations
+from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.steps.batch_bytes import BatchBytes
 from moesched.steps.memory import Fixed, Home, Memory, Pool, Replacement
@@ -481,7 +482,7 @@ def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
     if stages == 1:
         return [layout.globals_bytes]
     config = layout.config
-    embedding = config.vocabulary * config.hidden * DTYPE_BYTES[layout.dtype]
+    embedding = config.vocabulary * config.hidden * ITEM_BYTES[layout.dtype]
     head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
     return [embedding, *[0] * (stages - 2), head]
 

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
-from moesched.models.operations import Amount, Operations, ResidentShare
+from moesched.models.operations import Amount, Operations
+from moesched.models.tensor_sizes import ResidentShare
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.requests.chunks import Chunk
 from moesched.steps.memory import Fixed

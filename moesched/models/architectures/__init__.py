@@ -1,4 +1,4 @@
-"""The architectures that can be run, each in one file: its configuration, its tensors' names, its known shapes."""
+"""Supported architectures, one per file: the configuration, the names of tensors, and known shapes."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": OLMOE,
     "llama": LLAMA,
 }
-"""By the `form` of a ModelConfig."""
+"""Architectures by the `form` of a ModelConfig."""

@@ -1,4 +1,4 @@
-"""What a file has to say of an architecture."""
+"""The description that each architecture's file gives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from moesched.models.config_file import ConfigFile
 
 
 class Stored(NamedTuple):
-    """A tensor of the files, and the canonical tensors (see `tensors.py`) that lie in it one after the other.
+    """A tensor in a file, and the canonical tensors (see `tensors.py`) that it holds, one after the other.
 
-    stacks: into how many equal parts an axis in front of the rows divides them; 0 where there is no such axis.
+    Attributes:
+        stacks: length of a leading axis that divides the rows into equal parts; 0 if there is no such axis.
     """
 
     name: str
@@ -21,11 +22,15 @@ class Stored(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """All that is particular to the models of one kind, apart from the settings of `ModelConfig`.
+    """The particulars of one architecture, apart from the settings of `ModelConfig`.
 
-    model_types: what the model_type of their config.json may be. shapes: known models. read: a config.json as a
-    ModelConfig; raises BadInput. config_json: the other way round, without the keys that all models share.
-    tensors: what published checkpoints hold. other_tensors: what checkpoints in other forms hold instead of some of it.
+    Attributes:
+        model_types: values of `model_type` in config.json.
+        shapes: known models.
+        read: converts config.json to a ModelConfig; raises BadInput.
+        config_json: the inverse of `read`, without the keys common to all models.
+        tensors: the tensors of published checkpoints.
+        other_tensors: tensors that replace some of these in checkpoints saved in another form.
     """
 
     model_types: tuple[str, ...]

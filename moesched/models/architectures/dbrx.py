@@ -37,7 +37,7 @@ class FeedForwardKeys(msgspec.Struct):
 
 
 class DbrxKeys(Keys, kw_only=True):
-    """The keys of config.json, in part nested. rope_parameters is newer than the published file."""
+    """Keys of config.json, partly nested; published files predate rope_parameters."""
 
     d_model: int = 2048
     n_heads: int = 16
@@ -49,11 +49,11 @@ class DbrxKeys(Keys, kw_only=True):
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """A config.json."""
+    """Convert config.json to a ModelConfig."""
     keys = file.keys(DbrxKeys)
     attention, feed_forward = keys.attn_config, keys.ffn_config
     file.require("hidden_act", feed_forward.ffn_act_fn.name, "silu", "swish")
-    # Weights that sum to 1 are those of a softmax over the chosen experts alone, which is what the kernel computes.
+    # Normalised weights equal a softmax over the chosen experts alone, which is what the kernel computes.
     file.require("moe_normalize_expert_weights", feed_forward.moe_normalize_expert_weights, 1.0)
     return file.build(
         keys,
@@ -85,8 +85,8 @@ def _rope_theta(file: ConfigFile, keys: DbrxKeys) -> float:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json's own keys."""
-    # Published files have rope_theta in attn_config alone, where transformers 5 no longer looks for it.
+    """The keys of config.json that are particular to the architecture."""
+    # Published files have rope_theta only in attn_config, where transformers 5 no longer looks for it.
     return {
         "architectures": ["DbrxForCausalLM"],
         "model_type": "dbrx",
@@ -117,7 +117,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Queries, keys and values in one tensor; a layer's experts one after the other, w2 as (inputs, outputs)."""
+    """Yield the published tensors: q, k and v fused, the experts of a layer fused, w2 as (inputs, outputs)."""
     yield Stored("transformer.wte.weight", ["embedding"])
     for layer in range(config.layers):
         block, ours = f"transformer.blocks.{layer}.", f"layers.{layer}."

@@ -1,4 +1,4 @@
-"""Llama and Mistral: dense models, which are treated as ones with a single expert."""
+"""Llama and Mistral: dense models, treated as models with a single expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesched.models.config_file import ConfigFile
 
 
 class LlamaKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of a Llama."""
+    """Keys of a Llama's config.json."""
 
     intermediate_size: int = 11008
     num_key_value_heads: int | None = None
@@ -22,14 +22,14 @@ class LlamaKeys(LlamaLikeKeys, kw_only=True):
 
 
 class MistralKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of a Mistral."""
+    """Keys of a Mistral's config.json."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] = ()
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """A config.json of either."""
+    """Convert the config.json of a Llama or Mistral."""
     if file.model_type == "llama":
         return _build(file, file.keys(LlamaKeys), None)
     keys = file.keys(MistralKeys)
@@ -43,7 +43,7 @@ def _build(file: ConfigFile, keys: LlamaLikeKeys, sliding_window: int | None) ->
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A Mistral's config.json."""
+    """Write a Mistral's config.json, which describes either."""
     return llama_like.config_json(config) | {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -54,7 +54,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """What checkpoints hold."""
+    """The tensors of published checkpoints."""
     yield from llama_like.global_tensors(config)
     for layer in range(config.layers):
         yield from llama_like.attention_tensors(config, layer)

@@ -1,4 +1,4 @@
-"""What the descendants of Llama share: the keys of their config.json and the names of their tensors."""
+"""Keys of config.json and names of tensors common to the descendants of Llama."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.models.config_file import Keys
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
-    """The keys of config.json. num_key_value_heads of null: as many as heads. head_dim: else hidden_size / heads."""
+    """Keys of config.json. num_key_value_heads defaults to the number of heads, head_dim to hidden_size / heads."""
 
     hidden_size: int = 4096
     intermediate_size: int = 14336
@@ -24,7 +24,7 @@ class LlamaLikeKeys(Keys, kw_only=True):
 
 
 def settings(keys: LlamaLikeKeys) -> dict[str, Any]:
-    """What these keys say, as a ModelConfig names it."""
+    """Convert these keys to the names of ModelConfig."""
     heads = keys.num_attention_heads
     return {
         "layers": keys.num_hidden_layers,
@@ -39,7 +39,7 @@ def settings(keys: LlamaLikeKeys) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The same the other way round, without the size of the experts."""
+    """The inverse of `settings`, without the size of the experts."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -58,7 +58,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 class ExpertNames(NamedTuple):
-    """What a layer calls its router and experts, and the matrices of an expert."""
+    """Names of a layer's MoE block and of the matrices of an expert."""
 
     block: str
     gate: str
@@ -67,7 +67,7 @@ class ExpertNames(NamedTuple):
 
 
 def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
-    """A tensor for each matrix of each expert, as published checkpoints have them."""
+    """Yield the tensors of published checkpoints: one for each matrix of each expert."""
     yield from global_tensors(config)
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.{names.block}.", f"layers.{layer}."
@@ -79,7 +79,7 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """Routers, and all experts of a layer as one tensor: how Hugging Face has them in memory, and may save them."""
+    """Yield routers, and the experts of each layer in two tensors: the form that Hugging Face uses in memory."""
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.mlp.", f"layers.{layer}."
         experts = [f"{ours}experts.{expert}." for expert in range(config.experts)]
@@ -90,7 +90,7 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def global_tensors(config: ModelConfig) -> Iterator[Stored]:
-    """What is outside the layers."""
+    """Yield the tensors outside the layers."""
     yield Stored("model.embed_tokens.weight", ["embedding"])
     yield Stored("model.norm.weight", ["final_norm"])
     if not config.tied_embeddings:
@@ -98,7 +98,7 @@ def global_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
-    """A layer's attention, and the norms before it and behind it."""
+    """Yield the attention of a layer, and the norms before and after it."""
     theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
     yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
     for part in "qkv":

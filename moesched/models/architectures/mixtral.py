@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and experts whose weights are a softmax over the chosen ones."""
+"""Mixtral: Mistral's attention, with experts weighted by a softmax over the chosen ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MixtralKeys(LlamaLikeKeys, kw_only=True):
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """A config.json."""
+    """Convert config.json to a ModelConfig."""
     keys = file.keys(MixtralKeys)
     return file.build(
         keys,
@@ -38,14 +38,14 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
-    """How far attention sees, which must be the same in all layers."""
+    """The length of the attention window, which must be the same in all layers."""
     if len(set(layer_types)) > 1:
         raise file.unsupported("layer_types", sorted(set(layer_types)), "one kind of layer")
     return sliding_window
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json's own keys."""
+    """The keys of config.json that are particular to the architecture."""
     return llama_like.config_json(config) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -59,7 +59,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """What published checkpoints hold."""
+    """The tensors of published checkpoints."""
     return llama_like.tensors(config, ExpertNames("block_sparse_moe", gate="w1", down="w2", up="w3"))
 
 

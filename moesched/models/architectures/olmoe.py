@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys normalised over all heads, and weights of experts that do not sum to 1."""
+"""OLMoE: queries and keys normalised over all heads, and expert weights that do not sum to 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OlmoeKeys(LlamaLikeKeys, kw_only=True):
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """A config.json."""
+    """Convert config.json to a ModelConfig."""
     keys = file.keys(OlmoeKeys)
     return file.build(
         keys,
@@ -48,7 +48,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json's own keys."""
+    """The keys of config.json that are particular to the architecture."""
     return llama_like.config_json(config) | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -62,7 +62,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """What published checkpoints hold."""
+    """The tensors of published checkpoints."""
     return llama_like.tensors(config, ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj"))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: queries and keys normalised head by head, and many small experts."""
+"""Qwen3-MoE: queries and keys normalised per head, and many small experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.models.config_file import ConfigFile
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
-    """The keys of config.json. intermediate_size is that of dense layers, which are refused."""
+    """Keys of config.json; intermediate_size is that of dense layers, which are not supported."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -33,7 +33,7 @@ class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """A config.json."""
+    """Convert config.json to a ModelConfig."""
     keys = file.keys(Qwen3MoeKeys)
     file.require("decoder_sparse_step", keys.decoder_sparse_step, 1)
     file.require("mlp_only_layers", [*keys.mlp_only_layers], [])
@@ -51,7 +51,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A config.json's own keys."""
+    """The keys of config.json that are particular to the architecture."""
     return llama_like.config_json(config) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -69,7 +69,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensors(config: ModelConfig) -> Iterator[Stored]:
-    """What published checkpoints hold."""
+    """The tensors of published checkpoints."""
     return llama_like.tensors(config, ExpertNames("mlp", gate="gate_proj", down="down_proj", up="up_proj"))
 
 
