@@ -20,10 +20,10 @@ import dask.threaded
 import simpy
 from _options import SIMULATION, Benchmark, track
 
+from moesched.drivers.capture import CapturingEngine, Template, capture
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
-from moesched.drivers.replay import CapturingEngine, Template, capture
 from moesched.machines import load_machine
 from moesched.machines.cost import Roofline
 from moesched.models.layout import weight_layout

@@ -2,9 +2,9 @@
 
 It has no clock, no threads, no tensors: `submit`, `finish`, `fail` and `cancel` go in, and tasks to start come out in
 `started`, which the driver empties. Edges come from the data (sequential task flow): a task waits for the last
-writer of what it reads, and for the last readers or writer of what it overwrites.
+writer of each block that it reads, and for the last readers or writer of each block that it overwrites.
 
-States, and what moves a task between them:
+The states of a task, and the calls that move it between them (`tasks.MOVES` is the table):
 
     waiting --(last edge met)--> ready --(lane free)--> running --(finish)--> done
        |                                                  |`------(fail)----> failed
@@ -12,15 +12,18 @@ States, and what moves a task between them:
        `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
 
 A task whose input failed or that was cancelled stays `waiting` until everything before it has settled, and only
-then turns `cancelled`: whoever overwrites its storage waits for it, and through it for those who still use it.
+then turns `cancelled`: a task that overwrites its storage waits for it, and through it for those that still use it.
 Of the edges to its `followers`, those that carry data pass a failure on; those that only order do not.
+
+`finish` and `_settle` run for every task. They are `_next`, `_unblock` and `_enqueue` written out, for speed: a change
+to one of these belongs there too.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TypeVar
 
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
@@ -44,7 +47,7 @@ from moesched.tasks import (
 T = TypeVar("T", bound=Task)
 
 _ADMITTED = 1 << 62
-"""Takes the keys of admitted collectives below all others."""
+"""Subtracted from the keys of admitted collectives, so that they go before all other tasks."""
 
 _NOWHERE = Lane("join")
 _NOWHERE.simple = False
@@ -75,28 +78,28 @@ class Engine:
         self.arrived: list[Collective] = []
         """Collectives that wait for nothing but the other ranks, until the driver `admit`s them."""
         self.awaited: list[Task] = []
-        """Settled tasks that somebody waits for, for the driver to wake."""
+        """Settled tasks that a policy awaits, which the driver is to resume."""
         self.joined: list[Join] | None = None
-        """Where joins are kept for a trace, which draws edges through them; None keeps none."""
+        """The joins, for a trace that draws edges through them; None keeps none."""
         self.awaits: list[tuple[int, int]] | None = None
-        """Where it is kept for a trace what the policy waited for: a task's id, and how many were submitted by then."""
+        """Awaits of the policy, for a trace: the task's id, and the number of tasks submitted by then."""
         self.submit_delays: list[tuple[int, int]] | None = None
-        """Where it is kept for a trace how long the policy made idle lanes wait: a task's id, and nanoseconds."""
+        """Nanoseconds for which the policy made idle lanes wait, for a trace: by the id of the task they waited for."""
         self.submitted = 0
         self.settled = 0
         self.joins = 0
         self.tickets = 0
-        """How many collectives were submitted so far."""
+        """Collectives submitted so far."""
         self._admitted = 0
         self._halted: BaseException | None = None
         self._refusal: BaseException | None = None
 
     @property
     def unsettled(self) -> int:
-        """How many tasks were submitted and have not ended."""
+        """The number of tasks that were submitted and have not settled."""
         return self.submitted - self.settled
 
-    # -- what verbs call ---------------------------------------------------------------------------
+    # -- called by verbs ---------------------------------------------------------------------------
 
     def submit(
         self,
@@ -106,14 +109,11 @@ class Engine:
         after: Sequence[Task] = (),
         transfer_class: int = 0,
     ) -> T:
-        """Add a task behind all that was submitted before; returns it as its own handle.
+        """Add a fresh task behind all that were submitted before; returns it as its own handle.
 
-        Args:
-            task: a fresh task.
-            reads: blocks whose present value it needs.
-            writes: blocks that it leaves a new value in; a block in both is changed in place.
-            after: tasks that must settle first, for order that the data does not imply.
-            transfer_class: its class on a ready-first link; lower goes first.
+        It needs the present values of `reads` and leaves new ones in `writes`; a block in both is changed in place. It
+        waits for the tasks `after` too, an order that the data does not imply. On a ready-first link a lower
+        `transfer_class` goes first.
 
         Raises:
             TaskFailed: an earlier task failed and the engine halts on failure.
@@ -141,7 +141,7 @@ class Engine:
                 if followers is None:
                     if other.state != DONE and task.cause is None:
                         task.cause = _cancelled_by(other)
-                elif domain is None or not _holds_on_device(task, other, data=True):
+                elif domain is None or not _on_device(task, other, data=True):
                     followers.append(task)
                     waits += 1
         task.inputs = len(deps)
@@ -156,17 +156,14 @@ class Engine:
                 if other is not task:
                     deps.append(other.id)
                     followers = other.followers
-                    if followers is not None and (
-                        domain is None or not _holds_on_device(task, other, data=False)
-                    ):
+                    if followers is not None and (domain is None or not _on_device(task, other)):
                         followers.append(task)
                         waits += 1
-        if after:
-            for other in after:
-                deps.append(other.id)
-                if other.followers is not None:
-                    other.followers.append(task)
-                    waits += 1
+        for other in after:
+            deps.append(other.id)
+            if other.followers is not None:
+                other.followers.append(task)
+                waits += 1
         task.waits = waits
         if lane.in_order:
             lane.queue.append(task)
@@ -180,7 +177,7 @@ class Engine:
             raise self._refusal
 
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
-        """One node that stands for the present values of `reads`: who reads `writes` waits for all of them."""
+        """Submit a node that stands for the present values of `reads`: readers of `writes` wait for all of them."""
         join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
         self.joins += 1
         if self.joined is not None:
@@ -200,7 +197,7 @@ class Engine:
         return task
 
     def cancel(self, task: Task) -> bool:
-        """Withdraw a task that has not started; says whether it could be. What reads its result is cancelled too.
+        """Withdraw a task that has not started, and those that read its result; says whether it could be withdrawn.
 
         A collective that was admitted counts as started, since the other ranks rely on this one's part.
         """
@@ -220,13 +217,11 @@ class Engine:
         key = priority(transfer_class, task.id)
         if key >= task.key or task.state >= RUNNING:
             return
-        if task.state == READY and not task.lane.in_order:
-            heap = task.lane.heap
-            heap[heap.index((task.key, task))] = (key, task)
-            heapify(heap)
+        if task.state == READY:
+            task.lane.advance(task, key)
         task.key = key
 
-    # -- what drivers call -------------------------------------------------------------------------
+    # -- called by drivers -------------------------------------------------------------------------
 
     def finish(self, task: Task, value: object = None) -> None:
         """A running task ended well. Tasks that may start now are appended to `started`."""
@@ -257,7 +252,7 @@ class Engine:
         self.started.append(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """A running task raised. What needs its result will be cancelled; what only follows it goes on."""
+        """A running task raised. Tasks that need its result will be cancelled; those that only follow it go on."""
         failure = TaskFailed(self._story(task, error))
         failure.__cause__ = error
         task.cause = failure
@@ -309,10 +304,7 @@ class Engine:
         ready = []
         for lane in self.lanes:
             lane.simple = False
-            ready += [task for _, task in lane.heap if type(task) is not Collective]
-            ready += [task for task in lane.queue if task.state == READY and type(task) is not Collective]
-            lane.heap = [(key, task) for key, task in lane.heap if type(task) is Collective]
-            heapify(lane.heap)
+            ready += lane.remove_all()
         for task in ready:
             task.cause = cause
             task.state = WAITING if self._wait_on_host(task) else CANCELLED
@@ -345,21 +337,19 @@ class Engine:
             if lane.running is None:
                 self._next(lane)
         elif lane.running is None and not lane.heap and lane.domain is None:
-            lane.running = task
-            task.state = RUNNING
-            self.started.append(task)
+            self._start(lane, task)
         else:
             heappush(lane.heap, (task.key, task))
             if lane.running is None:
                 self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
-        """Settle a task once those are that it waited for on the device: its host may hear of their ends later."""
+        """Settle a task that ended, after those that it waited for on the device: the host may hear of them later."""
         if not self._wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
 
     def _wait_on_host(self, task: Task) -> bool:
-        """Have a task settle after those that it waited for on its device; says whether there are any."""
+        """Have a task settle after those that it waited for on its device; says whether any are left."""
         unsettled = [other for other in task.after or () if other.state < DONE]
         for other in unsettled:
             assert other.followers is not None
@@ -369,17 +359,14 @@ class Engine:
 
     def _withdraw(self, task: Task) -> None:
         """Cancel a ready task."""
-        lane = task.lane
-        if not lane.in_order:
-            lane.heap.remove((task.key, task))
-            heapify(lane.heap)
+        task.lane.remove(task)
         if self._wait_on_host(task):
             task.state = WAITING
         else:
             self._settle(task, CANCELLED)
 
     def _leave(self, lane: Lane, task: Task) -> None:
-        """A task is off its lane: it ran there alone, or on a stream that others had been issued to meanwhile."""
+        """A task is off its lane, where it ran alone, or on a stream that had taken others in behind it."""
         if lane.running is task:
             lane.running = None
         else:
@@ -389,25 +376,17 @@ class Engine:
 
     def _next(self, lane: Lane) -> None:
         """Start the next task of an idle lane, if it has one that may start."""
-        if lane.in_flight >= lane.depth:
-            return
-        if not lane.in_order:
-            if not lane.heap:
-                return
-            task = heappop(lane.heap)[1]
-        else:
-            queue = lane.queue
-            while queue and queue[0].state >= DONE:
-                queue.popleft()
-            if not queue or queue[0].state != READY:
-                return
-            task = queue.popleft()
+        task = lane.next_task()
+        if task is not None:
+            self._start(lane, task)
+
+    def _start(self, lane: Lane, task: Task) -> None:
         lane.running = task
         task.state = RUNNING
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Give a task its last state and pass the word on, through joins and cancelled tasks, without recursion."""
+        """Give a task its last state and tell its followers, through joins and cancelled tasks, without recursion."""
         task.state = state
         started = self.started
         at_once: list[Task] = []
@@ -462,7 +441,7 @@ class Engine:
             state = task.state
 
     def _pass_failure(self, task: Task) -> None:
-        """What needs the result of a task that has none will be cancelled; what stood behind it in its lane goes on."""
+        """Cancel the tasks that need the result of a failed one, and let those behind it in its lane go on."""
         for other in (task.followers or []) + (task.released or []):
             if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = _cancelled_by(task)
@@ -479,8 +458,8 @@ class Engine:
         return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
 
 
-def _holds_on_device(task: Task, other: Task, *, data: bool) -> bool:
-    """Whether the edge to a task that a stream has taken in holds on their device; notes it if so."""
+def _on_device(task: Task, other: Task, *, data: bool = False) -> bool:
+    """Whether the edge from `other`, which a stream may have taken in, holds on the device; notes it if so."""
     if other.state != ISSUED or task.lane.domain != other.lane.domain:
         return False
     task.after = [*(task.after or ()), other]
@@ -496,7 +475,7 @@ def _split(tasks: list[Task] | None, domain: str | None) -> tuple[list[Task], li
 
 
 def _cancelled_by(task: Task) -> BaseException:
-    """Why a task that needs the result of `task` cannot run: the first failure or fault is handed on."""
+    """The reason why a task that needs the result of `task` cannot run: the first failure or fault is handed on."""
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
     return TaskCancelled(f"cancelled, because {task.label} was")

@@ -1,15 +1,16 @@
-"""The vocabulary of the engine: blocks of data, lanes, and the typed tasks that run on them.
+"""The vocabulary of the engine: blocks of data, lanes, typed tasks, their states and the moves between these.
 
-A task is a value with two halves. The first is what the policy said: a lane, a kind of work, what it is about
-(layer, micro-batch, expert). The second belongs to the engine: state, edges, times. Tasks are structs without
-garbage-collector tracking, since a schedule makes hundreds of thousands of them; that is safe because a task
-refers to later tasks only, and forgets them when it settles.
+A task has two halves. The first is the policy's: a lane, a kind of work, and the layer, micro-batch and expert that it
+belongs to. The second is the engine's: state, edges, times. Tasks are structs that the garbage collector does not
+track, since a schedule makes hundreds of thousands of them. That is safe, because a task refers to later tasks only,
+and forgets them when it settles.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from heapq import heapify, heappop
 from types import CodeType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,34 +21,47 @@ S = TypeVar("S")
 WAITING, READY, RUNNING, ISSUED, DONE, FAILED, CANCELLED = range(7)
 STATE_NAMES = ("waiting", "ready", "running", "issued", "done", "failed", "cancelled")
 
+MOVES: Mapping[int, tuple[int, ...]] = {
+    WAITING: (READY, RUNNING, CANCELLED),
+    READY: (RUNNING, CANCELLED),
+    RUNNING: (ISSUED, DONE, FAILED),
+    ISSUED: (DONE, FAILED, CANCELLED),
+}
+"""The states that a task may move to in one call of the engine, by its state before.
+
+A task that becomes ready takes its lane in the same call where that is free. Of tasks that have begun, only one that a
+stream took in can be cancelled: a task before it on the device failed.
+"""
+
+JOIN_MOVES: Mapping[int, tuple[int, ...]] = {WAITING: (DONE, CANCELLED)}
+"""The same for joins, which take no lane."""
+
 Discipline = Literal["in_order", "ready_first"]
 
 DEMAND, PREFETCH, IDLE = range(3)
 """Classes of a link's transfers: a lower class goes first."""
 
-_CLASS_SHIFT = 48
+CLASS_SHIFT = 48
+"""A task's key holds its link class above this bit, and its id below."""
 
 
 class Block:
-    """A named piece of data in one memory: what dependencies attach to.
+    """A named piece of data in one memory, to which dependencies attach.
 
-    `tag` says which value the block holds, as the policy's program order sees it; `None` is no value yet.
     `writer` and `readers` are the tasks that touched it last, from which the engine infers edges.
     """
 
-    __slots__ = ("memory", "name", "nbytes", "readers", "tag", "writer")
+    __slots__ = ("memory", "name", "nbytes", "readers", "writer")
 
     def __init__(self, name: str, nbytes: int = 0, memory: str = "") -> None:
         self.name = name
         self.nbytes = nbytes
         self.memory = memory
-        self.tag: int | None = None
         self.writer: Task | None = None
         self.readers: list[Task] = []
 
     def __repr__(self) -> str:
-        place = self.memory or "no memory"
-        return f"<{type(self).__name__} {self.name} in {place}: {self.nbytes} bytes, tag {self.tag}>"
+        return f"<{type(self).__name__} {self.name} in {self.memory or 'no memory'}: {self.nbytes} bytes>"
 
 
 class Lane:
@@ -55,7 +69,7 @@ class Lane:
 
     `in_order` issues tasks as submitted; `ready_first` takes the ready task of the lowest class, then the earliest.
     Lanes of one `domain` are streams of one device: an edge between two of them holds on the device itself, so a task
-    is handed to its stream as soon as those before it were, at most `depth` ahead of the stream's progress.
+    is handed to its stream as soon as those before it were, with at most `depth` tasks `in_flight` there.
     `busy` adds up the nanoseconds that the lane ran. `simple` lanes are no streams and carry no collectives.
     """
 
@@ -88,20 +102,52 @@ class Lane:
         self.heap: list[tuple[int, Task]] = []
         self.queue: deque[Task] = deque()
 
+    def next_task(self) -> Task | None:
+        """Take out the task that is to run next; None while there is none that may start."""
+        if self.in_flight >= self.depth:
+            return None
+        if not self.in_order:
+            return heappop(self.heap)[1] if self.heap else None
+        queue = self.queue
+        while queue and queue[0].state >= DONE:
+            queue.popleft()
+        return queue.popleft() if queue and queue[0].state == READY else None
+
+    def remove(self, task: Task) -> None:
+        """Take out a ready task that is not to run; an in-order lane passes over it when it has settled."""
+        if not self.in_order:
+            self.heap.remove((task.key, task))
+            heapify(self.heap)
+
+    def advance(self, task: Task, key: int) -> None:
+        """Have a ready task wait further ahead, under another key."""
+        if not self.in_order:
+            self.heap[self.heap.index((task.key, task))] = (key, task)
+            heapify(self.heap)
+
+    def remove_all(self) -> list[Task]:
+        """Take out all ready tasks but collectives, which other ranks rely on."""
+        removed = [task for _, task in self.heap if type(task) is not Collective]
+        removed += [task for task in self.queue if task.state == READY and type(task) is not Collective]
+        self.heap = [(key, task) for key, task in self.heap if type(task) is Collective]
+        heapify(self.heap)
+        return removed
+
     def __repr__(self) -> str:
         return f"<Lane {self.name}>"
 
 
 class WorkPart(NamedTuple):
-    """Operations of one sort within a work, as measured cost tables know them.
+    """Equal operations within a work, as measured cost tables know them.
 
     Attributes:
-        operation: the sort, such as "expert" (weights as they were read) or "resident expert" (weights that stay).
-        size: of one of them: bytes of weights, bytes moved where there are none, FLOPs of a prompt's attention, bytes
-            of a KV head in a step's.
-        rows: what the weights are multiplied with: tokens, by expert a mean over experts. Of a transfer, its pages;
-            of a step's attention, its KV heads.
-        times: how many; not whole where it is an expectation.
+        operation: their kind, such as "expert" (with weights as they were read) or "resident expert" (with weights that
+            stay in memory).
+        size: the size of one: bytes of weights; bytes moved by a transfer; FLOPs of a prompt's attention; bytes of a KV
+            head in a decode step's attention.
+        rows: the rows that the weights are multiplied with (tokens; for experts the mean over experts), the pages of a
+            transfer, or the KV heads of a decode step's attention.
+        times: the number of operations; a fraction where it is an expectation.
     """
 
     operation: str
@@ -111,17 +157,17 @@ class WorkPart(NamedTuple):
 
 
 class Work(msgspec.Struct, eq=False):
-    """What a task asks of the machine. Shared by all tasks of the same kind and size in a step.
+    """A task's demands on the machine. Shared by all tasks of the same kind and size in a step.
 
     Attributes:
         kind: the kind of operation, for cost tables and reports, such as "expert_ffn".
+        resource: the processor, link or network of the machine that does it.
         flops: floating-point operations on the task's processor.
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
-        resource: the processor, link or network of the machine that does it.
-        parts: what it consists of, for cost tables.
-        nanoseconds, lead, demand: the time alone on the machine, what of it passes before a task starts, and the
-            shares of its resources; the virtual driver fills them in.
+        parts: the operations that it consists of, for cost tables.
+        nanoseconds, lead, demand: its time alone on the machine, the part of that time before a task starts, and its
+            shares of resources; the virtual driver fills them in.
     """
 
     kind: str
@@ -136,9 +182,9 @@ class Work(msgspec.Struct, eq=False):
 
 
 def _set_plainly(cls: type[S]) -> type[S]:
-    """Let the interpreter set a struct's attributes by itself, which takes a quarter of the time that msgspec takes.
+    """Have the interpreter set a struct's attributes, in a quarter of the time that msgspec takes.
 
-    What msgspec adds is for the garbage collector, which does not know of tasks.
+    The work that msgspec adds is for the garbage collector, which does not know of tasks.
     """
     cls.__setattr__ = object.__setattr__  # type: ignore[method-assign]
     cls.__delattr__ = object.__delattr__  # type: ignore[method-assign]
@@ -149,9 +195,10 @@ def _set_plainly(cls: type[S]) -> type[S]:
 class Task(msgspec.Struct, eq=False, gc=False):
     """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
 
-    `deps` are the ids of the tasks that it waits for, the first `inputs` of which it needs the results of.
+    `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
     `followers` are the tasks that wait for it; None once it has settled.
-    `taken` is when its lane took it, on real hardware: what passes until `start` is the waking of a thread.
+    `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.
+    `code` and `instruction` say which line of the policy submitted it; None where no verb did.
     """
 
     lane: Lane
@@ -190,7 +237,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def label(self) -> str:
-        """What a reader calls the task: verb, layer, micro-batch, expert."""
+        """A name for people: verb, layer, expert, micro-batch."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")
@@ -233,7 +280,7 @@ class PageTransfer(Task, gc=False, eq=False):
 
 @_set_plainly
 class Decision(Task, gc=False, eq=False):
-    """An operation whose value a policy may need to know: routing, sampling."""
+    """An operation whose value a policy may need: routing, sampling."""
 
 
 @_set_plainly
@@ -246,21 +293,21 @@ class Collective(Task, gc=False, eq=False):
 
 @_set_plainly
 class Join(Task, gc=False, eq=False):
-    """Takes no lane and no time: one node that stands for many, so that n readers of n pages need 2n edges."""
+    """A node of the graph that takes no lane and no time; through it n readers of n pages need 2n edges, not n²."""
 
 
 def priority(link_class: int, task_id: int) -> int:
     """The key of a ready task: its link class first, then program order."""
-    return link_class << _CLASS_SHIFT | task_id
+    return link_class << CLASS_SHIFT | task_id
 
 
 def link_class(key: int) -> int:
     """The link class that `priority` put into a key."""
-    return key >> _CLASS_SHIFT
+    return key >> CLASS_SHIFT
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """The source line of a byte offset in a code object: kept as an offset, since looking it up costs a microsecond."""
+    """The source line of a byte offset in a code object, found late: looking it up takes a microsecond."""
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

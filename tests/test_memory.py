@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_script import WORK, Script
-from moesched.drivers.validation import BrokenRule, ledger_problems, view_problems
+from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.models.layout import Page
+from moesched.steps.ledger import ledger_problems, view_problems
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Views
 from moesched.tasks import Block, Kernel, PageTransfer, Task
 
@@ -335,7 +336,7 @@ def test_the_checking_mode_notices_bytes_that_went_missing() -> None:
 def test_the_checking_mode_notices_a_slot_that_lost_its_page() -> None:
     bench = Bench()
     bench.fetch(0)
-    bench.memory.table[0].tag = 3
+    bench.memory.table[0].page = None
     bench.script.finish("fetch (0,)")
     with pytest.raises(BrokenRule, match="page #0"):
         bench.engine.check_over()

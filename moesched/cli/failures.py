@@ -16,6 +16,7 @@ INTERRUPTED = 130
 UNEXPECTED = 1
 
 _CALLERS_OF_POLICIES = (
+    "moesched.drivers.capture",
     "moesched.drivers.policies",
     "moesched.drivers.replay",
     "moesched.runs.generation",

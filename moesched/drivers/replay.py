@@ -1,133 +1,35 @@
-"""Capture and replay: a schedule that awaits nothing is a fixed graph, which need not be built again for every step.
+"""Replay: the captured steps of a run, played over arrays, with durations evaluated anew for each step.
 
-The policy submits a few steps to an engine that runs nothing. Once two steps in a row have the same graph (the same
-tasks on the same lanes, with edges equally far back in program order), the following ones run over arrays, with
-durations evaluated anew for each step. The timeline is the one that the virtual driver would have made, to the
-nanosecond.
+The timeline is the one that the virtual driver would have made, to the nanosecond.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from moesched.drivers.capture import Price, Template, capture
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
-from moesched.engine import Engine
-from moesched.errors import MoeschedError
 from moesched.seams import CostModel, Policy
-from moesched.steps.run_state import GROWING, RunState
-from moesched.steps.step import Step
-from moesched.tasks import DONE, Collective, Lane, Task, Work, link_class
+from moesched.steps.run_state import RunState
+from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work
 
-Price = Callable[[Work], int]
 WorkOfVerb = Callable[[int, str], Work]
+"""The work of a micro-batch's verb."""
 
-_CLASS_SHIFT = 48
-_NUMBER = (1 << _CLASS_SHIFT) - 1
-
-
-class NotFixed(MoeschedError):
-    """The policy awaited a handle: its graph depends on what happens, and cannot be captured."""
-
-
-class CapturingEngine(Engine):
-    """An engine that runs nothing and keeps every task, in program order."""
-
-    submit_frames = 3
-
-    def __init__(self, lanes: Iterable[Lane]) -> None:
-        super().__init__(lanes)
-        self.tasks: list[Task] = []
-
-    def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
-        super().submit(task, *arguments, **named)
-        self.tasks.append(task)
-        return task
-
-    def take(self) -> list[Task]:
-        """The tasks submitted since the last call."""
-        tasks, self.tasks = self.tasks, []
-        return tasks
-
-
-class Template:
-    """The graph of one step, by positions in program order.
-
-    Attributes:
-        tasks: the captured tasks, joins included.
-        lanes: each task's lane by its index; -1 for joins.
-        starts_on: the same, but -2 - lane for collectives, which take their lane once all else of that moment did.
-        classes: each task's link class, in the high bits of a priority.
-        waits: how many of a task's edges come from within the step.
-        roots: positions of the tasks with no such edge.
-        later: how much further on the tasks are that wait for each one.
-        earlier: edges from earlier steps, as (position, how far back).
-        sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
-    """
-
-    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], edges: Edges) -> None:
-        indices = {lane: index for index, lane in enumerate(lanes)}
-        self.tasks = tasks
-        self.first = tasks[0].id if tasks else 0
-        self.lanes = [indices.get(task.lane, -1) for task in tasks]
-        self.starts_on = [
-            -2 - lane if isinstance(task, Collective) else lane
-            for task, lane in zip(tasks, self.lanes, strict=True)
-        ]
-        self.classes = [link_class(task.key) << _CLASS_SHIFT for task in tasks]
-        self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
-        self.edges = edges.needed(tasks)
-        self.earlier: list[tuple[int, int]] = []
-        self.waits = [0] * len(tasks)
-        later: list[list[int]] = [[] for _ in tasks]
-        for position, backs in enumerate(self.edges):
-            for back in backs:
-                if back > position:
-                    self.earlier.append((position, back))
-                else:
-                    later[position - back].append(back)
-                    self.waits[position] += 1
-        self.roots = [position for position, waits in enumerate(self.waits) if not waits]
-        self.later = [tuple(each) for each in later]
-        self.sized: dict[tuple[int, str], list[int]] = {}
-        for position, task in enumerate(tasks):
-            if task.verb in GROWING:
-                self.sized.setdefault((task.micro_batch, task.verb), []).append(position)
-        self._durations: list[int] = []
-
-    def repeats(self, other: Template) -> bool:
-        """Whether this step does what another one did, only on other data."""
-        return (
-            self.edges == other.edges
-            and self.lanes == other.lanes
-            and self.classes == other.classes
-            and [_what(task) for task in self.tasks] == [_what(task) for task in other.tasks]
-        )
-
-    def nanoseconds(self, price: Price, works: dict[tuple[int, str], Work]) -> list[int]:
-        """The tasks' durations in a step with these works of micro-batches and verbs."""
-        if not self._durations:
-            self._durations = [
-                price(task.work) if lane >= 0 else 0
-                for task, lane in zip(self.tasks, self.lanes, strict=True)
-            ]
-        durations = self._durations.copy()
-        for key, positions in self.sized.items():
-            duration = price(works[key])
-            for position in positions:
-                durations[position] = duration
-        return durations
+_NUMBER = (1 << CLASS_SHIFT) - 1
+"""The bits of a key that are a task's number."""
 
 
 class Timeline:
-    """When every task of a replayed run started and ended; tasks are numbered as they would have been submitted.
+    """The start and end of every task of a replayed run; tasks are numbered as they would have been submitted.
 
-    `works` are those of each step that differ between steps, by micro-batch and verb.
+    `works` are, for each step, the works that differ between steps, by micro-batch and verb.
     """
 
     def __init__(
@@ -147,7 +49,7 @@ class Timeline:
 
     @property
     def count(self) -> int:
-        """How many tasks there are, without joins."""
+        """The number of tasks, without joins."""
         return sum(sum(lane >= 0 for lane in step.lanes) for step in self.steps)
 
     def step_ends(self) -> list[int]:
@@ -165,7 +67,7 @@ class Timeline:
         return {prefill.tasks[place].micro_batch: self.ends[base + place] for place in prefill.samples}
 
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
-        """How long each lane was busy after loading."""
+        """Nanoseconds that each lane was busy after loading."""
         busy = [0] * len(lanes)
         base = 0
         for index, step in enumerate(self.steps):
@@ -177,7 +79,7 @@ class Timeline:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """Which tasks were waited for, and how many had been submitted by then: as `Player` submits the steps."""
+        """The tasks that a policy would have awaited, each with the number of tasks submitted by then."""
         awaits = []
         bases = [0, *accumulate(len(step.tasks) for step in self.steps)]
         for index in range(1, len(self.steps)):
@@ -226,7 +128,7 @@ class ReplayObserver(Protocol):
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
-    """Capture a run and play it, without garbage collection, which finds nothing here.
+    """Capture a run and play it, without garbage collection, since there is no garbage.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -242,39 +144,6 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
         return Player(
             steps, len(run_state.engine.lanes), lambda work: nanoseconds(work, cost), sizes_of
         ).run()
-
-
-def capture(run_state: RunState, policy: Policy) -> list[Template]:
-    """The graphs of a whole run: of loading, of prefill, then of each decode step.
-
-    Raises:
-        NotFixed: the policy awaited a handle.
-    """
-    engine = run_state.engine
-    assert isinstance(engine, CapturingEngine)
-    edges = Edges()
-    count = run_state.steps
-
-    def submit(index: int) -> Template:
-        step = Step(run_state, index, last=index == count - 1)
-        _run_through(policy.decode(step) if index else policy.prefill(step))
-        step.close()
-        return Template(engine.take(), engine.lanes, edges)
-
-    for kept in run_state.plan.resident:
-        run_state.load(kept)
-    run_state.fill()
-    steps = [Template(engine.take(), engine.lanes, edges)]
-    index = 0
-    while index < count:
-        steps.append(submit(index))
-        index += 1
-        left = count - 1 - index
-        if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
-            steps += [steps[-1]] * left
-            run_state.skip(left)
-            index += left
-    return steps
 
 
 class Player:
@@ -295,32 +164,23 @@ class Player:
         self._steps = steps
         self._price = price
         self._sizes_of = sizes_of
-        self._submitted = 0
         self._step_ended = False
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._tasks = _PlayedTasks()
+        self._lanes = _PlayedLanes(lanes)
         self._works: list[dict[tuple[int, str], Work]] = []
-        self._durations: list[int] = []
-        self._waits: list[int] = []
-        self._later: list[tuple[int, ...]] = []
-        self._lane_of: list[int] = []
-        self._classes: list[int] = []
         self._crossing: dict[int, list[int]] = {}
         self._ends_step: dict[int, int] = {}
         self._unsampled: list[int] = []
-        self._running = [-1] * lanes
-        self._waiting: list[list[int]] = [[] for _ in range(lanes)]
-        self._events: list[tuple[int, int]] = []
         self._joins: deque[int] = deque()
         self._arrived: list[int] = []
-        self._admitted = 0
 
     def run(self) -> Timeline:
         """Play all steps."""
-        starts, ends, durations, waits = self._starts, self._ends, self._durations, self._waits
-        later, lane_of, classes, crossing = self._later, self._lane_of, self._classes, self._crossing
-        running, waiting, events, joins = self._running, self._waiting, self._events, self._joins
-        arrived = self._arrived
+        tasks, lanes = self._tasks, self._lanes
+        starts, ends, durations, waits = tasks.starts, tasks.ends, tasks.durations, tasks.waits
+        later, lane_of, classes = tasks.later, tasks.lane_of, tasks.classes
+        running, waiting, events = lanes.running, lanes.waiting, lanes.events
+        crossing, joins, arrived = self._crossing, self._joins, self._arrived
         self._submit_ready(0)
         while events:
             now, lane = events[0]
@@ -366,14 +226,15 @@ class Player:
         return Timeline(list(self._steps), self._works, starts, ends)
 
     def _cross(self, number: int, now: int) -> None:
-        """Pass on to later steps that a task ended, and note whether it was the last one that a step waits for."""
+        """Tell tasks of later steps that a task ended, and note whether it was the last one that a step waits for."""
+        tasks = self._tasks
         for other in self._crossing.pop(number):
-            self._waits[other] -= 1
-            if not self._waits[other]:
-                if self._lane_of[other] < -1:
+            tasks.waits[other] -= 1
+            if not tasks.waits[other]:
+                if tasks.lane_of[other] < -1:
                     self._arrived.append(other)
-                elif self._lane_of[other] < 0:
-                    self._starts[other] = self._ends[other] = now
+                elif tasks.lane_of[other] < 0:
+                    tasks.starts[other] = tasks.ends[other] = now
                     self._joins.append(other)
                 else:
                     self._enqueue(other, now)
@@ -384,132 +245,103 @@ class Player:
 
     def _admit(self, now: int) -> None:
         """Let collectives on their lanes, before all but earlier ones, as `Engine.admit` does."""
+        lanes = self._lanes
         for number in self._arrived:
-            self._take(-2 - self._lane_of[number], number, (self._admitted - _NUMBER) << _CLASS_SHIFT, now)
-            self._admitted += 1
+            before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
+            lanes.take(-2 - self._tasks.lane_of[number], number, before, now, self._tasks)
+            lanes.admitted += 1
         self._arrived.clear()
 
     def _enqueue(self, number: int, now: int) -> None:
-        self._take(self._lane_of[number], number, self._classes[number], now)
-
-    def _take(self, lane: int, number: int, before: int, now: int) -> None:
-        """Start a task on its lane, or have it wait there; `before` are the high bits of its priority."""
-        if self._running[lane] < 0:
-            self._running[lane] = number
-            self._starts[number] = now
-            heappush(self._events, (now + self._durations[number], lane))
-        else:
-            heappush(self._waiting[lane], before | number)
+        tasks = self._tasks
+        self._lanes.take(tasks.lane_of[number], number, tasks.classes[number], now, tasks)
 
     def _submit_ready(self, now: int) -> None:
         """Submit the steps whose time has come: prefill and the first decode step wait for loading only."""
         self._step_ended = False
-        while self._submitted < len(self._steps):
-            index = self._submitted
+        for index in range(len(self._unsampled), len(self._steps)):
             if index and self._unsampled[max(0, index - 2)]:
                 return
             self._submit(index, now)
 
     def _submit(self, index: int, now: int) -> None:
-        template = self._steps[index]
-        base, size = len(self._starts), len(template.tasks)
-        waits, ends, later = self._waits, self._ends, self._later
-        self._starts += [-1] * size
-        ends += [-1] * size
+        template, tasks = self._steps[index], self._tasks
+        base, size = len(tasks.starts), len(template.tasks)
         sizes = self._sizes_of(index - 1)
         self._works.append({key: sizes(*key) for key in template.sized})
-        self._durations += template.nanoseconds(self._price, self._works[-1])
-        waits += template.waits
-        later += template.later
-        self._lane_of += template.starts_on
-        self._classes += template.classes
+        tasks.append(template, template.nanoseconds(self._price, self._works[-1]))
         for position, back in template.earlier:
             number = base + position
-            if ends[number - back] < 0:
-                waits[number] += 1
+            if tasks.ends[number - back] < 0:
+                tasks.waits[number] += 1
                 self._crossing.setdefault(number - back, []).append(number)
         last = template.samples if index else range(size)
         for position in last:
             self._crossing.setdefault(base + position, [])
             self._ends_step[base + position] = index
         self._unsampled.append(len(last))
-        self._submitted = index + 1
-        ready = [base + position for position in template.roots if not waits[base + position]]
+        ready = [base + position for position in template.roots if not tasks.waits[base + position]]
         while ready:
             number = heappop(ready)
-            if self._lane_of[number] >= 0:
+            if tasks.lane_of[number] >= 0:
                 self._enqueue(number, now)
                 continue
-            self._starts[number] = ends[number] = now
-            for further in later[number]:
-                waits[number + further] -= 1
-                if not waits[number + further]:
+            tasks.starts[number] = tasks.ends[number] = now
+            for further in tasks.later[number]:
+                tasks.waits[number + further] -= 1
+                if not tasks.waits[number + further]:
                     heappush(ready, number + further)
 
 
-class Edges:
-    """Which edges a step's tasks need; those that others imply are left out.
+class _PlayedTasks:
+    """The tasks of the steps submitted so far, as one array for each of their properties."""
 
-    It sees one step after the other, and remembers what was reached from the tasks of the step before.
-    """
+    __slots__ = ("classes", "durations", "ends", "lane_of", "later", "starts", "waits")
 
     def __init__(self) -> None:
-        self._last_on: dict[Lane, int] = {}
-        self._first = 0
-        self._lowest = 0
-        self._reach: list[int] = []
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.durations: list[int] = []
+        self.waits: list[int] = []
+        self.later: list[tuple[int, ...]] = []
+        self.lane_of: list[int] = []
+        self.classes: list[int] = []
 
-    def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """For each task of the next step, how far back those tasks are that it must wait for, the nearest first.
-
-        An in-order lane is one more edge: to the task before on the same lane.
-        """
-        before = [self._before(task) for task in tasks]
-        first = tasks[0].id if tasks else self._first
-        lowest = min((numbers[-1] for numbers in before if numbers), default=first)
-        lowest = min(lowest, self._first)
-        reach = [_shifted(reached, lowest - self._lowest) for reached in self._reach]
-        edges = []
-        for task, numbers in zip(tasks, before, strict=True):
-            reached = 0
-            needed = []
-            for number in numbers:
-                if not reached >> (number - lowest) & 1:
-                    needed.append(task.id - number)
-                    reached |= 1 << (number - lowest)
-                    if number >= self._first:
-                        reached |= reach[number - self._first]
-            reach.append(reached)
-            edges.append(tuple(needed))
-        self._reach = reach[first - self._first :]
-        self._first, self._lowest = first, lowest
-        return edges
-
-    def _before(self, task: Task) -> list[int]:
-        before = set(task.deps)
-        lane = task.lane
-        if lane.in_order:
-            if lane in self._last_on:
-                before.add(self._last_on[lane])
-            self._last_on[lane] = task.id
-        return sorted(before, reverse=True)
+    def append(self, template: Template, durations: list[int]) -> None:
+        """Add the tasks of a step."""
+        unknown = [-1] * len(durations)
+        self.starts += unknown
+        self.ends += unknown
+        self.durations += durations
+        self.waits += template.waits
+        self.later += template.later
+        self.lane_of += template.starts_on
+        self.classes += template.classes
 
 
-def _shifted(bits: int, by: int) -> int:
-    """Bits counted from a number that is higher by so much."""
-    return bits >> by if by >= 0 else bits << -by
+class _PlayedLanes:
+    """The task that each lane runs, those that wait for it, and the ends to come.
 
+    Attributes:
+        running: a task's number by lane; -1 for none.
+        waiting: heaps of keys by lane.
+        events: (end, lane) of the running tasks.
+        admitted: the number of collectives that were let on their lanes.
+    """
 
-def _what(task: Task) -> tuple[Any, ...]:
-    """What a task does, whichever step it belongs to."""
-    work = task.work
-    return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
+    __slots__ = ("admitted", "events", "running", "waiting")
 
+    def __init__(self, lanes: int) -> None:
+        self.running = [-1] * lanes
+        self.waiting: list[list[int]] = [[] for _ in range(lanes)]
+        self.events: list[tuple[int, int]] = []
+        self.admitted = 0
 
-def _run_through(main: Coroutine[Any, Any, Any]) -> None:
-    try:
-        main.send(None)
-    except StopIteration:
-        return
-    main.close()
-    raise NotFixed
+    def take(self, lane: int, number: int, before: int, now: int, tasks: _PlayedTasks) -> None:
+        """Start a task on its lane, or have it wait there; `before` are the high bits of its key."""
+        if self.running[lane] < 0:
+            self.running[lane] = number
+            tasks.starts[number] = now
+            heappush(self.events, (now + tasks.durations[number], lane))
+        else:
+            heappush(self.waiting[lane], before | number)

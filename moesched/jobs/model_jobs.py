@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from moesched.drivers.replay import NotFixed
+from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS, find_machine, find_policy, find_shape, find_workload

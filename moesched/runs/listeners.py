@@ -11,7 +11,8 @@ from moesched.tasks import Task
 from moesched.trace.summary import KindUse
 
 if TYPE_CHECKING:
-    from moesched.drivers.replay import Template, Timeline
+    from moesched.drivers.capture import Template
+    from moesched.drivers.replay import Timeline
 
 
 class Listener:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from moesched.drivers.replay import CapturingEngine, ReplayObserver, replay_run
+from moesched.drivers.capture import CapturingEngine
+from moesched.drivers.replay import ReplayObserver, replay_run
 from moesched.errors import BadInput
 from moesched.machines.cost import cost_model
 from moesched.routing import SeededRouting

@@ -64,7 +64,6 @@ class Memory:
         self.used -= block.nbytes
         self._freed.append((block.nbytes, users))
         block.memory = ""
-        block.tag = None
 
     def reserve(self, what: str, nbytes: int) -> None:
         """Take bytes for as long as the run lasts: a cache, activations, an arena of slots."""
@@ -105,7 +104,7 @@ class Memory:
 
 
 class Slot(Block):
-    """Room for one page. Its tag is the id of the page that it holds; `views` are those that read it."""
+    """Room for one page; `page` is the one that it holds, `views` are those that read it."""
 
     __slots__ = ("fixed", "index", "page", "pool", "views")
 
@@ -163,7 +162,6 @@ class Pool:
             _vacate_lost(page, table[number], engine)
         slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
         slot.page = page
-        slot.tag = number
         table[number] = self._held[number] = slot
         return slot
 
@@ -182,7 +180,7 @@ class Pool:
     def vacate(self, slot: Slot, engine: Engine) -> None:
         """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
         self._forget(slot, engine)
-        slot.page = slot.tag = None
+        slot.page = None
         self._empty.append(slot)
 
     def cancel(self, pages: Sequence[Page], engine: Engine) -> bool:
@@ -211,8 +209,8 @@ class Pool:
 
     def touch(self, slot: Slot) -> None:
         """Note a use, for the replacement rule."""
-        if self.replacement == "lru" and slot.tag is not None:
-            self._held.move_to_end(slot.tag)
+        if self.replacement == "lru" and slot.page is not None:
+            self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
         """The slot whose turn it is to be given another page."""
@@ -230,9 +228,9 @@ class Pool:
         if slot.views:
             for view in list(slot.views):
                 view.close(engine)
-        assert slot.tag is not None
-        del self.memory.table[slot.tag]
-        del self._held[slot.tag]
+        assert slot.page is not None
+        del self.memory.table[slot.page.id]
+        del self._held[slot.page.id]
 
 
 class Fixed(Pool):
@@ -252,7 +250,6 @@ class Fixed(Pool):
     def _hold(self, page: Page, size: int) -> None:
         slot = Slot(self, len(self.slots), size, fixed=True)
         slot.page = page
-        slot.tag = page.id
         self.memory.table[page.id] = self._held[page.id] = slot
         self.slots.append(slot)
 

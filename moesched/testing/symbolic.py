@@ -89,7 +89,7 @@ class SymbolicDevice:
             numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
         }
         for slot in plan.home.slots if plan.home else ():
-            self._data[slot] = slot.tag or 0
+            self._data[slot] = slot.page.id if slot.page is not None else 0
         for index, requests in enumerate(plan.batch.micro_batches):
             self._data["tokens", index] = first_tokens(requests)
         for index, chunk in plan.chunks.items():

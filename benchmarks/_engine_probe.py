@@ -1,0 +1,24 @@
+"""The engine's rows of one tree, for engine_paired.py: reads the name of a row, prints its microseconds per task."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import engine
+
+ROWS: dict[str, Callable[[], float]] = {
+    "built": lambda: 1e6 / engine.tasks_per_second(engine.STEPS),
+    "replayed": lambda: 1e6 / engine.tasks_per_second(engine.REPLAYED_STEPS, replay=True),
+    "sharing": lambda: 1e6 / engine.tasks_per_second(engine.SHARED_STEPS, sharing=True),
+    "chain in the loop": lambda: engine.on_lanes(engine.chain, "loop"),
+    "fork-join in the loop": lambda: engine.on_lanes(engine.fork_join, "loop", lanes=4),
+    "chain on a worker thread": lambda: engine.on_lanes(engine.chain, "thread"),
+    "fork-join on worker threads": lambda: engine.on_lanes(engine.fork_join, "thread", lanes=4),
+    "chain across two worker threads": lambda: engine.on_lanes(engine.chain, "thread", lanes=2),
+    "chain on a worker thread, each awaited": lambda: engine.on_lanes(engine.awaited_chain, "thread"),
+}
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(ROWS[line.strip()](), flush=True)

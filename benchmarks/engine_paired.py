@@ -1,0 +1,111 @@
+"""Compare the engine's speed with an older commit's, row by row and in turns.
+
+    python benchmarks/engine_paired.py f050cae [--only TEXT] [--rounds N] [--out FILE]
+
+Each tree has one process, which measures a row when it is told to; the two take turns within a round, and the one
+that goes first changes from round to round. A row's figure is the median over the rounds of (microseconds per task
+now / before), with a bootstrap interval of 95 %: 1.03 is 3 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from _engine_probe import ROWS
+from _results import this_machine
+from rich.progress import track
+from same_behaviour import ROOT, checkout, prepared
+
+PROBE = ROOT / "benchmarks" / "_engine_probe.py"
+RESAMPLES = 2000
+
+
+class Tree:
+    """The process that measures one tree."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = os.pathsep.join([str(folder), str(folder / "benchmarks")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(PROBE)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, row: str) -> float:
+        """Microseconds per task."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(row, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def main() -> int:
+    """Measure in turns, print a line for each row, and return 1 if one is surely more than 3 % slower."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", help="the older commit")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="by default 15")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if options.only in row]
+    pairs: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
+    loads = []
+    with checkout(options.before) as old, prepared(ROOT) as new:
+        before, after = Tree(old), Tree(new)
+        for number in track(range(options.rounds + 1), "measuring"):
+            loads.append(round(os.getloadavg()[0], 2))
+            for row in rows:
+                turns = (before, after) if number % 2 else (after, before)
+                measured = {tree: tree.measure(row) for tree in turns}
+                if number:  # the first round warms both up
+                    pairs[row].append((measured[before], measured[after]))
+        before.close()
+        after.close()
+    figures = {row: compared(pairs[row]) for row in rows}
+    for row, figure in figures.items():
+        low, high = figure["interval"]
+        print(f"{row:40} {figure['ratio']:.3f}  ({low:.3f} to {high:.3f})")
+    if options.out is not None:
+        command = f"python benchmarks/engine_paired.py {options.before} --rounds {options.rounds}"
+        result = {
+            "command": command,
+            "machine": this_machine(),
+            "load_before_each_round": loads,
+            "rows": figures,
+        }
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return int(any(figure["interval"][0] > 1.03 for figure in figures.values()))
+
+
+def compared(pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+    """Medians in microseconds per task, the median of the paired ratios, and its interval."""
+    ratios = [after / before for before, after in pairs]
+    random = Random(0)
+    medians = sorted(median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    interval = [round(medians[int(RESAMPLES * share)], 4) for share in (0.025, 0.975)]
+    return {
+        "before": round(median(before for before, _ in pairs), 3),
+        "after": round(median(after for _, after in pairs), 3),
+        "ratio": round(median(ratios), 4),
+        "interval": interval,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

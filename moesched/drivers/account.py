@@ -1,0 +1,262 @@
+"""A plain account of the tasks of an engine, kept beside the engine's fast one and compared with it.
+
+It counts for every task which earlier ones it waits for, and for every lane which tasks are ready, without the engine's
+short cuts. Broken rules are collected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from moesched.tasks import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    ISSUED,
+    JOIN_MOVES,
+    MOVES,
+    READY,
+    RUNNING,
+    STATE_NAMES,
+    WAITING,
+    Block,
+    Collective,
+    Join,
+    Lane,
+    Task,
+)
+
+
+class Account:
+    """All tasks of one engine.
+
+    Attributes:
+        tasks: in program order.
+        open: the ids of those that have not settled.
+        broken: the rules that were broken so far.
+    """
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self.tasks: list[Task] = []
+        self.open: set[int] = set()
+        self.broken: list[str] = []
+        self._known: list[int] = []
+        self._left: list[int] = []
+        self._later: list[list[int]] = []
+        self._inputs: list[list[Task]] = []
+        self._released: dict[int, list[int]] = {}
+        self._calls = 0
+        self._lanes = {lane: _LaneAccount(lane) for lane in lanes}
+
+    def enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
+        """A task was submitted; `expected` are the ids of the tasks that it must wait for, as the blocks said before.
+
+        The last `by_hand` of its edges do not come from data.
+        """
+        self.expect(task.id == len(self.tasks), f"{task!r} does not follow #{len(self.tasks) - 1}")
+        self.expect(
+            set(task.deps) == expected, f"{task!r} has edges {sorted(set(task.deps))}, not {sorted(expected)}"
+        )
+        self.expect(all(earlier < task.id for earlier in task.deps), f"{task!r} waits for a later task")
+        self.tasks.append(task)
+        self._known.append(WAITING)
+        self._later.append([])
+        self._inputs.append(inputs)
+        data = len(task.deps) - by_hand
+        waits = [
+            earlier
+            for position, earlier in enumerate(task.deps)
+            if earlier in self.open and (position >= data or not self._on_device(earlier, task))
+        ]
+        self._left.append(len(waits))
+        for earlier in waits:
+            self._later[earlier].append(task.id)
+        for earlier in {*task.deps} - {*waits} & self.open:
+            self._released[earlier].append(task.id)
+        self.open.add(task.id)
+        if not isinstance(task, Join):
+            self._lanes[task.lane].order.append(task)
+
+    def issue(self, task: Task) -> list[Task]:
+        """A stream took a task in; returns the tasks on the device that need wait for it no longer."""
+        self._released[task.id] = []
+        released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
+        self._released[task.id] = released
+        self._later[task.id] = [number for number in self._later[task.id] if number not in released]
+        for number in released:
+            self._left[number] -= 1
+        return [self.tasks[number] for number in released]
+
+    def admit(self, task: Collective) -> None:
+        """All ranks have arrived at a collective."""
+        account = self._lanes[task.lane]
+        self.expect(not self._left[task.id], f"{task!r} was admitted before its edges were met")
+        self.expect(task.id not in account.admitted, f"{task!r} was admitted twice")
+        account.admitted.add(task.id)
+
+    def unsettled(self) -> list[Task]:
+        """The tasks that have not settled, in program order."""
+        return [self.tasks[number] for number in sorted(self.open)]
+
+    def await_device(self, task: Task) -> None:
+        """A task that has run, or is cancelled, settles after those that it waited for on its device."""
+        waits = [other.id for other in task.after or () if other.id in self.open]
+        self._left[task.id] = len(waits)
+        for earlier in waits:
+            self._later[earlier].append(task.id)
+
+    def look(self, *tasks: Task) -> None:
+        """Compare tasks, and those that their ends may have moved, with the account; then the lanes."""
+        ended_lanes = {
+            task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
+        }
+        self._calls += 1
+        changed = list(tasks)
+        for task in changed:
+            if task.id not in self.open:
+                continue
+            self._compare(task)
+            if task.state >= DONE:
+                self.open.discard(task.id)
+                for later in self._later[task.id]:
+                    self._left[later] -= 1
+                moved = self._later[task.id] + self._released.get(task.id, [])
+                changed += [self.tasks[number] for number in moved]
+                self._later[task.id] = []
+        for task in changed:
+            if task.id in self.open:
+                self._expect_waiting(task)
+        for lane, account in self._lanes.items():
+            if lane.running is not None:
+                self._compare(lane.running)
+            self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
+
+    def _compare(self, task: Task) -> None:
+        """Check the move from the state that was last seen to the present one."""
+        before, after = self._known[task.id], task.state
+        if before == after:
+            return
+        self._known[task.id] = after
+        moves = JOIN_MOVES if isinstance(task, Join) else MOVES
+        withdrawn = (before, after) == (READY, WAITING) and task.cause is not None and task.after is not None
+        self.expect(after in moves.get(before, ()) or withdrawn, f"{task!r} was {STATE_NAMES[before]}")
+        if after in (READY, RUNNING, DONE):
+            missing = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
+            ahead = ISSUED if after != DONE else DONE
+            lost = [each for each in missing if each.state != ahead or not self._on_device(each.id, task)]
+            self.expect(not lost, f"{task!r} goes on although its input {lost} is not there")
+        if after in (FAILED, CANCELLED):
+            self.expect(task.cause is not None, f"{task!r} ended without a cause")
+        if after == CANCELLED:
+            self.expect(task.start < 0 or before == ISSUED, f"{task!r} ran before it was cancelled")
+        if not isinstance(task, Join):
+            self._lanes[task.lane].move(task, self._calls)
+
+    def _on_device(self, earlier: int, task: Task) -> bool:
+        """Whether the edge between two tasks holds on their device, since a stream took the earlier one in."""
+        domain = task.lane.domain
+        return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
+
+    def _expect_waiting(self, task: Task) -> None:
+        cancelled_once_it_ran = (
+            task.state == RUNNING and task.cause is not None
+        )  # what it needed failed meanwhile
+        if task.state == ISSUED or cancelled_once_it_ran:
+            return
+        if task.cause is not None and task.after is not None and not self._left[task.id]:
+            self.await_device(task)
+        left = self._left[task.id]
+        self.expect(task.waits == left, f"{task!r} counts {task.waits} earlier tasks, {left} are unsettled")
+        if left:
+            self.expect(task.state == WAITING, f"{task!r} does not wait for the {left} tasks before it")
+        elif task.state == WAITING:
+            self.expect(isinstance(task, Collective), f"{task!r} waits for nothing")
+
+    def expect_running(self, task: Task) -> None:
+        """Check that a task which is about to end has its lane."""
+        running = task.state == RUNNING and task.lane.running is task
+        self.expect(running or task.state == ISSUED, f"{task!r} ended without having its lane")
+
+    def expect(self, holds: bool, rule: str) -> None:
+        """Note a broken rule."""
+        if not holds:
+            self.broken.append(rule)
+
+
+class _LaneAccount:
+    """The account of one lane: which task should run, and which may start."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.order: deque[Task] = deque()
+        self.ready: dict[Task, int] = {}
+        self.admitted: set[int] = set()
+        self.running: Task | None = None
+        self.fresh: list[Task] = []
+
+    def move(self, task: Task, call: int) -> None:
+        """A task of this lane changed its state during a call."""
+        self.ready.pop(task, None)
+        if task.state == READY:
+            self.ready[task] = call
+        elif task.state == RUNNING:
+            self.fresh.append(task)
+        elif task is self.running:
+            self.running = None
+
+    def problems(self, call: int, *, just_ended: bool) -> list[str]:
+        """Broken rules of the lane after a call; `just_ended` says whether the call ended a task of this lane."""
+        wrong = []
+        for task in self.fresh:
+            wrong += self._start(task, call if just_ended else call - 1)
+            self.running = task
+        self.fresh.clear()
+        if self.lane.running is not self.running:
+            wrong.append(f"lane {self.lane.name} runs {self.lane.running!r}, but {self.running!r} has it")
+        elif not 0 <= self.lane.in_flight <= self.lane.depth:
+            wrong.append(f"lane {self.lane.name} has {self.lane.in_flight} tasks in flight")
+        elif self.running is None and self.lane.in_flight < self.lane.depth and self._startable() is not None:
+            wrong.append(f"lane {self.lane.name} is idle, but {self._startable()!r} could run")
+        return wrong
+
+    def _start(self, task: Task, call: int) -> list[str]:
+        """Rules that a start breaks; only tasks that were ready by `call` can have been overtaken."""
+        wrong = []
+        if self.running is not None:
+            wrong.append(f"{task!r} runs beside {self.running!r}")
+        if isinstance(task, Collective) and task.id not in self.admitted:
+            wrong.append(f"{task!r} started before all ranks had arrived")
+        if self.lane.in_order:
+            first = self._first()
+            if first is not task:
+                wrong.append(f"{task!r} started before {first!r}, which was submitted before it")
+        else:
+            urgent = [other for other, since in self.ready.items() if since <= call and other.key < task.key]
+            if urgent:
+                wrong.append(f"{task!r} started before {urgent[0]!r}, which is more urgent")
+        return wrong
+
+    def _startable(self) -> Task | None:
+        if not self.lane.in_order:
+            return next(iter(self.ready), None)
+        first = self._first()
+        return first if first is not None and first.state == READY else None
+
+    def _first(self) -> Task | None:
+        """The earliest task of the lane that neither ended nor runs."""
+        while self.order and (self.order[0].state >= ISSUED or self.order[0] is self.running):
+            self.order.popleft()
+        return self.order[0] if self.order else None
+
+
+def expected_edges(reads: Sequence[Block], writes: Sequence[Block], after: Sequence[Task]) -> set[int]:
+    """The ids of the tasks that a new one must wait for: read after write, write after read, write after write."""
+    earlier = {block.writer.id for block in reads if block.writer is not None}
+    earlier |= {task.id for task in after}
+    seen: set[int] = {id(block) for block in reads}
+    for block in writes:
+        earlier |= {reader.id for reader in block.readers}
+        if not block.readers and id(block) not in seen and block.writer is not None:
+            earlier.add(block.writer.id)
+    return earlier

@@ -1,0 +1,214 @@
+"""Capture: the graphs of a run's steps, from a policy that submits them to an engine that runs nothing.
+
+A schedule that awaits nothing is a fixed graph. Once two steps in a row have the same graph (the same tasks on the same
+lanes, with edges equally far back in program order), it stands for the steps that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from moesched.engine import Engine
+from moesched.errors import MoeschedError
+from moesched.seams import Policy
+from moesched.steps.run_state import GROWING, RunState
+from moesched.steps.step import Step
+from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, link_class
+
+Price = Callable[[Work], int]
+"""The nanoseconds of a work."""
+
+
+class NotFixed(MoeschedError):
+    """The policy awaited a handle: its graph depends on what happens, and cannot be captured."""
+
+
+class CapturingEngine(Engine):
+    """An engine that runs nothing and keeps every task, in program order."""
+
+    submit_frames = 3
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        super().__init__(lanes)
+        self.tasks: list[Task] = []
+
+    def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
+        super().submit(task, *arguments, **named)
+        self.tasks.append(task)
+        return task
+
+    def take(self) -> list[Task]:
+        """The tasks submitted since the last call."""
+        tasks, self.tasks = self.tasks, []
+        return tasks
+
+
+class Template:
+    """The graph of one step, by positions in program order.
+
+    Attributes:
+        tasks: the captured tasks, joins included.
+        lanes: each task's lane by its index; -1 for joins.
+        starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
+        classes: each task's link class, in the high bits of a priority.
+        waits: how many of a task's edges come from within the step.
+        roots: positions of the tasks with no such edge.
+        later: for each task, the distances to the tasks that wait for it.
+        earlier: edges from earlier steps, as (position, how far back).
+        sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
+    """
+
+    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], edges: Edges) -> None:
+        indices = {lane: index for index, lane in enumerate(lanes)}
+        self.tasks = tasks
+        self.first = tasks[0].id if tasks else 0
+        self.lanes = [indices.get(task.lane, -1) for task in tasks]
+        self.starts_on = [
+            -2 - lane if isinstance(task, Collective) else lane
+            for task, lane in zip(tasks, self.lanes, strict=True)
+        ]
+        self.classes = [link_class(task.key) << CLASS_SHIFT for task in tasks]
+        self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
+        self.edges = edges.needed(tasks)
+        self.earlier: list[tuple[int, int]] = []
+        self.waits = [0] * len(tasks)
+        later: list[list[int]] = [[] for _ in tasks]
+        for position, backs in enumerate(self.edges):
+            for back in backs:
+                if back > position:
+                    self.earlier.append((position, back))
+                else:
+                    later[position - back].append(back)
+                    self.waits[position] += 1
+        self.roots = [position for position, waits in enumerate(self.waits) if not waits]
+        self.later = [tuple(each) for each in later]
+        self.sized: dict[tuple[int, str], list[int]] = {}
+        for position, task in enumerate(tasks):
+            if task.verb in GROWING:
+                self.sized.setdefault((task.micro_batch, task.verb), []).append(position)
+        self._durations: list[int] = []
+
+    def repeats(self, other: Template) -> bool:
+        """Whether this step does the same as another one, only on other data."""
+        return (
+            self.edges == other.edges
+            and self.lanes == other.lanes
+            and self.classes == other.classes
+            and [_identity(task) for task in self.tasks] == [_identity(task) for task in other.tasks]
+        )
+
+    def nanoseconds(self, price: Price, works: dict[tuple[int, str], Work]) -> list[int]:
+        """The tasks' durations in a step with these works of micro-batches and verbs."""
+        if not self._durations:
+            self._durations = [
+                price(task.work) if lane >= 0 else 0
+                for task, lane in zip(self.tasks, self.lanes, strict=True)
+            ]
+        durations = self._durations.copy()
+        for key, positions in self.sized.items():
+            duration = price(works[key])
+            for position in positions:
+                durations[position] = duration
+        return durations
+
+
+def capture(run_state: RunState, policy: Policy) -> list[Template]:
+    """The graphs of a whole run: of loading, of prefill, then of each decode step.
+
+    Raises:
+        NotFixed: the policy awaited a handle.
+    """
+    engine = run_state.engine
+    assert isinstance(engine, CapturingEngine)
+    edges = Edges()
+    count = run_state.steps
+
+    def submit(index: int) -> Template:
+        step = Step(run_state, index, last=index == count - 1)
+        _run_through(policy.decode(step) if index else policy.prefill(step))
+        step.close()
+        return Template(engine.take(), engine.lanes, edges)
+
+    for kept in run_state.plan.resident:
+        run_state.load(kept)
+    run_state.fill()
+    steps = [Template(engine.take(), engine.lanes, edges)]
+    index = 0
+    while index < count:
+        steps.append(submit(index))
+        index += 1
+        left = count - 1 - index
+        if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
+            steps += [steps[-1]] * left
+            run_state.skip(left)
+            index += left
+    return steps
+
+
+class Edges:
+    """The edges that a step's tasks need, without those that other edges imply.
+
+    It is given one step after the other, and remembers which tasks those of the step before have waited for.
+    """
+
+    def __init__(self) -> None:
+        self._last_on: dict[Lane, int] = {}
+        self._first = 0
+        self._lowest = 0
+        self._reach: list[int] = []
+
+    def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
+        """For each task of the next step, the distances back to the tasks that it must wait for, the nearest first.
+
+        An in-order lane is one more edge: to the task before on the same lane.
+        """
+        before = [self._before(task) for task in tasks]
+        first = tasks[0].id if tasks else self._first
+        lowest = min((numbers[-1] for numbers in before if numbers), default=first)
+        lowest = min(lowest, self._first)
+        reach = [_shifted(reached, lowest - self._lowest) for reached in self._reach]
+        edges = []
+        for task, numbers in zip(tasks, before, strict=True):
+            reached = 0
+            needed = []
+            for number in numbers:
+                if not reached >> (number - lowest) & 1:
+                    needed.append(task.id - number)
+                    reached |= 1 << (number - lowest)
+                    if number >= self._first:
+                        reached |= reach[number - self._first]
+            reach.append(reached)
+            edges.append(tuple(needed))
+        self._reach = reach[first - self._first :]
+        self._first, self._lowest = first, lowest
+        return edges
+
+    def _before(self, task: Task) -> list[int]:
+        before = set(task.deps)
+        lane = task.lane
+        if lane.in_order:
+            if lane in self._last_on:
+                before.add(self._last_on[lane])
+            self._last_on[lane] = task.id
+        return sorted(before, reverse=True)
+
+
+def _shifted(bits: int, by: int) -> int:
+    """Bits, counted from a number that is higher by `by`."""
+    return bits >> by if by >= 0 else bits << -by
+
+
+def _identity(task: Task) -> tuple[Any, ...]:
+    """The parts of a task that are the same in every step."""
+    work = task.work
+    return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
+
+
+def _run_through(main: Coroutine[Any, Any, Any]) -> None:
+    try:
+        main.send(None)
+    except StopIteration:
+        return
+    main.close()
+    raise NotFixed

@@ -1,0 +1,84 @@
+"""Checks of the ledger: whether memories, pools and views agree about bytes, pages and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moesched.steps.memory import Memory, Pool, Views
+
+
+class Ledger:
+    """The memories, pools and views of a run, to be checked together."""
+
+    def __init__(self) -> None:
+        self._memories: list[Memory] = []
+        self._pools: list[Pool] = []
+        self._views: list[Views[Any]] = []
+
+    def add(self, memories: Iterable[Memory], pools: Iterable[Pool], views: Iterable[Views[Any]]) -> None:
+        """Check these too from now on."""
+        self._memories += memories
+        self._pools += pools
+        self._views += views
+
+    def problems(self) -> list[str]:
+        """All contradictions."""
+        problems = []
+        for memory in self._memories:
+            problems += ledger_problems(memory, [pool for pool in self._pools if pool.memory is memory])
+        for views in self._views:
+            problems += view_problems(views)
+        return problems
+
+
+def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
+    """Contradictions in a memory's books: bytes, page table, slots."""
+    problems = []
+    freed = sum(nbytes for nbytes, _ in memory._freed)
+    if memory.used + memory._fresh + freed != memory.capacity:
+        problems.append(
+            f"{memory.name}: {memory.used:,} bytes used, {memory._fresh:,} fresh and {freed:,} freed "
+            f"are not its {memory.capacity:,}"
+        )
+    if not 0 <= memory.used <= memory.peak <= memory.capacity or memory._fresh < 0:
+        problems.append(f"{memory.name}: {memory.used:,} bytes used of {memory.capacity:,}")
+    for number, slot in memory.table.items():
+        if slot.page is None or slot.page.id != number:
+            problems.append(f"{memory.name}: page #{number} is not in {slot!r}, where the table has it")
+        if slot.pool._held.get(number) is not slot:
+            problems.append(
+                f"{memory.name}: page #{number} is in the table, but not in pool {slot.pool.name}"
+            )
+    for pool in pools:
+        problems += _pool_problems(pool)
+    return problems
+
+
+def _pool_problems(pool: Pool) -> list[str]:
+    problems = []
+    empty = [slot.index for slot in pool._empty]
+    held = [slot.index for slot in pool._held.values()]
+    if sorted(empty + held) != list(range(len(pool.slots))):
+        problems.append(
+            f"pool {pool.name}: slots {sorted(empty)} empty and {sorted(held)} held are not its slots"
+        )
+    for number, slot in pool._held.items():
+        if pool.memory.table.get(number) is not slot:
+            problems.append(f"pool {pool.name}: holds page #{number}, but the table has it elsewhere")
+    for slot in pool._empty:
+        if slot.page is not None or slot.views:
+            problems.append(f"pool {pool.name}: {slot.name} is empty, but not clean")
+    return problems
+
+
+def view_problems(views: Views[Any]) -> list[str]:
+    """Open views that show a slot which holds another page by now."""
+    problems = []
+    for key, view in views.open.items():
+        for page, slot in zip(view.pages, view.slots, strict=True):
+            if slot.page is not page or views.memory.table.get(page.id) is not slot:
+                problems.append(f"view {key} shows {slot.name}, which no longer holds its page")
+            if not slot.fixed and view not in slot.views:
+                problems.append(f"view {key} reads {slot.name}, which does not know it")
+    return problems
