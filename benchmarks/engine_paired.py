@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 from _engine_probe import ROWS
 from _results import this_machine
@@ -26,6 +27,15 @@ from same_behaviour import ROOT, checkout, prepared
 
 PROBE = ROOT / "benchmarks" / "_engine_probe.py"
 RESAMPLES = 2000
+
+
+class Comparison(NamedTuple):
+    """A row's medians in microseconds per task, the median of the paired ratios, and its interval."""
+
+    before: float
+    after: float
+    ratio: float
+    interval: tuple[float, float]
 
 
 class Tree:
@@ -79,32 +89,32 @@ def main() -> int:
         after.close()
     figures = {row: compared(pairs[row]) for row in rows}
     for row, figure in figures.items():
-        low, high = figure["interval"]
-        print(f"{row:40} {figure['ratio']:.3f}  ({low:.3f} to {high:.3f})")
+        low, high = figure.interval
+        print(f"{row:40} {figure.ratio:.3f}  ({low:.3f} to {high:.3f})")
     if options.out is not None:
         command = f"python benchmarks/engine_paired.py {options.before} --rounds {options.rounds}"
         result = {
             "command": command,
             "machine": this_machine(),
             "load_before_each_round": loads,
-            "rows": figures,
+            "rows": {row: figure._asdict() for row, figure in figures.items()},
         }
         options.out.write_text(json.dumps(result, indent=2) + "\n")
-    return int(any(figure["interval"][0] > 1.03 for figure in figures.values()))
+    return int(any(figure.interval[0] > 1.03 for figure in figures.values()))
 
 
-def compared(pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
-    """Medians in microseconds per task, the median of the paired ratios, and its interval."""
+def compared(pairs: Sequence[tuple[float, float]]) -> Comparison:
+    """Compare a row's figures before and after, as measured in each round."""
     ratios = [after / before for before, after in pairs]
     random = Random(0)
     medians = sorted(median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    interval = [round(medians[int(RESAMPLES * share)], 4) for share in (0.025, 0.975)]
-    return {
-        "before": round(median(before for before, _ in pairs), 3),
-        "after": round(median(after for _, after in pairs), 3),
-        "ratio": round(median(ratios), 4),
-        "interval": interval,
-    }
+    low, high = (round(medians[int(RESAMPLES * share)], 4) for share in (0.025, 0.975))
+    return Comparison(
+        round(median(before for before, _ in pairs), 3),
+        round(median(after for _, after in pairs), 3),
+        round(median(ratios), 4),
+        (low, high),
+    )
 
 
 if __name__ == "__main__":
