@@ -1,317 +1,37 @@
-"""Conformance suites for plug-ins: what every policy, device and transport must do, for its author to run.
+"""Conformance suites for plug-ins: the promises of every policy, device and transport, for their authors to check.
+
+Call them in tests of your own:
 
     from moesched.testing import check_policy
+
     def test_my_policy():
         check_policy(MyPolicy)
-
-A policy is run on several machines, models and batches, on the virtual clock and on real threads, on symbols instead
-of tensors (checking/symbolic.py), with every transition of the engine checked. It must either refuse a plan that does
-not fit, or end with exactly the tokens of the model.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from moesched.testing.device_checks import check_device
+from moesched.testing.policy_checks import (
+    CLOCKS,
+    Case,
+    Clock,
+    Ended,
+    check_policy,
+    node_cases,
+    policy_cases,
+    run_on_symbols,
+)
+from moesched.testing.transport_checks import check_transport
 
-import msgspec
-
-from moesched import plugins
-from moesched.drivers.lanes import LaneKind
-from moesched.drivers.realtime import RealtimeDriver
-from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
-from moesched.errors import BadInput
-from moesched.machines import Machine, load_machine
-from moesched.machines.local import unified_machine
-from moesched.machines.networks import load_network
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.config import ModelConfig
-from moesched.models.layout import WeightLayout, weight_layout
-from moesched.models.random_model import write_random_model
-from moesched.requests.batch import split_batch
-from moesched.runs.assembly import assemble, close_at_end
-from moesched.runs.hardware import run
-from moesched.runs.planning import plan_run
-from moesched.runs.ranks import OnDevices, Rank
-from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import Device, Observer, Policy, is_expert_parallel
-from moesched.steps.plan import Plan
-from moesched.tasks import Lane, Task
-from moesched.testing.symbolic import SymbolicDevice, expected_tokens
-from moesched.testing.transport_checks import check_transport as check_transport
-from moesched.trace import LaneName, Recorder, Recording
-
-Clock = Literal["virtual", "shared", "real"]
-CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
-"""The virtual clock, the same with tasks slowing each other down, and real threads."""
-
-
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One situation that a policy must cope with.
-
-    Attributes:
-        weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
-        pages_per_expert: into how many pages each expert is cut, at least.
-        nodes: how many of the machine share the experts.
-    """
-
-    name: str
-    machine: Machine
-    layers: int = 3
-    experts: int = 4
-    top_k: int = 2
-    prompts: tuple[int, ...] = (3, 5, 2, 4)
-    new_tokens: int = 3
-    micro_batch_size: int = 2
-    weights: float = 1.2
-    pages_per_expert: int = 1
-    nodes: int = 1
-
-    def layout(self) -> WeightLayout:
-        """The weights of a small model, cut into pages."""
-        whole = weight_layout(self.config())
-        expert = sum(page.nbytes for page in whole.expert(0, 0))
-        return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
-
-    def plan(self, policy: Policy, node: int = 0) -> Plan:
-        """What the policy plans, for one of the nodes.
-
-        Raises:
-            BadInput: the policy's plan does not fit.
-        """
-        layout = self.layout()
-        batch = split_batch(self.prompts, self.new_tokens, self.micro_batch_size)
-        empty = Plan(self.machine, layout, batch)
-        fast = empty.memory("accelerator")
-        cache = batch.cache_tokens * layout.config.layers * empty.operations.kv_bytes
-        weights = int(self.weights * sum(page.nbytes for page in layout.pages))
-        budgets = {fast.name: fast.used + cache + weights}
-        return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
-
-    def config(self) -> ModelConfig:
-        """The shape of the model."""
-        return ModelConfig(
-            name=self.name,
-            layers=self.layers,
-            hidden=32,
-            intermediate=64,
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            experts=self.experts,
-            top_k=self.top_k,
-            vocabulary=64,
-            norm_eps=1e-5,
-            rope_theta=1e4,
-            sliding_window=None,
-            max_positions=128,
-            tied_embeddings=False,
-            stop_tokens=(),
-            dtype="bfloat16",
-        )
-
-
-def policy_cases() -> list[Case]:
-    """Situations that differ in whatever a schedule may trip over."""
-    gpu = load_machine("t4")
-    unified = unified_machine(
-        "unified",
-        memory=10**9,
-        disk=10**10,
-        flops={"bfloat16": 1e11},
-        memory_bandwidth=2e10,
-        disk_bandwidth=1e9,
-    )
-    return [
-        Case(name="roomy GPU", machine=gpu),
-        Case(name="roomy unified memory", machine=unified),
-        Case(name="tight GPU", machine=gpu, weights=0.7),
-        Case(name="tight unified memory", machine=unified, weights=0.7),
-        Case(name="one micro-batch", machine=gpu, weights=0.7, micro_batch_size=8),
-        Case(
-            name="two layers, many micro-batches", machine=gpu, layers=2, micro_batch_size=1, prompts=(1,) * 5
-        ),
-        Case(name="uneven micro-batches", machine=unified, weights=0.8, micro_batch_size=3),
-        Case(name="experts of several pages", machine=gpu, weights=0.7, pages_per_expert=3),
-        Case(name="odd layers, deep", machine=unified, layers=7, weights=0.5),
-        Case(name="weights on the disk", machine=load_machine("t4-nvme"), weights=0.7),
-        Case(name="one layer", machine=gpu, layers=1, weights=2.2),
-        Case(name="one new token", machine=gpu, new_tokens=1),
-        Case(name="dense model", machine=unified, experts=1, top_k=1),
-        Case(name="roomy GPUs", machine=load_machine("t4x2")),
-        Case(name="tight GPUs", machine=load_machine("t4x2"), layers=7, weights=0.5, micro_batch_size=1),
-    ]
-
-
-def node_cases() -> list[Case]:
-    """Situations of a policy that shares experts among nodes."""
-    roomy = {case.name: case for case in policy_cases()}
-    gpu, unified = roomy["roomy GPU"].machine, roomy["roomy unified memory"].machine
-    network = load_network("10gbe")
-    gpu, unified = (msgspec.structs.replace(machine, network=network) for machine in (gpu, unified))
-    return [
-        Case(name="two nodes", machine=unified, nodes=2),
-        Case(name="nodes with a GPU", machine=gpu, nodes=2, micro_batch_size=1),
-        Case(name="three nodes, experts that do not divide", machine=unified, nodes=3, experts=5, top_k=3),
-        Case(name="more nodes than experts chosen", machine=unified, nodes=4, experts=8, top_k=1, layers=2),
-        Case(name="nodes, one layer", machine=unified, nodes=2, layers=1, weights=2.2),
-        Case(name="nodes, one new token", machine=unified, nodes=2, new_tokens=1),
-    ]
-
-
-class Ended(msgspec.Struct):
-    """A run of a policy on symbols that came to its end: what came out, and what should have; of the first node."""
-
-    plan: Plan
-    tokens: list[list[int]]
-    expected: list[list[int]]
-    tasks: list[Task]
-    nanoseconds: int
-
-
-def run_on_symbols(
-    policy: Policy,
-    plan: Plan,
-    clock: Clock = "virtual",
-    *,
-    device: SymbolicDevice | None = None,
-    observers: Sequence[Observer] = (),
-    peers: Sequence[tuple[Plan, Policy]] = (),
-) -> Ended:
-    """Run a plan on symbols, with the engine checked.
-
-    Args:
-        peers: the other nodes, where several work on one model.
-
-    Raises:
-        AssertionError: a peer came to other tokens than the first node.
-        PolicyError: the policy submitted something illegal.
-        BrokenRule: the engine broke one of its own rules.
-    """
-    first = device or SymbolicDevice()
-    devices = [first, *(SymbolicDevice() for _ in peers)]
-    ranks = [Rank(*each, own) for each, own in zip([(plan, policy), *peers], devices, strict=True)]
-    for number, own in enumerate(devices):
-        own.join(number, None, first)
-        own.begin(ranks[number].plan)
-    if clock == "real":
-        tokens, tasks, now = _run_in_real_time(ranks, observers)
-    else:
-        tokens, tasks, now = _run_virtual(ranks, observers, sharing=clock == "shared")
-    assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes came to different tokens"
-    return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
-
-
-def check_policy(
-    make: Callable[[], Policy], cases: Iterable[Case] = (), clocks: Iterable[Clock] = CLOCKS
-) -> int:
-    """Run a policy in every case; returns how many cases it took on.
-
-    Args:
-        make: makes the policy, anew for each run.
-        cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
-        clocks: by default the virtual clock, without and with sharing, and real threads.
-
-    Raises:
-        AssertionError: the policy ended with wrong tokens, passed a budget, or took on no case.
-        PolicyError: it submitted something illegal.
-    """
-    taken = 0
-    if not cases:
-        cases = policy_cases() + (node_cases() if is_expert_parallel(make()) else [])
-    for case in cases:
-        for clock in clocks:
-            policies = [make() for _ in range(case.nodes)]
-            try:
-                plans = [case.plan(policy, node) for node, policy in enumerate(policies)]
-            except BadInput:
-                break
-            (plan, policy), *peers = zip(plans, policies, strict=True)
-            ended = run_on_symbols(policy, plan, clock, peers=peers)
-            assert ended.tokens == ended.expected, f"{case.name}, {clock}: wrong tokens"
-            memories = [memory for each in plans for memory in each.memories.values()]
-            over = [memory.name for memory in memories if memory.peak > memory.capacity]
-            assert not over, f"{case.name}, {clock}: more than the budget of {over}"
-        else:
-            taken += 1
-    assert taken, "the policy took on none of the cases: its plans never fit"
-    return taken
-
-
-def check_device(
-    make: Callable[[Checkpoint, WeightLayout], Device], machine: Machine, policies: Iterable[str] = ()
-) -> list[list[int]]:
-    """Check what every device promises, on a small random model; returns its tokens, to be held against another's.
-
-    Args:
-        make: makes the device, anew for each run.
-        machine: what the device is.
-        policies: names; by default those that ship.
-
-    Raises:
-        AssertionError: the tokens depend on the policy, tasks of one lane ran at once, or a lane is of no known kind.
-    """
-    config = Case(name="a device's", machine=machine).config()
-    prompts = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
-    outcomes: dict[str, list[list[int]]] = {}
-    with TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(write_random_model(config, Path(folder) / "model", dtype="float32"))
-        for name in policies or ("resident", "layer_streaming", "cgopipe", "expert_streaming"):
-            device, recorder = make(checkpoint, weight_layout(config, "float32")), Recorder()
-            policy = plugins.make_policy(name)
-            batch = split_batch([len(prompt) for prompt in prompts], 3, 2)
-            plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
-            strange = set(device.kinds.values()) - set(get_args(LaneKind))
-            assert not strange, f"lanes are of kinds that nobody knows: {strange}"
-            outcomes[name] = run(plan, policy, device, prompts, recorder=recorder).tokens or []
-            _check_lanes(name, recorder.recording())
-    first, *others = outcomes.items()
-    for name, tokens in others:
-        assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
-    return first[1]
-
-
-def _check_lanes(name: str, recording: Recording) -> None:
-    """Whether each lane ran one task at a time."""
-    ends: dict[LaneName, int] = {}
-    for each in sorted(recording.slices, key=lambda each: each.start):
-        before = ends.get(each.lane, 0)
-        assert before <= each.start <= each.end, (
-            f"{name}: {each.label} ran beside another task of {each.lane}"
-        )
-        ends[each.lane] = each.end
-
-
-def _run_virtual(
-    ranks: Sequence[Rank], observers: Sequence[Observer], *, sharing: bool
-) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Each rank's tokens, the first one's tasks, and how long it took."""
-    engines: list[CheckedEngine] = []
-
-    def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
-        engines.append(CheckedEngine(lanes))
-        return engines[-1]
-
-    virtual = VirtualRun(ranks, sharing=sharing, make_engine=make_engine, observers=observers)
-    return virtual.run(), engines[0].tasks, virtual.now
-
-
-def _run_in_real_time(
-    ranks: Sequence[Rank], observers: Sequence[Observer]
-) -> tuple[list[list[list[int]]], list[Task], int]:
-    """The same on real threads."""
-    rank_runs = [assemble(rank, CheckedSharedEngine) for rank in ranks]
-    execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
-    driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)
-
-    async def generate() -> list[list[list[int]]]:
-        return await driver.run(*(each.generation.run() for each in rank_runs))
-
-    with ExitStack() as opened:
-        for each in rank_runs:
-            close_at_end(opened, each)
-        return asyncio.run(generate()), rank_runs[0].engine.tasks, driver.now
+__all__ = [
+    "check_policy",
+    "check_device",
+    "check_transport",
+    "run_on_symbols",
+    "Ended",
+    "Case",
+    "Clock",
+    "CLOCKS",
+    "policy_cases",
+    "node_cases",
+]

@@ -1,4 +1,4 @@
-"""What every transport must do, checked between ranks that are threads of this process."""
+"""The conformance suite of transports, between ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from moesched.errors import TransportError
-from moesched.seams import Exchange, Transport
+from moesched.seams import Abandons, Exchange, Transport
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
             _close(transports)
     _check_disagreement_is_named(make(2))
     _check_close_wakes_the_waiting(make(2))
+    _check_an_abandoned_exchange_ends(make(2))
 
 
 def _check_all_reduce(transports: Sequence[Transport]) -> None:
@@ -47,6 +48,7 @@ def _check_all_reduce(transports: Sequence[Transport]) -> None:
         for total in _at_once(calls):
             assert total.dtype == expected.dtype and total.shape == expected.shape, "another shape or type"
             assert total.tobytes() == expected.tobytes(), "not the sum in the order of ranks"
+            total[:] = 0  # a result belongs to its caller: the others keep theirs
         assert parts.tobytes() == before.tobytes(), "a part was changed"
 
 
@@ -99,8 +101,20 @@ def _check_close_wakes_the_waiting(transports: Sequence[Transport]) -> None:
         assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
 
 
+def _check_an_abandoned_exchange_ends(transports: Sequence[Transport]) -> None:
+    waits, leaves = transports
+    if isinstance(leaves, Abandons):
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(waits.all_reduce, 0, Exchange(0), np.ones(2, np.float32))
+            leaves.abandon(1, Exchange(0), "out of luck")
+            error = waiting.exception(timeout=30)
+        assert isinstance(error, TransportError), "a rank waits on for one that abandoned the exchange"
+        assert "out of luck" in str(error), "the reason is not given"
+    _close(transports)
+
+
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What the ranks' calls return; the last rank begins."""
+    """The results of the ranks' calls; the last rank begins."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in reversed(calls)]
         return [each.result() for each in reversed(running)]

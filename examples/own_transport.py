@@ -1,0 +1,87 @@
+"""A transport of one's own: the ranks are threads of a process. Written from `moesched.seams.Transport` alone.
+
+The conformance suite takes it as `check_transport(lambda ranks: [ThreadTransport(ranks)] * ranks)`.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+from threading import Condition
+from typing import Any
+
+import numpy.typing as npt
+
+from moesched.errors import TransportError
+from moesched.seams import Exchange
+
+Array = npt.NDArray[Any]
+
+
+class ThreadTransport:
+    """Ranks meet around one lock: each leaves its part, and takes a copy of all parts when everybody has come.
+
+    Args:
+        ranks: how many threads meet.
+        timeout_seconds: how long a rank waits for the others.
+    """
+
+    def __init__(self, ranks: int, timeout_seconds: float = 30.0) -> None:
+        self._ranks = ranks
+        self._timeout = timeout_seconds
+        self._lock = Condition()
+        self._meetings: dict[int, Meeting] = {}
+        self._closed = False
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """Sum the parts in the order of the ranks."""
+        total: Array = reduce(add, self._meet(rank, exchange, part))
+        return total
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """Take the root's part."""
+        return self._meet(rank, exchange, array)[root]
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """Take all parts on the root."""
+        parts = self._meet(rank, exchange, part)
+        return parts if rank == root else None
+
+    async def aclose(self) -> None:
+        """Send everybody home who still waits."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    def _meet(self, rank: int, exchange: Exchange, part: Array | None) -> list[Any]:
+        """Copies of the parts of all ranks, in their order."""
+        with self._lock:
+            meeting = self._meetings.setdefault(exchange.ticket, Meeting())
+            meeting.parts[rank] = part if part is None else part.copy()
+            meeting.signatures[rank] = exchange.signature
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._closed or self._all_in(meeting), self._timeout)
+            if not self._all_in(meeting):
+                missing = sorted(set(range(self._ranks)) - meeting.parts.keys())
+                raise TransportError(f"rank {rank} waited for ranks {missing} in exchange {exchange.ticket}")
+            if len(set(meeting.signatures.values())) > 1:
+                raise TransportError(
+                    f"the ranks disagree on exchange {exchange.ticket}: {meeting.signatures}"
+                )
+            meeting.left += 1
+            if meeting.left == self._ranks:
+                del self._meetings[exchange.ticket]
+            parts = [meeting.parts[each] for each in range(self._ranks)]
+        return [part if part is None else part.copy() for part in parts]
+
+    def _all_in(self, meeting: Meeting) -> bool:
+        return len(meeting.parts) == self._ranks
+
+
+class Meeting:
+    """One exchange while it lasts."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Array | None] = {}
+        self.signatures: dict[int, str] = {}
+        self.left = 0

@@ -1,0 +1,140 @@
+"""The conformance suite of devices: real runs of a small random model, batch after batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import anyio
+
+from moesched import plugins
+from moesched.drivers.lanes import LaneKind
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.seams import CountsReads, Device, KeepsTime
+from moesched.tasks import Task
+from moesched.testing.policy_checks import Case
+from moesched.trace import LaneName, Recorder, Recording
+
+Make = Callable[[Checkpoint, WeightLayout], Device]
+
+PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
+NEW_TOKENS = 3
+POLICIES = ("resident", "layer_streaming", "cgopipe", "expert_streaming")
+
+
+def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
+    """Check what every device promises, on a small random model; returns its tokens, to be held against another's.
+
+    Args:
+        make: makes the device; its class will do.
+        machine: a machine that the device can be.
+        policies: names of policies; by default four that differ in what they keep and stream.
+
+    Raises:
+        AssertionError: the tokens depend on the policy or on the batch before, a value is not what its verb promises,
+            tasks of one lane ran at once, or another promise of `moesched.seams.Device` is broken.
+    """
+    config = Case(name="a device's", machine=machine).config()
+    outcomes: dict[str, list[list[int]]] = {}
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_random_model(config, Path(folder) / "model", dtype="float32"))
+        _check_unused(make(checkpoint, weight_layout(config, "float32")))
+        _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
+        for name in policies or POLICIES:
+            outcomes[name] = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, name)
+    first, *others = outcomes.items()
+    for name, tokens in others:
+        assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
+    return first[1]
+
+
+def _check_unused(device: Device) -> None:
+    """Closing comes before the first batch where a plan does not fit."""
+    for page in device.layout.pages:
+        size = device.slot_bytes(page)
+        assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
+        assert size == device.slot_bytes(page), "slot_bytes is not constant"
+    anyio.run(device.aclose)
+
+
+def _check_bad_prompts(device: Device, machine: Machine) -> None:
+    outside = [[device.layout.config.vocabulary]]
+    policy = plugins.make_policy("resident")
+    plan = plan_run(machine, device.layout, split_batch([1], 1, 1), policy, slot_bytes=device.slot_bytes)
+    try:
+        run(plan, policy, device, outside)
+    except BadInput:
+        return
+    raise AssertionError("begin takes a token id that is outside the vocabulary")
+
+
+def _tokens(device: Device, machine: Machine, name: str) -> list[list[int]]:
+    """The tokens of a policy, the same in two batches, one after the other."""
+    unknown = set(device.kinds.values()) - set(get_args(LaneKind))
+    assert not unknown, f"lanes are of unknown kinds: {unknown}"
+    batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
+    found = []
+    for last in (False, True):
+        before = device.bytes_read if isinstance(device, CountsReads) else 0
+        policy, recorder = plugins.make_policy(name), Recorder()
+        plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
+        values = _Values(device.layout.config, batch)
+        report = run(plan, policy, device, PROMPTS, recorder=recorder, observers=[values], keep_open=not last)
+        found.append(report.tokens or [])
+        values.check()
+        _check_lanes(name, recorder.recording())
+        if isinstance(device, CountsReads):
+            assert device.bytes_read >= before, "bytes_read went back"
+        if isinstance(device, KeepsTime):
+            now = device.clock()
+            assert device.clock() >= now, "the clock went back"
+    assert found[0] == found[1], f"{name}: the tokens of a batch depend on the batch before"
+    return found[1]
+
+
+class _Values:
+    """Collects the values that `route`, `post_attention` and `sample` came to."""
+
+    def __init__(self, config: ModelConfig, batch: Batch) -> None:
+        self._config = config
+        self._batch = batch
+        self._tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        """Note a task."""
+        self._tasks.append(task)
+
+    def check(self) -> None:
+        """Every token has as many rows as experts were chosen for it; every sequence gets one token."""
+        for task in self._tasks:
+            requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
+            if task.verb in ("route", "post_attention"):
+                tokens = sum(1 if task.step else self._batch.prompts[request] for request in requests)
+                rows = sum(task.value.values())
+                assert rows == tokens * self._config.top_k, (
+                    f"{task.label} gives {rows} rows to {tokens} tokens"
+                )
+                assert all(task.value.values()), f"{task.label} names an expert without rows"
+            elif task.verb == "sample":
+                assert len(task.value) == len(requests), f"{task.label} gives {len(task.value)} tokens"
+
+
+def _check_lanes(name: str, recording: Recording) -> None:
+    """Whether each lane ran one task at a time."""
+    ends: dict[LaneName, int] = {}
+    for each in sorted(recording.slices, key=lambda each: each.start):
+        before = ends.get(each.lane, 0)
+        assert before <= each.start <= each.end, (
+            f"{name}: {each.label} ran beside another task of {each.lane}"
+        )
+        ends[each.lane] = each.end

@@ -1,0 +1,84 @@
+"""A device and a transport from outside the tree pass the conformance suites; broken ones do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesched import plugins
+from moesched.devices.torch.device import TorchDevice
+from moesched.machines.local import unified_machine
+from moesched.seams import Exchange
+from moesched.testing import check_device, check_transport
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ONE_MEMORY = unified_machine(
+    "one memory",
+    memory=10**9,
+    disk=10**10,
+    flops={"float32": 1e11, "bfloat16": 1e11},
+    memory_bandwidth=2e10,
+    disk_bandwidth=1e9,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names like own_device:NumpyDevice are looked up in the current folder."""
+    monkeypatch.chdir(EXAMPLES)
+
+
+def own_device() -> Any:
+    return plugins.find("devices", "own_device:NumpyDevice")
+
+
+def own_transport() -> Any:
+    return plugins.find("transports", "own_transport:ThreadTransport")
+
+
+def test_a_device_of_ones_own_gives_the_tokens_of_the_torch_device() -> None:
+    assert check_device(own_device(), ONE_MEMORY) == check_device(TorchDevice, ONE_MEMORY)
+
+
+def test_a_device_whose_tokens_depend_on_the_batch_before_is_found_out() -> None:
+    class Forgetless(own_device()):  # type: ignore[misc]  # found by name
+        def begin(self, plan: Any, prompts: Any, sampling: Any) -> None:
+            cache = dict(self._cache)
+            super().begin(plan, prompts, sampling)
+            self._cache.update(cache)
+
+    with pytest.raises(AssertionError, match="depend on the batch before"):
+        check_device(Forgetless, ONE_MEMORY, ["resident"])
+
+
+def test_a_device_that_loses_a_row_is_found_out() -> None:
+    class Careless(own_device()):  # type: ignore[misc]  # found by name
+        def execute(self, task: Any) -> Any:
+            value = super().execute(task)
+            return dict(list(value.items())[1:]) if task.verb == "post_attention" else value
+
+    with pytest.raises(AssertionError, match=r"gives \d+ rows to \d+ tokens"):
+        check_device(Careless, ONE_MEMORY, ["resident"])
+
+
+def test_a_transport_of_ones_own_passes() -> None:
+    kind = own_transport()
+    check_transport(lambda ranks: [kind(ranks)] * ranks)
+
+
+def test_a_transport_that_hands_out_one_array_to_all_is_found_out() -> None:
+    class Shared(own_transport()):  # type: ignore[misc]  # found by name
+        def __init__(self, ranks: int) -> None:
+            super().__init__(ranks)
+            self._totals: dict[int, Any] = {}
+
+        def all_reduce(self, rank: int, exchange: Exchange, part: Any) -> Any:
+            return self._totals.setdefault(
+                exchange.ticket, super().all_reduce(rank, exchange, np.array(part))
+            )
+
+    with pytest.raises(AssertionError, match="not the sum in the order of ranks"):
+        check_transport(lambda ranks: [Shared(ranks)] * ranks)
