@@ -79,7 +79,7 @@ def is_expert_parallel(policy: object) -> bool:
 
 
 class Demand(NamedTuple):
-    """What one task asks of the machine.
+    """The demand of one task on the machine.
 
     Attributes:
         seconds: its time alone on the machine.
@@ -98,7 +98,7 @@ class Demand(NamedTuple):
 
 
 def at_once(sorts: Iterable[str]) -> str:
-    """What tasks of these sorts are called while they run at once."""
+    """The canonical name of a set of concurrent sorts of task."""
     return " + ".join(sorted(sorts))
 
 
@@ -121,7 +121,7 @@ class Delay(Protocol):
     """
 
     def __call__(self, task: Task, now: int) -> int:
-        """How many nanoseconds longer than its work says a task takes that starts now."""
+        """The nanoseconds by which a task that starts now takes longer than its work says."""
 
 
 class Device(Protocol):
@@ -391,4 +391,4 @@ class Routing(Protocol):
     """Says which experts tokens take where no router runs. Pure in its arguments and its seed."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """How many of a micro-batch's tokens go to each expert that gets any, in ascending order of expert."""
+        """The number of a micro-batch's tokens for each expert that gets any, in ascending order of expert."""

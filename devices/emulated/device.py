@@ -120,7 +120,7 @@ class EmulatedDevice:
 
     @property
     def own_bytes(self) -> int:
-        """What products take beside what a plan reserves."""
+        """Bytes beyond the plan, of the torch device."""
         return self._torch.own_bytes
 
     @property
@@ -129,7 +129,7 @@ class EmulatedDevice:
         return self._torch.bytes_read
 
     def slot_bytes(self, page: Page) -> int:
-        """What a page takes in a slot."""
+        """Bytes that a page takes in a slot."""
         return self._torch.slot_bytes(page)
 
     def clock(self) -> int:
@@ -181,7 +181,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """How real work and dilated time compare since `begin`, loading left out."""
+        """Real work compared with dilated time since `begin`, without loading."""
         wall, busy = self._since
         core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()
         lanes = {name: meter.result() for name, meter in self._meters.items() if meter.modelled}

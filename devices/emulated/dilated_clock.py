@@ -12,7 +12,7 @@ NAP_NANOSECONDS = 2_000_000
 
 
 class DilatedClock:
-    """Stands at 0 until it is given a pace; then it is so many times slower than the real one."""
+    """Stands at 0 until `run`; then runs slower than the real clock by the dilation."""
 
     def __init__(self) -> None:
         self._pace: tuple[int, int, float] | None = None

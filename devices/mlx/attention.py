@@ -41,7 +41,7 @@ class MlxAttention:
 
     @property
     def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What runs each verb: made when asked for, so that nothing that it holds outlives a batch."""
+        """The implementation of each verb; built on request, so that no reference outlives a batch."""
         return {
             "embed": self._embed,
             "pre_attention": self._pre_attention,

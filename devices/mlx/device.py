@@ -103,7 +103,7 @@ class MlxDevice:
         return self._reader.bytes_read
 
     def slot_bytes(self, page: Page) -> int:
-        """What a page takes in a slot."""
+        """Bytes that a page takes in a slot."""
         return self._reader.bytes_in_slot(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:

@@ -22,7 +22,7 @@ Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""From so many rows on, Metal reads an expert's weights once for neighbouring rows, if it is told that these are
+"""From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if it is told that these are
 sorted. What counts is the rows of a whole micro-batch: it chooses another kernel, whose last bits differ."""
 
 
@@ -39,7 +39,7 @@ class Stack(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which expert of a stack each row goes to.
+    """The expert of a stack for each row.
 
     places_n: the expert's place in the stack, uint32, ascending. counts: how many rows each place has, where the host
     knows: without it the rows can only be gathered. many: whether the micro-batch has `MANY_ROWS`.
@@ -159,7 +159,7 @@ def _attend(q_SHqd: Array, view: KVView, window: int | None) -> Array:
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | str | None:
-    """Which of the keys first_key .. stop-1 the queries at positions start .. stop-1 see."""
+    """The mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a key."""
     if stop - start == 1:
         return None  # all of them
     if window is None:
@@ -201,7 +201,7 @@ def gathers(dtype: mx.Dtype) -> bool:
 
 
 def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
-    """What experts make of their rows: silu(gate x) * up x, brought back to the hidden size by down.
+    """The experts' outputs for their rows: down (silu(gate x) * up x).
 
     A row's result depends on no other row, so that it does not show whether experts run together or one by one.
 

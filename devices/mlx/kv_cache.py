@@ -62,7 +62,7 @@ class RequestsKV:
         return arrays
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """What the step's requests have in the cache, in the step's order, new tokens included; no copies."""
+        """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:

@@ -1,4 +1,4 @@
-"""What MLX runs on: which machine that is, and how much of its memory the driver keeps wired."""
+"""The machine that MLX runs on, and the limit of memory that its driver keeps wired."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def require_unified(machine: Machine) -> None:
 
 
 class WiredPages:
-    """How much memory Metal may keep wired, so that weights that lie idle need not be wired again.
+    """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
 
     The limit is the process's: whoever sets it gives it back. Without Metal MLX takes the call and does nothing.
 
@@ -79,7 +79,7 @@ class WiredPages:
         return WiredPages(mx.set_wired_limit, _recommended())
 
     def set(self, nbytes: int) -> None:
-        """Have so many bytes wired, as far as the system recommends it."""
+        """Keep up to `nbytes` wired, and no more than the system recommends."""
         before = self._set_limit(nbytes if self._recommended is None else min(nbytes, self._recommended))
         if self._before is None:
             self._before = before

@@ -1,4 +1,4 @@
-"""What the MLX device has of one micro-batch between its kernels."""
+"""The arrays of one micro-batch between its kernels."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class MlxMoELayer:
 
     @property
     def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What runs each verb: made when asked for, so that nothing that it holds outlives a batch."""
+        """The implementation of each verb; built on request, so that no reference outlives a batch."""
         return {
             "preview_route": self.preview_route,
             "run_expert": self.run_expert,
@@ -60,7 +60,7 @@ class MlxMoELayer:
         }
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """What follows the output projection: router, all experts, combine.
+        """Run all that follows the output projection: router, experts, combine.
 
         Where all experts are in one stack, the host learns at the end who was routed where; else it waits for that, and
         they run one after the other.
@@ -107,7 +107,7 @@ class MlxMoELayer:
         return _with_rows(batch.counts)
 
     def preview_route(self, task: Task) -> dict[int, int]:
-        """What another layer's norm and router make of the hidden state: the rows that each expert would have."""
+        """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
         return _with_rows(self._count(self.route(task)))
 
     def run_expert(self, task: Task) -> None:

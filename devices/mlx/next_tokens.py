@@ -55,7 +55,7 @@ class MlxNextTokens:
 
     @property
     def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """What runs each verb: made when asked for, so that nothing that it holds outlives a batch."""
+        """The implementation of each verb; built on request, so that no reference outlives a batch."""
         return {"sample": self.sample}
 
     def sample(self, task: Task) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a node of several does on MLX: sums of its own experts, and exchanges with the others, as numpy arrays.
+"""Operations on MLX that exist only in multi-node runs: sums of the node's own experts, exchanged as numpy arrays.
 
 Exchanges are numpy to numpy, on whatever thread; kernels before and behind them turn arrays into the host's and back on
 the device's thread.

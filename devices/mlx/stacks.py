@@ -22,7 +22,7 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """Which pages an array has: those of a layer's experts, or of an expert in all layers."""
+    """Names an array of pages: a layer's experts, or an expert in all layers."""
 
     by: StackedBy
     number: int
@@ -117,7 +117,7 @@ class StackedExpert:
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
-    """Which array each page of an expert that stays goes to, by the page's id; not all go to one.
+    """The array for each expert page that stays, by the page's id; some pages have none.
 
     Layers that stay whole are stacked by layer, experts of other layers that stay in all of them by expert, as far as
     the system allocates so much at once.

@@ -23,14 +23,14 @@ from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
 class Weights(NamedTuple):
-    """What a view shows of a layer: dense tensors by name, as row blocks, and for each expert its stack and place."""
+    """A layer's weights in a view: dense tensors by name as row blocks, and each expert's stack and index in it."""
 
     dense: dict[str, list[Array]]
     experts: dict[int, tuple[Stack, int]]
 
 
 class MlxWeights:
-    """Where every page of a batch is.
+    """The pages of a batch, in slots and stacks.
 
     Args:
         reader: reads pages; on any thread, as long as no kernel is under way that reads the same slot.

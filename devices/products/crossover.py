@@ -67,7 +67,7 @@ def _measure(variant: str) -> int:
 
 
 def most_saved(ratios: Mapping[int, float]) -> int:
-    """Where to end: the number of rows up to which the product of all ratios is smallest, 0 if it is never below one.
+    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below one.
 
     One ratio that another process spoiled does not cut off the rows behind it.
 

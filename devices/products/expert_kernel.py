@@ -34,7 +34,7 @@ def _built() -> list[Path]:
 
 @cache
 def build() -> str:
-    """Which build of the library this is, as a checksum; nothing where it was not compiled."""
+    """The checksum of the compiled library; empty if it was not compiled."""
     return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
 
 
@@ -63,7 +63,7 @@ def variants() -> list[str]:
 
 
 def availability() -> str:
-    """What an installation has, in a sentence."""
+    """A sentence on whether the kernel is installed."""
     here = variants()
     return (
         f"CPU expert kernel: {here[0]}" if here else f"no CPU expert kernel, torch does without: {_NOT_BUILT}"

@@ -50,5 +50,5 @@ def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """What an expert's SiLU lets through: silu(gate x)."""
+    """An expert's activations: silu(gate x)."""
     return F.silu(linear(x_nD, gate), inplace=True)

@@ -56,7 +56,7 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """Whether a product of this dtype has the same bits on one core as on so many, packed or not; tried, not assumed.
+    """Whether a product of this dtype has the same bits on one core as on `cores`, packed or not; tried, not assumed.
 
     Where it has not, a product must run on the same number of cores under every policy.
 

@@ -19,7 +19,7 @@ from .team import one_core
 PIECE = 256
 """Rows or columns of a matrix that are converted at a time: more would leave the cache."""
 FEW_ROWS = 2
-"""Up to so many, torch's own is faster unless the matrix lies transposed; with 4 rows it takes a third more."""
+"""Up to here torch's product is faster, unless the matrix is transposed; at 4 rows it takes a third longer."""
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:

@@ -56,5 +56,5 @@ def rows_for_kernel(kernel: str, dtype: str) -> int:
 
 
 def make_kernel(kernel: str, rows: int, pin: bool) -> ExpertKernel | None:
-    """The kernel for up to so many rows, with its threads; none for 0 rows."""
+    """The kernel for up to `rows` rows, with its threads; None for 0 rows."""
     return ExpertKernel(rows, None if kernel == AUTO else kernel, pin=pin) if rows else None

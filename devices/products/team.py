@@ -23,12 +23,12 @@ def affinity() -> list[int]:
 
 
 def usable_cores() -> int:
-    """How many those are."""
+    """The number of cores."""
     return len(affinity())
 
 
 def use_cores(count: int) -> None:
-    """Let torch spread the operations of the calling thread over so many cores from now on."""
+    """Set the number of cores that torch uses for the calling thread's operations."""
     if getattr(_own, "cores", 0) != count:
         torch.get_num_threads()  # a thread's first look takes over the process's number, and must not come later
         torch.set_num_threads(count)

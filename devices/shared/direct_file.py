@@ -52,7 +52,7 @@ class DirectFile:
         return done
 
     def require(self, offset: int, needed: int) -> None:
-        """Raise MoeschedError where the file no longer holds so many bytes from `offset` on."""
+        """Raise MoeschedError if the file no longer holds `needed` bytes from `offset` on."""
         size = os.fstat(self._descriptor).st_size
         if size < offset + needed:
             raise self._ended_early(offset, size - offset, needed)

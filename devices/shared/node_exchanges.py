@@ -1,4 +1,4 @@
-"""What a node of several does without tensors: exchanges of arrays, and tokens that only the first node chooses."""
+"""The exchanges between nodes, as numpy arrays, and the tokens that only the first node samples."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Placement(NamedTuple):
-    """Where rows of a tensor lie in the slot that holds their page."""
+    """The place of a tensor's rows in the slot that holds their page."""
 
     tensor: str
     rows: tuple[int, int]
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How one page is read, and where it comes to lie."""
+    """The reads of one page, and the places of its tensors in a slot."""
 
     placements: tuple[Placement, ...]
     shapes: tuple[tuple[int, ...], ...]  # of each placement's tensor
@@ -109,7 +109,7 @@ class PageReader:
             file.close()
 
     def placements(self, page: Page) -> tuple[Placement, ...]:
-        """Where each extent of the page lies in its slot, in the page's order."""
+        """The place of each extent in the page's slot, in the page's order."""
         return self._plans[page.id].placements
 
     def runs(self, page: Page) -> tuple[Run, ...]:
@@ -197,7 +197,7 @@ class PageReader:
         return self._tensors[extent.tensor].file, self._byte_range(extent.tensor, extent.rows)[0]
 
     def _byte_range(self, name: str, rows: tuple[int, int]) -> tuple[int, int]:
-        """Where the rows begin and end in their file; whole rows also where some of their columns are wanted."""
+        """The range of the rows in their file: whole rows, even if only some columns are needed."""
         stored = self._tensors[name]
         row_bytes = _row_bytes(stored)
         return stored.offset + rows[0] * row_bytes, stored.offset + rows[1] * row_bytes

@@ -8,7 +8,7 @@ from moesched.errors import BadInput
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """Check that a model of so many tokens knows those of the prompts.
+    """Check that the prompts' token ids are within the vocabulary.
 
     Raises:
         BadInput: one is outside the vocabulary.

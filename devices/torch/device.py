@@ -142,12 +142,12 @@ class TorchDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """What the lanes are: worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
+        """Worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
         return {} if self._on_cpu else dict.fromkeys(CUDA_LANES, "stream")
 
     @property
     def streams(self) -> Streams | None:
-        """What issues tasks to the lanes that are streams: the same ones in every run, as memory is kept by stream."""
+        """The issuer of tasks to CUDA streams: the same in every run, since torch keeps memory by stream."""
         if self._on_cpu:
             return None
         if self._cuda is None:
@@ -157,7 +157,7 @@ class TorchDevice:
 
     @property
     def own_bytes(self) -> int:
-        """What products take beside what a plan reserves: oneDNN's code for their shapes."""
+        """Bytes beyond the plan: oneDNN's code for the shapes of products."""
         return CODE_BYTES if self._on_cpu and self._dtype == torch.bfloat16 and has_bfloat16() else 0
 
     @property
@@ -170,7 +170,7 @@ class TorchDevice:
         return self._store.reader.bytes_to_read(page)
 
     def slot_bytes(self, page: Page) -> int:
-        """What a page takes in a slot."""
+        """Bytes that a page takes in a slot."""
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -243,7 +243,7 @@ class TorchDevice:
                 cache.open(sequence, plan.batch.prompts[request] + new_tokens)
 
     def _start(self, plan: Plan) -> None:
-        """What is the same for all batches: threads, and who multiplies."""
+        """Set up what all batches share: threads and the kernel for products."""
         if self._rows_an_expert(plan) <= self._kernel_rows:
             self._store.packing = False  # what is packed is torch's alone
         if not self._store.packing:
@@ -401,7 +401,7 @@ class TorchDevice:
     # -- a micro-batch through a layer -------------------------------------------------------------
 
     def _use_cores_for(self, tokens: int, weights: int) -> None:
-        """Let torch use all cores for a product with so many weights if that is worth it.
+        """Let torch use all cores for a product, given its rows and weights, if that pays.
 
         What decides is the shape alone, never the lane or what else runs: that may show in the bits of float32.
         """
@@ -479,9 +479,9 @@ class TorchDevice:
 
     @property
     def _rank(self) -> int:
-        """Which rank of those that the model is cut over; nodes have all of every matrix."""
+        """This rank, where the model is cut; 0 on a node, which has all of every matrix."""
         return self._number if self.config.ranks > 1 else 0
 
     def _residual(self, state: MicroBatchState) -> Tensor:
-        """What is added to a sum over ranks: by the first of them the hidden states, by the others nothing."""
+        """The residual that this rank adds to a sum over ranks: rank 0 the hidden states, the others zeros."""
         return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)

@@ -1,4 +1,4 @@
-"""Where bad numbers came from: a step whose logits are not finite is run again, with a look at every tensor."""
+"""The origin of values that are not finite: runs a step again and looks at every tensor."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class HostExperts:
     Args:
         accelerator: where the accelerator's tensors are.
         weights: the tensors that a view shows.
-        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        use_cores_for: sets the number of cores for a product, given its rows and weights.
         there: runs the experts of the accelerator.
         products: multiplies.
         watchers: are told of an expert before it runs.

@@ -213,7 +213,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
-    """Keys or values of so many sequences of one length, (S, L, K, d), each from the start of a block on."""
+    """Keys or values of sequences of one length, (S, L, K, d), each from the start of a block on."""
     like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
     memory = tensor_TKd.new_empty(sequences * _room(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
     laid_out, _ = _carved(memory, like_SLKd)
@@ -221,5 +221,5 @@ def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
 
 
 def _room(length: int) -> int:
-    """Tokens of the blocks that hold so many."""
+    """The tokens that fit in the blocks that hold `length`."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

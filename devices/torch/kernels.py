@@ -196,7 +196,7 @@ def _attend_tiles(q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window
 
 
 def _mask(start: int, stop: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the keys first_key .. stop-1 the queries at positions start .. stop-1 see."""
+    """The mask of queries at positions start .. stop-1 over keys first_key .. stop-1: True where a query sees a key."""
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first_key, stop, device=device)
     seen = key <= query

@@ -172,7 +172,7 @@ class BlockedKV:
         self.slots[layer, 1].index_copy_(0, step.slots_T, values_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
-        """What the step's sequences have in the cache, in the step's order, new tokens included.
+        """The cached keys and values of the step's sequences, in the step's order, new tokens included.
 
         Views of the arena where a sequence's blocks lie together, copies where they do not.
         """
@@ -286,7 +286,7 @@ def _join_runs(run: _Run, alone: _Run) -> _Run | None:
 
 
 class _FreeBlocks:
-    """Which blocks nobody has; prefers to give blocks that lie together."""
+    """The free blocks; hands out neighbours where it can."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks

@@ -15,7 +15,7 @@ from .kv_cache import BlockedKV, KVStep
 
 
 class HostRows:
-    """What experts on the host read and leave.
+    """The rows that experts on the host read, and their outputs.
 
     x_TD: hidden states. tokens_n: each row's token.
     """
@@ -34,7 +34,7 @@ class HostRows:
 
 
 class MicroBatchState:
-    """What a micro-batch's kernels leave for each other.
+    """The tensors of one micro-batch between its kernels, and its place in the KV cache.
 
     Those on the host exist where the accelerator has a memory of its own.
 

@@ -22,7 +22,7 @@ from .observers import DeviceObservers
 from .resident_pages import Weights
 
 MOST_UNGROUPED = 128
-"""Up to so many tokens a GPU has read an expert's weights no sooner than it has multiplied by them. So every expert
+"""Up to this many tokens, reading an expert's weights takes a GPU at least as long as computing. So every expert
 gets every token there, and the host need not wait to learn which ones were routed to it."""
 
 
@@ -46,7 +46,7 @@ class MoELayer:
         on_cpu: whether the accelerator is the CPU.
         weights: the tensors that a view shows.
         residual: what is added to the sum of a micro-batch's experts.
-        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        use_cores_for: sets the number of cores for a product, given its rows and weights.
         team: whose cores share out the experts of a layer, if they do.
         products: multiplies.
         watchers: are told which experts were chosen, and before they run.
@@ -84,7 +84,7 @@ class MoELayer:
         }
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """What follows the output projection: router, all experts, combine."""
+        """Run all that follows the output projection: router, experts, combine."""
         state = self._states[task.micro_batch]
         few = (
             not self._on_cpu
@@ -128,7 +128,7 @@ class MoELayer:
         return {expert: count for expert, count in enumerate(counts) if count}
 
     def preview_route(self, task: Task) -> dict[int, int]:
-        """What another layer's norm and router make of the hidden state: the rows that each expert would have."""
+        """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
         state = self._states[task.micro_batch]
         self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
         routed = self._route(state.hidden_TD, self._weights(task.operands))
@@ -177,7 +177,7 @@ class MoELayer:
         _leave_layer(state)
 
     def _is_shared_out(self, rows: int) -> bool:
-        """Whether a core of its own takes an expert of so many rows; the expert kernel has all cores at each."""
+        """Whether an expert with that many rows gets one core; the expert kernel uses all cores for each expert."""
         by_kernel = rows <= self._products.most_rows and not self._config.transposed_down
         return self._team is not None and not by_kernel
 

@@ -35,7 +35,7 @@ class NextTokens:
 
     Args:
         accelerator: where the hidden states are.
-        use_cores_for: sets the number of cores for a product of so many rows with so many weights.
+        use_cores_for: sets the number of cores for a product, given its rows and weights.
         team: whose cores share out the blocks of the LM head, if they do.
         first_request: how many requests came in the batches before.
         kept: where logits (S, V) are left with their sequences, if anywhere.

@@ -1,4 +1,4 @@
-"""What a node of several does otherwise than a device alone: sums of its own experts, rows of the first node's."""
+"""Operations that exist only in multi-node runs: sums of the node's own experts, rows routed by the first node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moesched calibrate` measures with: the torch device's own kernels and reads, on data of the probe's own."""
+"""The operations that `moesched calibrate` times: the torch device's own kernels and reads, on made-up data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """What each thread that calls operations must be within, as the device's lanes are."""
+        """The context in which each thread calls operations, the same as for the device's lanes."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
@@ -79,7 +79,7 @@ class TorchProbe:
         return of_rows
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
-        """Reads of so many pieces of the file, as a transfer of so many pages, into memory like that of page slots."""
+        """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into memory like that of slots."""
         if path not in self._files:
             self._files[path] = DirectFile(path)
         file = self._files[path]

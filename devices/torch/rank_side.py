@@ -1,4 +1,4 @@
-"""What a rank of several does otherwise than a device alone: all-reduces, and the logits of its rows of the LM head."""
+"""Operations that exist only in tensor-parallel runs: all-reduces, and logits of the rank's rows of the LM head."""
 
 from __future__ import annotations
 

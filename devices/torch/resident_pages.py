@@ -38,7 +38,7 @@ class ResidentPages:
         return len(wanted) - len(self._pages)
 
     def expect(self, count: int, staging: list[torch.Tensor]) -> None:
-        """Get ready to load so many pages; the last `load` returns when all of them are rearranged.
+        """Get ready to load `count` pages; the last `load` returns when all of them are packed.
 
         staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
         """

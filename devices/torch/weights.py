@@ -159,7 +159,7 @@ class WeightStore:
         return self.reader.read_tensor(name).to(self.accelerator)
 
     def arranged(self, matrix_ND: Tensor) -> Tensor:
-        """What is kept of a tensor that stays, in memory of its own."""
+        """A copy of a tensor that stays, packed where that pays."""
         if self.packing and matrix_ND.dim() == 2:
             packed = pack(matrix_ND)
             if packed_bytes(packed) <= matrix_ND.nbytes:
@@ -167,7 +167,7 @@ class WeightStore:
         return copy_placed_alike(matrix_ND, self.accelerator)
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Where pages that stay are read to: slots that are not in use yet, or memory that is given back."""
+        """Memory that pages that stay are read into: unused slots, or memory that is freed afterwards."""
         count = min(pages + 1, self._cores + 1, MOST_ARRANGING + 1, most)
         size = self.reader.slot_bytes
         unused = [

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Faults(NamedTuple):
-    """What goes wrong; shares are of all calls, from 0 to 1.
+    """The faults to inject; shares are of all calls, from 0 to 1.
 
     Attributes:
         drop: the rank's call fails, and the others are told where the transport can tell them.

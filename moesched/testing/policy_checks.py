@@ -64,7 +64,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return weight_layout(whole.config, page_bytes=max(1024, expert // self.pages_per_expert))
 
     def plan(self, policy: Policy, node: int = 0) -> Plan:
-        """What the policy plans, for one of the nodes.
+        """The policy's plan for one of the nodes.
 
         Raises:
             BadInput: the policy's plan does not fit.

@@ -40,7 +40,7 @@ class RecordingTransport(WrappingTransport):
 
     @property
     def calls(self) -> int:
-        """How many calls ended."""
+        """The number of calls that ended."""
         return len(self.records)
 
     @property
@@ -50,7 +50,7 @@ class RecordingTransport(WrappingTransport):
 
     @property
     def seconds(self) -> float:
-        """How long all calls took together."""
+        """The seconds that all calls took together."""
         return sum(record.seconds for record in self.records)
 
     def around(self, call: Call, run: Callable[[], T]) -> T:

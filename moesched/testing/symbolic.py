@@ -68,11 +68,11 @@ class SymbolicDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """What the lanes are: worker threads, all of them."""
+        """Worker threads, all of them."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
-        """What a page takes in a slot."""
+        """Bytes that a page takes in a slot."""
         return page.nbytes
 
     def begin(
@@ -264,7 +264,7 @@ class SymbolicDevice:
             self._board.setdefault(about, {})[self._plan.node] = value
 
     def _posted(self, task: Task) -> list[Any]:
-        """What was brought to the exchange, in the order of the nodes."""
+        """The values brought to the exchange, in the order of the nodes."""
         with self._lock:
             posted = self._board[task.operands, task.step, task.layer, task.micro_batch]
             return [posted[node] for node in sorted(posted)]
@@ -291,7 +291,7 @@ class SymbolicDevice:
 
 
 class _Access:
-    """What one task reads and writes, and when. Its writes are seen when it closes."""
+    """The reads and writes of one task, with their times. Writes take effect when it closes."""
 
     def __init__(self, device: SymbolicDevice, task: Task) -> None:
         self._device = device
@@ -358,7 +358,7 @@ def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
 
 
 def positions(step: int, starts: Iterable[int] = ()) -> int:
-    """Where the tokens of a step go in the cache; in prefill each prompt's go on from so many."""
+    """The positions of a step's tokens in the cache; in prefill each prompt continues at its start."""
     return symbol("positions", step, *starts)
 
 
@@ -378,7 +378,7 @@ def project_output(layer: int, attention: int, hidden: int, weights: int) -> int
 
 
 def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
-    """How many of the tokens go to each expert that gets any, in ascending order of expert."""
+    """The number of tokens of each expert that gets any, in ascending order of expert."""
     random = Random(hidden)
     counts = [0] * config.experts
     for _ in range(tokens):
@@ -403,7 +403,7 @@ def sample(hidden: int, requests: Iterable[int]) -> list[int]:
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """What every schedule of a plan must come to, request by request: the model, run without a schedule."""
+    """The tokens that every schedule of a plan must produce, by request: the model, run without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, plan.batch, requests):

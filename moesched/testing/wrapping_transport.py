@@ -1,4 +1,4 @@
-"""What transports that wrap a transport share: they see every call, and hand it on."""
+"""A base for transports that wrap another one: they see every call and pass it on."""
 
 from __future__ import annotations
 
