@@ -35,7 +35,7 @@ from moesched.devices.products.expert_kernel import ExpertKernel, variants
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, usable_cores, use_cores
-from moesched.jobs.model_jobs import run_model
+from moesched.jobs.run_model import run_model
 from moesched.machines.local import cache_folder
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES

@@ -160,7 +160,7 @@ def measured(name: str, model: Path) -> dict[str, Any]:
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     """The run itself, in this process."""
     from moesched import plugins
-    from moesched.jobs.model_jobs import run_model
+    from moesched.jobs.run_model import run_model
     from moesched.models.checkpoint import open_checkpoint
 
     device = asked.get("device", "torch")

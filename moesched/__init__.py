@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from moesched.calibration.calibrate import calibrate as calibrate_machine
     from moesched.cluster.cluster_jobs import run_cluster, run_local
     from moesched.errors import BadInput, MoeschedError, NodeLost, PolicyError, TaskFailed
-    from moesched.jobs.model_jobs import run_model, simulate_model
     from moesched.jobs.profiling import profile_routing
     from moesched.jobs.report import JobReport, write_report
+    from moesched.jobs.run_model import run_model
+    from moesched.jobs.simulate_model import simulate_model
     from moesched.jobs.sparsity import sparsity_of
     from moesched.machines import Machine, load_machine
     from moesched.machines.local import local_machine
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     # what the commands do
-    "run_model": "moesched.jobs.model_jobs",
+    "run_model": "moesched.jobs.run_model",
     "run_local": "moesched.cluster.cluster_jobs",
     "run_cluster": "moesched.cluster.cluster_jobs",
-    "simulate_model": "moesched.jobs.model_jobs",
+    "simulate_model": "moesched.jobs.simulate_model",
     "write_random_model": "moesched.models.random_model",
     "prestack_model": "moesched.models.prestack",
     "compare_runs": "moesched.analysis.compare:compare",

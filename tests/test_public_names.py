@@ -79,5 +79,5 @@ def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None
         "anyio",
         "structlog",
         "tokenizers",
-        "moesched.jobs.model_jobs",
+        "moesched.jobs.run_model",
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
-from moesched.cli.generation_options import GenerationOptions
+from moesched.cli.generation_options import GenerationArguments
 
 CLUSTER = Group("Cluster", sort_key=1)
 
@@ -109,7 +109,7 @@ def launch(
     /,
     *,
     hosts: ClusterFile,
-    given: GenerationOptions,
+    given: GenerationArguments,
     transport: options.Transport = None,
     key: KeyFile = None,
     dry_run: Annotated[
@@ -119,7 +119,7 @@ def launch(
 ) -> int:
     """See LAUNCH_HELP."""
     from moesched.cluster.cluster_file import load_cluster
-    from moesched.cluster.cluster_jobs import TRANSPORT, run_cluster, run_with_given_ranks
+    from moesched.cluster.cluster_jobs import run_cluster, run_with_given_ranks
     from moesched.cluster.launch_env import rank_given
     from moesched.cluster.members import node_arguments, ssh_command
 
@@ -128,7 +128,9 @@ def launch(
         for host in cluster.hosts:
             print(shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve()))))
         return 0
-    arguments = {"cluster_file": hosts, "key": key, "transport": transport or TRANSPORT}
+    arguments: dict[str, Any] = {"cluster_file": hosts, "key": key}
+    if transport is not None:
+        arguments["transport"] = transport
     rank = rank_given(os.environ, len(cluster.hosts))
     if rank is None:
         return given.generate(model_dir, run_cluster, **arguments)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their texts become values."""
+"""Options that several commands share, and the values of their texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Picture = Annotated[
     Parameter(group=OUTPUT, metavar="OUT", help="Draw it into a file that ends in .png or .svg."),
 ]
 ReportFile = Annotated[
-    Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write what --json prints to a file.")
+    Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write the JSON report to a file.")
 ]
 Model = Annotated[
     str,
@@ -63,7 +63,7 @@ Settings = Annotated[
         metavar="KEY=VALUE",
         negative="",
         show_default=False,
-        help="A setting of the policy's own, such as ahead=3; again for more.",
+        help="Setting of the policy, such as ahead=3; repeatable.",
     ),
 ]
 Budgets = Annotated[
@@ -74,7 +74,7 @@ Budgets = Annotated[
         metavar="MEM=BYTES",
         negative="",
         show_default=False,
-        help="What may be taken of a memory, such as host=600MB; again for more. By default what the machine has.",
+        help="Bytes that may be used of a memory, such as host=600MB; repeatable. By default all that the machine has.",
     ),
 ]
 BatchSize = Annotated[
@@ -90,19 +90,22 @@ PrefillChunk = Annotated[
     Parameter(
         group=SIZES,
         metavar="N",
-        help="Prompts pass a layer at most N tokens at a time. Fewer take less memory; more give each expert more rows "
-        "for the same weights. By default all at once, or as many as fit.",
+        help="Prompt tokens that pass a layer together, at most. Fewer take less memory; more give each expert more "
+        "rows for the same weights. By default all, or as many as fit.",
     ),
 ]
 Beams = Annotated[
-    int, Parameter(group=BEAMS, metavar="N", help="Go on with the N likeliest sequences of each prompt.")
+    int,
+    Parameter(
+        group=BEAMS, metavar="N", help="Keep the N likeliest sequences per prompt. 1 is no beam search."
+    ),
 ]
 Routing = Annotated[
     str | None,
     Parameter(
         metavar="NAME|FILE",
-        help="Where each token's experts come from: what `moesched profile-routing` wrote, counts (.csv) or a trace "
-        "(.npz), or uniform, popularity (as uneven as Mixtral 8x7B) or zipf. By default uniform.",
+        help="Source of each token's experts: a file of `moesched profile-routing`, counts (.csv) or a trace (.npz), "
+        "or uniform, popularity (as uneven as Mixtral 8x7B) or zipf. By default uniform.",
     ),
 ]
 RoutingSettings = Annotated[
@@ -112,8 +115,8 @@ RoutingSettings = Annotated[
         metavar="KEY=VALUE",
         negative="",
         show_default=False,
-        help="A setting of the routing's own: locality=0.5, how likely a token is to repeat the experts of the one "
-        "before, or exponent=1.2 of zipf; again for more.",
+        help="Setting of the routing, such as exponent=1.2 of zipf, or locality=0.5, the probability that a token "
+        "repeats the experts of the one before; repeatable.",
     ),
 ]
 TensorParallel = Annotated[
@@ -130,29 +133,33 @@ Transport = Annotated[
     str | None,
     Parameter(
         metavar="T",
-        help="What carries the nodes' exchanges: a name of `moesched list transports`. By default zeromq.",
+        help="Carries the nodes' exchanges: a name of `moesched list transports`. By default zeromq.",
     ),
 ]
 Nodes = Annotated[
     int | None,
-    Parameter(metavar="N", help="How many of these machines share the model's experts."),
+    Parameter(metavar="N", help="Number of these machines that share the model's experts."),
 ]
 Network = Annotated[
     str | None,
     Parameter(
         metavar="NAME|FILE",
-        help="What joins the nodes: a name of `moesched list networks`, or a TOML file. By default the machine's own.",
+        help="Network between the nodes: a name of `moesched list networks`, or a TOML file. By default the "
+        "machine's own.",
     ),
+]
+NewTokens = Annotated[
+    int | None,
+    Parameter(metavar="N", help="Tokens to generate for each prompt. By default the workload's own number."),
 ]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
-    Parameter(help="What to compute in. By default what the model is stored in."),
+    Parameter(help="Number format to compute in. By default the one that the model is stored in."),
 ]
 
 
 BROKEN_LINES = (
-    "A line of a file of prompts that is none is told by its number and left out; the others run, and the exit code "
-    "is 2 at the end."
+    "Malformed lines of a file of prompts are reported by number and skipped; the exit code is then 2."
 )
 
 

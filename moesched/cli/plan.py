@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from moesched.cli import options
+from moesched.cli import arguments, options
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
@@ -37,84 +38,87 @@ def add_to(app: App) -> None:
     app.command(plan, name="plan", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
 
 
-def plan(
-    *,
-    model: options.Model,
-    machine: options.Machine,
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
+    """All options of the command."""
+
     workload: Annotated[
         str | None,
         Parameter(
             metavar="NAME|FILE",
             help="A name of `moesched list workloads`, or a TOML file. By default mtbench.",
         ),
-    ] = None,
-    gen: Annotated[
-        int | None,
-        Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
-    ] = None,
+    ] = None
+    gen: options.NewTokens = None
     policy: Annotated[
         str | None,
         Parameter(metavar="P", help="Plan for this policy alone: a name, or package.module:Class."),
-    ] = None,
-    settings: options.Settings = (),
-    dtype: options.DType = None,
-    seed: Annotated[int, Parameter(help="Of the order of the prompts.")] = 0,
-    budget: options.Budgets = (),
-    tensor_parallel: options.TensorParallel = None,
-    nodes: options.Nodes = None,
-    network: options.Network = None,
-    json: options.Json = False,
-) -> None:
+    ] = None
+    settings: options.Settings = ()
+    dtype: options.DType = None
+    seed: Annotated[int, Parameter(help="Seed of the order of the prompts.")] = 0
+    budget: options.Budgets = ()
+    json: options.Json = False
+
+
+def plan(*, given: PlanArguments) -> None:
     """See HELP."""
-    from moesched.cli.output import Bar, print_json
+    from moesched.cli.output import print_json
+
+    if given.nodes is not None:
+        cluster = _propose_cluster(given, given.nodes)
+        print_json(cluster) if given.json else print_cluster(cluster)
+    else:
+        proposal = _propose(given)
+        print_json(proposal) if given.json else print_proposal(proposal)
+
+
+def _propose(given: PlanArguments) -> Proposal:
+    from moesched.cli.output import Bar
     from moesched.errors import BadInput
-    from moesched.planner import plan_cluster, plan_model
+    from moesched.planner import plan_model
     from moesched.settings import parse_settings
 
-    if nodes is not None:
-        _require_unset(
-            {
-                "--workload": workload,
-                "--gen": gen,
-                "--set": settings,
-                "--seed": seed,
-                "--tensor-parallel": tensor_parallel,
-            }
-        )
-        cluster = plan_cluster(
-            model,
-            machine=machine,
-            nodes=nodes,
-            network=network,
-            policy=policy,
-            dtype=dtype,
-            budgets=options.parse_budgets(budget),
-        )
-        if json:
-            print_json(cluster)
-        else:
-            print_cluster(cluster)
-        return
-    if network is not None:
-        raise BadInput(f"--network {network} joins several machines: say how many with --nodes")
+    if given.network is not None:
+        raise BadInput(f"--network {given.network} joins several machines: say how many with --nodes")
     with Bar("planning") as bar:
-        proposal = plan_model(
-            model,
-            machine=machine,
-            workload=WORKLOAD if workload is None else workload,
-            gen=gen,
-            policy=policy,
-            settings=parse_settings(settings),
-            dtype=dtype,
-            seed=seed,
-            budgets=options.parse_budgets(budget),
-            tensor_parallel=tensor_parallel,
+        return plan_model(
+            given.model,
+            machine=given.machine,
+            workload=WORKLOAD if given.workload is None else given.workload,
+            gen=given.gen,
+            policy=given.policy,
+            settings=parse_settings(given.settings),
+            dtype=given.dtype,
+            seed=given.seed,
+            budgets=options.parse_budgets(given.budget),
+            tensor_parallel=given.tensor_parallel,
             on_progress=lambda what: bar.update(0, what=what),
         )
-    if json:
-        print_json(proposal)
-    else:
-        print_proposal(proposal)
+
+
+def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
+    from moesched.planner import plan_cluster
+
+    _require_unset(
+        {
+            "--workload": given.workload,
+            "--gen": given.gen,
+            "--set": given.settings,
+            "--seed": given.seed,
+            "--tensor-parallel": given.tensor_parallel,
+        }
+    )
+    return plan_cluster(
+        given.model,
+        machine=given.machine,
+        nodes=nodes,
+        network=given.network,
+        policy=given.policy,
+        dtype=given.dtype,
+        budgets=options.parse_budgets(given.budget),
+    )
 
 
 def print_proposal(proposal: Proposal) -> None:

@@ -1,13 +1,14 @@
-"""`moesched profile-routing` and `moesched sparsity`: what a model's routers choose, what its experts let through."""
+"""`moesched profile-routing` and `moesched sparsity`: a model's expert choices, and its values near zero."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from moesched.cli import options
+from moesched.cli import arguments, options
 from moesched.errors import BadInput
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ SOURCE = Group("What to profile", sort_key=1)
 
 HELP = options.paragraphs(
     "Count which experts a model's tokens take: how uneven their popularity is, and how often a token finds its "
-    "expert on a GPU that holds so many of them (Twiddler, Appendix C).",
+    "expert on a GPU that holds some of them (Twiddler, Appendix C).",
     "With --prompts the model runs on this machine. With --routing the figures are those of a profile or a trace that "
-    "was written before, or of a generator, and a model's shape is enough.",
+    "an earlier run wrote, or of a generator; the shape of the model is enough.",
     options.BROKEN_LINES,
 )
 
@@ -40,7 +41,7 @@ EPILOGUE = """Examples:
 
 SPARSITY_HELP = options.paragraphs(
     "Count how many of the values after the experts' SiLU are near zero, by layer (Twiddler, Appendix B).",
-    "Without --prompts token ids drawn by lot run through the model.",
+    "Without --prompts, random token ids run through the model.",
     options.BROKEN_LINES,
 )
 
@@ -49,21 +50,98 @@ SPARSITY_EPILOGUE = """Examples:
   moesched sparsity examples/tiny-mixtral
   moesched sparsity models/mixtral-8x7b --prompts questions.jsonl --json"""
 
-Prompts = Annotated[
-    Path | None,
-    Parameter(
-        group=SOURCE,
-        metavar="FILE.jsonl",
-        help='A file with one {"prompt": "..."} or {"prompt_ids": [1, 2]} a line.',
-    ),
-]
-Policy = Annotated[
-    str,
-    Parameter(
-        metavar="P", help="The policy that the model runs under; all make the same choices. See moesched run."
-    ),
-]
-Device = Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")]
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeArguments(arguments.SizeArguments):
+    """Options of a run that is observed: prompts, policy, sizes and device."""
+
+    prompts: Annotated[
+        Path | None,
+        Parameter(
+            group=SOURCE,
+            metavar="FILE.jsonl",
+            help='File with one {"prompt": "..."} or {"prompt_ids": [1, 2]} per line.',
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        Parameter(
+            metavar="P", help="The policy to run under; all policies make the same choices. See moesched run."
+        ),
+    ] = "expert_streaming"
+    dtype: options.DType = None
+    device: Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")] = "torch"
+    machine: options.Machine = "auto"
+    json: options.Json = False
+
+    def run_options(self) -> dict[str, Any]:
+        """The same as keywords of `run_model`."""
+        return {
+            **self.sizes_and_budgets(),
+            "policy": self.policy,
+            "dtype": self.dtype,
+            "device": self.device,
+            "machine": self.machine,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments(ProbeArguments):
+    """All options of `profile-routing`."""
+
+    routing: Annotated[
+        str | None,
+        Parameter(
+            group=SOURCE,
+            metavar="NAME|FILE",
+            help="Instead of prompts: an earlier profile (.csv) or trace (.npz), or uniform, popularity or zipf.",
+        ),
+    ] = None
+    routing_settings: options.RoutingSettings = ()
+    max_new_tokens: Annotated[
+        int, Parameter(metavar="N", help="Tokens to generate for each prompt; they are profiled too.")
+    ] = 64
+    gpu_experts: Annotated[
+        tuple[int, ...],
+        Parameter(
+            metavar="N",
+            negative="",
+            show_default=False,
+            help="Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.",
+        ),
+    ] = ()
+    seed: Annotated[int, Parameter(help="Seed of a generator.")] = 0
+    out: Annotated[
+        tuple[Path, ...],
+        Parameter(
+            group=options.OUTPUT,
+            metavar="OUT",
+            negative="",
+            show_default=False,
+            help="Write the counts (.csv), or every token's experts (.npz); repeatable.",
+        ),
+    ] = ()
+    picture: Annotated[
+        Path | None,
+        Parameter(
+            group=options.OUTPUT,
+            metavar="OUT",
+            help="Draw the heat map, .png or .svg; needs matplotlib: pip install 'moesched[plots]'.",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SparsityArguments(ProbeArguments):
+    """All options of `sparsity`."""
+
+    seed: Annotated[int, Parameter(help="Seed of random token ids.")] = 0
+
+
+PROFILE_DEFAULTS = ProfileArguments()
+SPARSITY_DEFAULTS = SparsityArguments()
 
 
 def add_to(app: App) -> None:
@@ -72,141 +150,60 @@ def add_to(app: App) -> None:
     app.command(sparsity, name="sparsity", help=SPARSITY_HELP, help_epilogue=SPARSITY_EPILOGUE, sort_key=9)
 
 
-def profile_routing(
-    model: options.Model,
-    /,
-    *,
-    prompts: Prompts = None,
-    routing: Annotated[
-        str | None,
-        Parameter(
-            group=SOURCE,
-            metavar="NAME|FILE",
-            help="Or what was profiled before (.csv or .npz), or uniform, popularity or zipf.",
-        ),
-    ] = None,
-    routing_settings: options.RoutingSettings = (),
-    max_new_tokens: Annotated[
-        int, Parameter(metavar="N", help="Tokens to generate for each prompt, which are profiled too.")
-    ] = 64,
-    gpu_experts: Annotated[
-        tuple[int, ...],
-        Parameter(
-            metavar="N",
-            negative="",
-            show_default=False,
-            help="Experts that a GPU holds; again for more. By default 56 and 125 of 256, as in the paper.",
-        ),
-    ] = (),
-    policy: Policy = "expert_streaming",
-    dtype: options.DType = None,
-    seed: Annotated[int, Parameter(help="Of a generator.")] = 0,
-    batch_size: options.BatchSize = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    budget: options.Budgets = (),
-    device: Device = "torch",
-    machine: options.Machine = "auto",
-    out: Annotated[
-        tuple[Path, ...],
-        Parameter(
-            group=options.OUTPUT,
-            metavar="OUT",
-            negative="",
-            show_default=False,
-            help="Write the counts (.csv), or every token's experts (.npz); again for both.",
-        ),
-    ] = (),
-    picture: Annotated[
-        Path | None,
-        Parameter(
-            group=options.OUTPUT,
-            metavar="OUT",
-            help="Draw the heat map, .png or .svg; takes matplotlib: pip install 'moesched[plots]'.",
-        ),
-    ] = None,
-    json: options.Json = False,
-) -> int:
+def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFILE_DEFAULTS) -> int:
     """See HELP."""
     from moesched.cli.failures import INTERRUPTED, tell
-    from moesched.cli.output import Bar
-    from moesched.jobs.profiling import profile_routing as profile
     from moesched.routing.statistics import statistics_of
     from moesched.settings import parse_settings
 
-    if (prompts is None) == (routing is None):
+    routing = given.routing
+    if (given.prompts is None) == (routing is None):
         raise BadInput("say what to profile: give either --prompts or --routing")
-    _require_outputs(out, picture, traced=routing is None or routing.endswith(".npz"))
-    settings = parse_settings(routing_settings, "--routing-set")
-    if prompts is None:
-        assert routing is not None
-        found, trace = _known(model, routing, settings, seed)
+    _require_outputs(given.out, given.picture, traced=routing is None or routing.endswith(".npz"))
+    settings = parse_settings(given.routing_settings, "--routing-set")
+    trace: RoutingTrace | None
+    if routing is not None:
+        found, trace = _known(model, routing, settings, given.seed)
         code, interrupted = 0, False
     else:
         if settings:
-            raise BadInput(
-                "--routing-set is of a generator, and --prompts run the model: leave one of them away"
-            )
-        given, code = options.read_prompt_file(prompts)
-        with Bar("profiling") as bar:
-            done: Profiled = profile(
-                model,
-                given,
-                policy=policy,
-                max_new_tokens=max_new_tokens,
-                dtype=dtype,
-                batch_size=batch_size,
-                micro_batch_size=micro_batch_size,
-                device=device,
-                machine=machine,
-                budgets=options.parse_budgets(budget),
-                progress=bar.update,
-            )
+            raise BadInput("--routing-set is of a generator, and --prompts run the model: omit one of them")
+        done, code = _profile(model, given)
         trace, interrupted = done.trace, done.interrupted
-        found = trace.profile()
-    statistics = statistics_of(found, gpu_experts)
-    _print_profile(statistics, found, interrupted, json=json)
-    _write(found, trace, out, picture)
+        found = done.trace.profile()
+    statistics = statistics_of(found, given.gpu_experts)
+    _print_profile(statistics, found, interrupted, json=given.json)
+    _write(found, trace, given.out, given.picture)
     if interrupted:
         tell(f"interrupted after {found.tokens} tokens")
     return INTERRUPTED if interrupted else code
 
 
-def sparsity(
-    model: options.Model,
-    /,
-    *,
-    prompts: Prompts = None,
-    policy: Policy = "expert_streaming",
-    dtype: options.DType = None,
-    seed: Annotated[int, Parameter(help="Of the token ids that are drawn by lot.")] = 0,
-    batch_size: options.BatchSize = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    budget: options.Budgets = (),
-    device: Device = "torch",
-    machine: options.Machine = "auto",
-    json: options.Json = False,
-) -> int:
+def _profile(model: str, given: ProfileArguments) -> tuple[Profiled, int]:
+    """A real run, observed, and the exit code that says whether malformed prompts were skipped."""
+    from moesched.cli.output import Bar
+    from moesched.jobs.profiling import profile_routing as profile
+
+    assert given.prompts is not None
+    prompts, code = options.read_prompt_file(given.prompts)
+    with Bar("profiling") as bar:
+        options_of_run = given.run_options()
+        done = profile(
+            model, prompts, max_new_tokens=given.max_new_tokens, progress=bar.update, **options_of_run
+        )
+    return done, code
+
+
+def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEFAULTS) -> int:
     """See SPARSITY_HELP."""
     from moesched.cli.failures import INTERRUPTED, tell
     from moesched.cli.output import Bar, print_json
     from moesched.jobs.sparsity import sparsity_of
 
-    given, code = (None, 0) if prompts is None else options.read_prompt_file(prompts)
+    prompts, code = (None, 0) if given.prompts is None else options.read_prompt_file(given.prompts)
     with Bar("counting") as bar:
-        report = sparsity_of(
-            model,
-            given,
-            policy=policy,
-            seed=seed,
-            dtype=dtype,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            device=device,
-            machine=machine,
-            budgets=options.parse_budgets(budget),
-            progress=bar.update,
-        )
-    if json:
+        report = sparsity_of(model, prompts, seed=given.seed, progress=bar.update, **given.run_options())
+    if given.json:
         print_json(report)
     else:
         _print_sparsity(report)
@@ -218,7 +215,7 @@ def sparsity(
 def _known(
     model: str, routing: str, settings: dict[str, object], seed: int
 ) -> tuple[RoutingProfile, RoutingTrace | None]:
-    """What needs no run: a profile, and the trace that it comes from, if it does."""
+    """A profile that needs no run, and the trace that it comes from, if any."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_profile
     from moesched.routing.trace import read_routing_trace
@@ -229,7 +226,7 @@ def _known(
 
 
 def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
-    """Whether all files can be written, before anything takes long."""
+    """Raise BadInput where a file cannot be written, before anything takes long."""
     from moesched.analysis.pictures import require_picture
     from moesched.trace.whole_file import require_writable
 
@@ -294,7 +291,7 @@ def _print_profile(
 def _print_sparsity(report: SparsityReport) -> None:
     from moesched.cli.output import print_table
 
-    prompts = "token ids drawn by lot" if report.random_prompts else "the prompts"
+    prompts = "random token ids" if report.random_prompts else "the prompts"
     print(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
     columns = ["layer", *(f"< {threshold:g}" for threshold in report.thresholds)]
     rows = [[str(layer), *(f"{share:.2%}" for share in shares)] for layer, shares in enumerate(report.below)]

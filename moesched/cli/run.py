@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
-from moesched.cli.generation_options import GenerationOptions
+from moesched.cli.generation_options import GenerationArguments
 from moesched.errors import BadInput
 
 HELP = options.paragraphs(
@@ -38,7 +38,7 @@ def run(
     model_dir: options.ModelDir,
     /,
     *,
-    given: GenerationOptions,
+    given: GenerationArguments,
     tensor_parallel: options.TensorParallel = None,
     foreign_machine: Annotated[
         bool,
@@ -56,7 +56,7 @@ def run(
 ) -> int:
     """See HELP."""
     if local is None:
-        from moesched.jobs.model_jobs import run_model
+        from moesched.jobs.run_model import run_model
 
         if transport is not None:
             raise BadInput(f"--transport {transport} is between processes: use it with --local")
@@ -64,9 +64,10 @@ def run(
             model_dir, run_model, tensor_parallel=tensor_parallel, foreign_machine=foreign_machine
         )
     if tensor_parallel not in (None, 1):
-        raise BadInput(f"--local {local} gives each node one accelerator: leave out --tensor-parallel")
+        raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")
     if foreign_machine:
-        raise BadInput(f"--local {local} asks for no costs of a machine: leave out --foreign-machine")
-    from moesched.cluster.cluster_jobs import TRANSPORT, run_local
+        raise BadInput(f"--local {local} does not use a machine's costs: omit --foreign-machine")
+    from moesched.cluster.cluster_jobs import run_local
 
-    return given.generate(model_dir, run_local, nodes=local, transport=transport or TRANSPORT)
+    carried = {} if transport is None else {"transport": transport}
+    return given.generate(model_dir, run_local, nodes=local, **carried)

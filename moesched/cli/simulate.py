@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from moesched.cli import options
+from moesched.cli import arguments, options
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
@@ -40,95 +41,99 @@ def add_to(app: App) -> None:
     app.command(simulate, name="simulate", help=HELP, help_epilogue=EPILOGUE, sort_key=2)
 
 
-def simulate(
-    *,
-    model: options.Model,
-    machine: options.Machine,
-    policy: options.Policy,
+@dataclass(frozen=True, kw_only=True)
+class WorkloadArguments:
+    """The requests, and the experts that they take."""
+
     workload: Annotated[
         str,
         Parameter(
             metavar="NAME|FILE",
-            help="A name of `moesched list workloads`, a TOML file, or a .jsonl file of prompts as `run` takes it.",
+            help="A name of `moesched list workloads`, a TOML file, or a .jsonl file of prompts as for `run`.",
         ),
-    ],
-    settings: options.Settings = (),
-    gen: Annotated[
-        int | None,
-        Parameter(metavar="N", help="Tokens to generate for each prompt. By default what the workload says."),
-    ] = None,
+    ]
+    gen: options.NewTokens = None
     requests: Annotated[
         int | None,
         Parameter(
             metavar="N",
-            help="Requests in all; a workload repeats its prompts. By default one full batch, or each listed prompt.",
+            help="Number of requests; prompts repeat. By default one full batch, or each listed prompt once.",
         ),
-    ] = None,
+    ] = None
     padded: Annotated[
         bool, Parameter(negative="", help="Count every prompt as long as the longest of the workload.")
-    ] = False,
-    dtype: options.DType = None,
-    seed: Annotated[int, Parameter(help="Of the order of the prompts and of the routing.")] = 0,
-    beams: options.Beams = 1,
-    routing: options.Routing = None,
-    routing_settings: options.RoutingSettings = (),
+    ] = False
+    seed: Annotated[int, Parameter(help="Seed of the order of the prompts and of the routing.")] = 0
+    beams: options.Beams = 1
+    routing: options.Routing = None
+    routing_settings: options.RoutingSettings = ()
     preview_accuracy: Annotated[
         float,
         Parameter(
             metavar="P",
-            help="How likely an expert is foretold by policies that preview the router, such as prefetch_gate: 0 to 1.",
+            help="Probability that a preview of the router, as prefetch_gate uses it, names the right expert: 0 to 1.",
         ),
-    ] = 0.8,
-    batch_size: options.BatchSize = None,
-    micro_batch_size: options.MicroBatchSize = None,
-    prefill_chunk: options.PrefillChunk = None,
-    budget: options.Budgets = (),
-    tensor_parallel: options.TensorParallel = None,
-    nodes: options.Nodes = None,
-    network: options.Network = None,
-    trace: options.Trace = None,
-    report: options.ReportFile = None,
-    json: options.Json = False,
-) -> int:
+    ] = 0.8
+
+    def requests_and_routing(self) -> dict[str, Any]:
+        """The same as keywords of `simulate_model`, apart from the workload."""
+        from moesched.settings import parse_settings
+
+        return {
+            "gen": self.gen,
+            "requests": self.requests,
+            "padded": self.padded,
+            "seed": self.seed,
+            "beams": self.beams,
+            "routing": self.routing,
+            "routing_settings": parse_settings(self.routing_settings, "--routing-set"),
+            "preview_accuracy": self.preview_accuracy,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SimulationArguments(
+    arguments.OutputArguments,
+    arguments.ClusterArguments,
+    arguments.BatchArguments,
+    WorkloadArguments,
+    arguments.PolicyArguments,
+    arguments.ModelArguments,
+):
+    """All options of the command."""
+
+
+def simulate(*, given: SimulationArguments) -> int:
     """See HELP."""
     from moesched.cli.display import SimulationBar
     from moesched.cli.output import Bar
     from moesched.cli.results import hand_out
-    from moesched.jobs.model_jobs import simulate_model
+    from moesched.jobs.simulate_model import simulate_model
     from moesched.settings import parse_settings
 
-    given: str | list[Prompt] = workload
+    workload: str | list[Prompt] = given.workload
     code = 0
-    if workload.endswith(".jsonl"):
-        given, code = options.read_prompt_file(Path(workload))
+    if given.workload.endswith(".jsonl"):
+        workload, code = options.read_prompt_file(Path(given.workload))
 
     def job() -> JobReport:
         with Bar("simulating") as bar:
             return simulate_model(
-                model,
-                machine=machine,
-                policy=policy,
-                workload=given,
-                settings=parse_settings(settings),
-                gen=gen,
-                requests=requests,
-                padded=padded,
-                dtype=dtype,
-                seed=seed,
-                beams=beams,
-                routing=routing,
-                routing_settings=parse_settings(routing_settings, "--routing-set"),
-                preview_accuracy=preview_accuracy,
-                batch_size=batch_size,
-                micro_batch_size=micro_batch_size,
-                prefill_chunk=prefill_chunk,
-                budgets=options.parse_budgets(budget),
-                tensor_parallel=tensor_parallel,
-                nodes=nodes,
-                network=network,
-                trace=trace,
+                given.model,
+                machine=given.machine,
+                policy=given.policy,
+                workload=workload,
+                settings=parse_settings(given.settings),
+                dtype=given.dtype,
+                tensor_parallel=given.tensor_parallel,
+                nodes=given.nodes,
+                network=given.network,
+                trace=given.trace,
                 listener=SimulationBar(bar),
+                **given.requests_and_routing(),
+                **given.sizes_and_budgets(),
             )
 
-    hand_out(job, json=json, file=report, trace=trace)
+    hand_out(job, json=given.json, file=given.report, trace=given.trace)
     return code

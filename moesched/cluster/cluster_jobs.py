@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 from msgspec.structs import replace
 
@@ -34,15 +34,16 @@ from moesched.cluster.members import (
     start_by_ssh,
     start_here,
 )
-from moesched.cluster.messages import SizesMessage, Welcome
+from moesched.cluster.messages import Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.cluster.node_transports import way_of
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput, NodeLost
-from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
 from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
 from moesched.machines.local import available_memory
@@ -53,61 +54,71 @@ from moesched.trace.whole_file import require_writable
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
-TRANSPORT = "zeromq"
 MOST_LOCAL = 64
 
 
+@takes(ClusterOptions)
 def run_local(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
     nodes: int,
+    policy: str,
+    machine: str = "auto",
     start: Callable[[Path], Start] = start_here,
-    **arguments: Any,
+    **options: Unpack[ClusterKeywords],
 ) -> ClusterReport:
     """Generate text with several processes of this machine, each with its own cores and its share of the memory.
 
     Args:
-        nodes: how many.
-        start: what starts the nodes' processes, given a folder for what they say.
-        arguments: those of `run_cluster`.
+        model: a Hugging Face folder.
+        prompts: texts, or token ids.
+        nodes: number of processes.
+        policy: a name of `moesched list policies`, or package.module:Class, for several nodes.
+        machine: "auto" for this one, a name of `moesched list machines`, or a TOML file.
+        start: starts the nodes' processes, given a folder for their output.
 
     Raises:
-        BadInput: something that was given cannot be used.
+        BadInput: an argument cannot be used.
         NodeLost: a process ended, and the others cannot do without it; `report` of the error holds the tokens so far.
     """
     if not 1 <= nodes <= MOST_LOCAL:
         raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
+    given = options_from(ClusterOptions, "run_local", options, policy=policy, machine=machine)
     with TemporaryDirectory(prefix="moesched-") as name:
         folder = Path(name)
         keys, cluster = _local_cluster(folder, nodes)
-        return _launch(
-            cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), **arguments
-        )
+        return _launch(cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), given)
 
 
+@takes(ClusterOptions)
 def run_cluster(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
     cluster_file: Path,
+    policy: str,
+    machine: str = "auto",
     key: Path | None = None,
     start: Start = start_by_ssh,
-    **arguments: Any,
+    **options: Unpack[ClusterKeywords],
 ) -> ClusterReport:
     """Generate text with the nodes of a cluster file.
 
     Args:
+        model: a Hugging Face folder.
+        prompts: texts, or token ids.
+        cluster_file: nodes, addresses and keys, as docs/cluster.md describes them.
+        policy: a name of `moesched list policies`, or package.module:Class, for several nodes.
+        machine: what each node is: "auto", a name of `moesched list machines`, or a TOML file.
         key: the file of the launcher's secret key; by default where `moesched keygen` puts it.
-        start: what starts the nodes' processes.
-        arguments: policy, settings, max_new_tokens, dtype, sampling, batch_size, micro_batch_size, prefill_chunk,
-            device, device_settings, machine, budgets, trace and listener are as in `run_model`, but
-            that they hold for each node; `transport` is what carries the nodes' exchanges.
+        start: starts the nodes' processes.
 
     Raises:
-        BadInput: something that was given cannot be used.
+        BadInput: an argument cannot be used.
         NodeLost: a node is gone, and the others cannot do without it; `report` of the error holds the tokens so far.
     """
+    given = options_from(ClusterOptions, "run_cluster", options, policy=policy, machine=machine)
     cluster = load_cluster(cluster_file)
     require_known_hosts(cluster, str(cluster_file))
     if not cluster.launcher.port:
@@ -121,11 +132,11 @@ def run_cluster(
             f"{named} is not the launcher's key in {cluster_file}: put the text of its moesched.key there, or name "
             "another --key"
         )
-    return _launch(cluster, cluster_file, keys, Path(model), prompts, start, **arguments)
+    return _launch(cluster, cluster_file, keys, Path(model), prompts, start, given)
 
 
 def run_with_given_ranks(
-    model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **arguments: Any
+    model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **options: Any
 ) -> ClusterReport:
     """`run_cluster` where others, such as mpirun, have started a process on each node, and this is the first one."""
     with TemporaryDirectory(prefix="moesched-") as name:
@@ -134,7 +145,7 @@ def run_with_given_ranks(
         def start(host: Host, of_node: Sequence[str]) -> Process:
             return here(host, of_node) if host.rank == 0 else start_by_others(host, of_node)
 
-        return run_cluster(model, prompts, cluster_file=cluster_file, start=start, **arguments)
+        return run_cluster(model, prompts, cluster_file=cluster_file, start=start, **options)
 
 
 def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
@@ -166,54 +177,26 @@ def _launch(
     model: Path,
     prompts: Sequence[Prompt],
     start: Start,
-    *,
-    policy: str,
-    settings: Mapping[str, Any] | None = None,
-    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
-    dtype: str | None = None,
-    sampling: Sampling | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    prefill_chunk: int | None = None,
-    device: str = "torch",
-    device_settings: Mapping[str, Any] | None = None,
-    machine: str = "auto",
-    budgets: Mapping[str, int | str] | None = None,
-    transport: str = TRANSPORT,
-    trace: Path | str | None = None,
-    listener: Listener | None = None,
+    given: ClusterOptions,
 ) -> ClusterReport:
-    require_writable(trace, "trace")
-    require_some(max_new_tokens, "--max-new-tokens")
-    way_of(transport)  # before anything is started
+    require_writable(given.trace, "trace")
+    require_some(given.max_new_tokens, "--max-new-tokens")
+    way_of(given.transport)  # before anything is started
     checkpoint = open_checkpoint(model)
-    config = checkpoint.config
+    stop_tokens = checkpoint.config.stop_tokens
     tokenizer = find_tokenizer(checkpoint.directory)
-    encoded = encode_prompts(prompts, tokenizer, config, max_new_tokens)
-    run = NodeRun(
-        policy=policy,
-        settings=dict(settings or {}),
-        dtype=dtype,
-        sampling=sampling or Sampling(),
-        device=device,
-        device_settings=dict(device_settings or {}),
-        machine=machine,
-        budgets={memory: parse_bytes(size) for memory, size in (budgets or {}).items()},
-        traced=trace is not None,
-    )
+    encoded = encode_prompts(prompts, tokenizer, checkpoint.config, given.max_new_tokens)
+    node_run = _node_run(given)
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
-    sizes = SizesMessage(
-        batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=prefill_chunk
-    )
-    listener = listener or Listener()
-    text_listener = TextListener(listener, tokenizer, encoded, 0, config.stop_tokens, max_new_tokens)
-    log = TokenLog(encoded, max_new_tokens, config.stop_tokens)
+    listener = given.listener or Listener()
+    texts = TextListener(listener, tokenizer, encoded, 0, stop_tokens, given.max_new_tokens)
+    log = TokenLog(encoded, given.max_new_tokens, stop_tokens)
     interrupted, lost = False, None
     with _control(cluster, cluster_file, keys) as (control, seated):
-        welcome = Welcome(run=run, lost_after=seated.lost_after, transport=transport)
+        welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=given.transport)
         processes = _start_all(start, seated, cluster_file, model)
         roster = Roster(seated, control, processes, expected, welcome)
-        launch = Launch(roster, log, sizes, _Told(listener, text_listener))
+        launch = Launch(roster, log, given.sizes, _LaunchEvents(listener, texts))
         try:
             launch.run()
         except KeyboardInterrupt:
@@ -222,18 +205,28 @@ def _launch(
             lost = error
         finally:
             roster.end()
-    text_listener.finish_all()
+    texts.finish_all()
     listener.ran()
-    report = cluster_report(launch, roster, text_listener.texts, interrupted=interrupted, lost=lost)
-    if trace is not None and report is not None:
+    report = cluster_report(launch, roster, texts.texts, interrupted=interrupted, lost=lost)
+    if given.trace is not None and report is not None:
         with suppress(NotTraced) if lost else nullcontext():
-            write_traces(Path(trace), launch, roster, report, listener)
+            write_traces(Path(given.trace), launch, roster, report, listener)
     if lost is not None:
         lost.report = report
         raise lost
     if report is None:
         raise KeyboardInterrupt
     return report
+
+
+def _node_run(given: ClusterOptions) -> NodeRun:
+    return NodeRun(
+        **part_of(given, PolicyOptions, DeviceOptions),
+        sampling=given.sampling or Sampling(),
+        machine=given.machine,
+        budgets={memory: parse_bytes(size) for memory, size in (given.budgets or {}).items()},
+        traced=given.trace is not None,
+    )
 
 
 def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) -> list[Process]:
@@ -261,19 +254,19 @@ def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tu
         yield control, seated
 
 
-class _Told(Events):
-    """Tells a run's listener of what a launch tells."""
+class _LaunchEvents(Events):
+    """Forwards a launch's events to the run's listener."""
 
-    def __init__(self, listener: Listener, text_listener: TextListener) -> None:
+    def __init__(self, listener: Listener, texts: TextListener) -> None:
         self._listener = listener
-        self._teller = text_listener
+        self._texts = texts
 
     def loading(self, done: int, total: int) -> None:
-        """Pages."""
+        """Pages were loaded."""
         self._listener.loading(done, total)
 
     def tokens(self, fresh: dict[int, list[int]]) -> None:
-        """Tokens."""
+        """Tokens were generated."""
         for request, tokens in fresh.items():
             for token in tokens:
-                self._teller.tell({request: token})
+                self._texts.tell({request: token})

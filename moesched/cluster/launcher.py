@@ -22,7 +22,6 @@ from moesched.cluster.messages import (
     Order,
     Piece,
     Prepared,
-    SizesMessage,
     Stop,
     Tokens,
 )
@@ -30,6 +29,7 @@ from moesched.cluster.roster import Back, Lost, Node, OfOrder, Roster
 from moesched.cluster.slowness import SlowNodes
 from moesched.cluster.token_log import Remainder, TokenLog
 from moesched.errors import BadInput, MoeschedError, NodeLost, TransportError
+from moesched.inputs.options import SizeOptions, part_of
 
 _log = structlog.get_logger(__name__)
 
@@ -74,7 +74,7 @@ class Launch:
         failure: why the run ended early, with the tokens so far; None where nothing was wrong.
     """
 
-    def __init__(self, roster: Roster, log: TokenLog, sizes: SizesMessage, events: Events) -> None:
+    def __init__(self, roster: Roster, log: TokenLog, sizes: SizeOptions, events: Events) -> None:
         self.finished: list[Finished] = []
         self.epoch = 0
         self.failure: str | None = None
@@ -306,14 +306,11 @@ class Launch:
         raise MoeschedError(said)
 
 
-def smallest(sizes: Sequence[SizesMessage]) -> SizesMessage:
+def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
     """Sizes that fit every node."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)
 
-    return SizesMessage(
-        batch_size=least([each.batch_size for each in sizes]),
-        micro_batch_size=least([each.micro_batch_size for each in sizes]),
-        prefill_chunk=least([each.prefill_chunk for each in sizes]),
-    )
+    each_size = [part_of(each, SizeOptions) for each in sizes]
+    return SizeOptions(**{name: least([each[name] for each in each_size]) for name in each_size[0]})

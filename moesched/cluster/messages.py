@@ -8,6 +8,7 @@ import msgspec
 
 from moesched.cluster.node_jobs import NodeRun
 from moesched.errors import BadInput, MoeschedError
+from moesched.inputs.options import SizeOptions
 
 PROTOCOL = 1
 """Of this file; nodes that speak another one are refused."""
@@ -69,7 +70,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     epoch: int
     order: int
     port: int
-    sizes: SizesMessage
+    sizes: SizeOptions
     placement: list[list[int]]
 
 
@@ -139,14 +140,6 @@ class Failed(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- from the launcher
 
 
-class SizesMessage(Message, frozen=True, kw_only=True):
-    """Sizes of batches; None where they are not fixed yet."""
-
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    prefill_chunk: int | None = None
-
-
 class Welcome(Message, frozen=True, kw_only=True):
     """The answer to a Join that was accepted.
 
@@ -188,7 +181,7 @@ class Order(Message, frozen=True, kw_only=True):
     first_request: int
     prompts: list[list[int]]
     new_tokens: int
-    sizes: SizesMessage
+    sizes: SizeOptions
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +199,7 @@ class Begin(Message, frozen=True, kw_only=True):
     epoch: int
     order: int
     members: list[Member]
-    sizes: SizesMessage
+    sizes: SizeOptions
 
 
 class Stop(Message, frozen=True, kw_only=True):

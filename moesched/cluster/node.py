@@ -35,7 +35,6 @@ from moesched.cluster.messages import (
     Prepared,
     Quit,
     Refused,
-    SizesMessage,
     Stop,
     Tokens,
     Welcome,
@@ -44,6 +43,7 @@ from moesched.cluster.metered import Metered
 from moesched.cluster.node_jobs import Ask, NodeJob
 from moesched.cluster.node_transports import meet
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
+from moesched.inputs.options import SizeOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
 JOIN_SECONDS = 60.0
@@ -171,11 +171,7 @@ class _Node:
                 epoch=order.epoch,
                 order=order.order,
                 port=self._port,
-                sizes=SizesMessage(
-                    batch_size=sizes.batch_size,
-                    micro_batch_size=sizes.micro_batch_size,
-                    prefill_chunk=sizes.prefill_chunk,
-                ),
+                sizes=sizes,
                 placement=placement,
             )
         )
@@ -203,16 +199,14 @@ class _Node:
         finally:
             self._shut()
 
-    def _ask(self, order: Order, sizes: SizesMessage) -> Ask:
+    def _ask(self, order: Order, sizes: SizeOptions) -> Ask:
         return Ask(
             nodes=len(order.members),
             node=order.members.index(self._host.rank),
             prompts=order.prompts,
             new_tokens=order.new_tokens,
             first_request=order.first_request,
-            batch_size=sizes.batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            prefill_chunk=sizes.prefill_chunk,
+            sizes=sizes,
         )
 
     # -- the transport -----------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import anyio
 import msgspec
@@ -15,6 +16,7 @@ from moesched.drivers.interrupts import interrupts_held
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.lookup import find_machine, find_policy
+from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.trace_file import recorder_of
 from moesched.models.checkpoint import Checkpoint
@@ -33,28 +35,24 @@ from moesched.tasks import Task
 from moesched.trace import Recording
 
 
-class NodeRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What all orders of a run have in common; the names are those of `run_model`'s arguments."""
+@dataclass(frozen=True, kw_only=True)
+class NodeRun(PolicyOptions, DeviceOptions):
+    """The options that all orders of a run share."""
 
-    policy: str
-    settings: dict[str, Any] = {}
-    dtype: str | None = None
-    sampling: Sampling = Sampling()
-    device: str = "torch"
-    device_settings: dict[str, Any] = {}
+    sampling: Sampling = field(default_factory=Sampling)
     machine: str = "auto"
-    budgets: dict[str, int] = {}
+    budgets: Mapping[str, int | str] | None = None
     traced: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the nodes are to do together.
+    """An order to all nodes, as one of them sees it.
 
     Attributes:
-        nodes, node: how many they are, and which this one is, from 0.
+        nodes, node: number of nodes, and this node's own number, from 0.
         prompts: token ids.
         first_request: the number of the first prompt's request in the run.
-        batch_size, micro_batch_size, prefill_chunk: None where they are not fixed.
+        sizes: those that are fixed.
     """
 
     nodes: int
@@ -62,9 +60,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     new_tokens: int
     first_request: int = 0
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    prefill_chunk: int | None = None
+    sizes: SizeOptions = SizeOptions()
 
 
 class NodeBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +99,11 @@ class NodeJob:
         self._on_loading, self._on_tokens = on_loading, on_tokens
         cls = find_policy(run.policy)
         self._make: Callable[[], Policy] = partial(
-            cls, **check_settings(cls, f"policy {run.policy}", run.settings)
+            cls, **check_settings(cls, f"policy {run.policy}", run.settings or {})
         )
         # Its costs, which may be those of all cores, are not asked: nobody plans sizes here.
         machine = find_machine(run.machine, run.device, foreign=True)
-        budgets: Mapping[str, int] = run.budgets
+        budgets = run.budgets or {}
         if memory is not None:
             budgets = {machine.accelerator.memory: memory, **budgets}
         whole, self._machine, self._budgets = cut_over_ranks(checkpoint.config, machine, budgets, 1, cls)
@@ -116,10 +112,10 @@ class NodeJob:
             kind = plugins.find("devices", run.device)
         if not issubclass(kind, JoinsRanks):
             raise BadInput(f"device {run.device} cannot be one of several nodes: choose another one")
-        settings = check_settings(kind, f"device {run.device}", run.device_settings)
+        settings = check_settings(kind, f"device {run.device}", run.device_settings or {})
         self._device = kind(checkpoint, self._layout, **settings)
 
-    def prepare(self, ask: Ask) -> tuple[BatchSizes, list[list[int]]]:
+    def prepare(self, ask: Ask) -> tuple[SizeOptions, list[list[int]]]:
         """The largest sizes that fit, of those that are not fixed, and the experts of each node.
 
         Raises:
@@ -128,7 +124,8 @@ class NodeJob:
         problem = BadInput("no prompts were given: give at least one")
         for sizes in self._candidates(ask):
             try:
-                plans = [self._plan(ask, batch)[0] for batch in self._batches(ask, sizes)]
+                batches = self._batches(ask, self._batch_sizes(sizes))
+                plans = [self._plan(ask, batch)[0] for batch in batches]
             except BadInput as error:
                 problem = error
             else:
@@ -137,12 +134,7 @@ class NodeJob:
 
     def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
         """Run the batches of an order, whose sizes are fixed. Where the nodes cannot meet, the last report says so."""
-        sizes = BatchSizes(
-            ask.batch_size or 1,
-            ask.micro_batch_size or 1,
-            beams=self._run.sampling.beams,
-            prefill_chunk=ask.prefill_chunk,
-        )
+        sizes = self._batch_sizes(ask.sizes)
         self._device.join(ask.node, transport, self._device)
         for batch in self._batches(ask, sizes):
             yield self._run_batch(ask, batch)
@@ -207,18 +199,22 @@ class NodeJob:
         )
         return plan, policy
 
-    def _candidates(self, ask: Ask) -> Iterator[BatchSizes]:
+    def _batch_sizes(self, fixed: SizeOptions) -> BatchSizes:
+        return BatchSizes(
+            fixed.batch_size or 1,
+            fixed.micro_batch_size or 1,
+            beams=self._run.sampling.beams,
+            prefill_chunk=fixed.prefill_chunk,
+        )
+
+    def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
         """Sizes to try: all requests at once, in one micro-batch, so that each layer sends one message; then fewer."""
-        for option, size in (("--batch-size", ask.batch_size), ("--micro-batch-size", ask.micro_batch_size)):
-            if size is not None and size < 1:
-                raise BadInput(f"{option} is {size}: give 1 or more")
-        count = len(ask.prompts)
-        for batch_size in _halves(count) if ask.batch_size is None else [min(ask.batch_size, count)]:
-            fixed = ask.micro_batch_size
-            for size in _halves(batch_size) if fixed is None else [min(fixed, batch_size)]:
-                yield BatchSizes(
-                    batch_size, size, beams=self._run.sampling.beams, prefill_chunk=ask.prefill_chunk
-                )
+        fixed, count = ask.sizes, len(ask.prompts)
+        fixed.require_positive()
+        for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
+            size = fixed.micro_batch_size
+            for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:
+                yield dataclasses.replace(fixed, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 
 class _Loading:

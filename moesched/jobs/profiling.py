@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 from moesched.errors import BadInput, NotFinite
 from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import RoutingListener
-from moesched.jobs.model_jobs import run_model
+from moesched.jobs.options import ProfilingKeywords
+from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.reading import read_config
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
 
 POLICY = "expert_streaming"
-"""It needs little memory, and keeps what there is room for."""
+"""It needs little memory, and keeps as many experts as fit."""
 
 
 class Profiled(NamedTuple):
-    """What came of a profiling run; what was recorded until then, where Ctrl-C ended it."""
+    """The trace of a profiling run, as far as it came before Ctrl-C."""
 
     trace: RoutingTrace
     interrupted: bool
@@ -32,19 +33,16 @@ def profile_routing(
     prompts: Sequence[Prompt],
     *,
     policy: str = POLICY,
-    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
-    dtype: str | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    device: str = "torch",
     machine: Machine | str = "auto",
-    budgets: Mapping[str, int | str] | None = None,
+    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
     progress: Callable[[int, int], object] | None = None,
+    **options: Unpack[ProfilingKeywords],
 ) -> Profiled:
     """Run prompts through a model and record which experts every token takes, prompts' and generated ones.
 
     Args:
         progress: told how many choices were made, tokens times layers, and how many there will be at most.
+        options: sizes, budgets, dtype and device, as `moesched.run_model` takes them.
 
     The other arguments and errors are those of `moesched.run_model`.
     """
@@ -61,14 +59,10 @@ def profile_routing(
         model,
         encoded,
         policy=policy,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        device=device,
         machine=machine,
-        budgets=budgets,
+        max_new_tokens=max_new_tokens,
         listener=RoutingListener(recorder),
+        **options,
     )
     if report.failure is not None:
         raise NotFinite(report.failure)

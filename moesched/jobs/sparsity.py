@@ -1,10 +1,11 @@
-"""How many values an expert's SiLU leaves near zero: Table 2 of Twiddler's Appendix B, for any model."""
+"""Counts of values that an expert's SiLU leaves near zero: Table 2 of Twiddler's Appendix B, for any model."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 import numpy as np
@@ -13,7 +14,8 @@ import numpy.typing as npt
 from moesched.errors import BadInput, NotFinite
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import ActivationListener
-from moesched.jobs.model_jobs import run_model
+from moesched.jobs.options import ProfilingKeywords
+from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
@@ -21,17 +23,17 @@ from moesched.models.reading import read_config
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
 POLICY = "expert_streaming"
 RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
-"""What runs through a model where no prompts are given."""
+"""The number and length of random prompts, used where none are given."""
 
 
 class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     """The shares of values after SiLU that are nearer to zero than each threshold.
 
     Attributes:
-        values: how many there were in each layer, of all its experts.
+        values: number of values in each layer, of all its experts.
         below: a row for each layer, a share for each threshold.
         tokens: of the prompts.
-        random_prompts: whether these were drawn by lot, since none were given.
+        random_prompts: whether the prompts were random token ids, since none were given.
     """
 
     model: str
@@ -49,21 +51,18 @@ def sparsity_of(
     prompts: Sequence[Prompt] | None = None,
     *,
     policy: str = POLICY,
-    seed: int = 0,
-    dtype: str | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    device: str = "torch",
     machine: Machine | str = "auto",
-    budgets: Mapping[str, int | str] | None = None,
+    seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
+    **options: Unpack[ProfilingKeywords],
 ) -> SparsityReport:
     """Run prompts through a model and count the values after SiLU, over all experts that tokens were routed to.
 
     Args:
-        prompts: by default token ids drawn by lot; what a trained model does with text is another matter.
+        prompts: by default random token ids; a trained model may behave differently on text.
         seed: of these ids.
         progress: told how many values were counted, and how many there will be.
+        options: sizes, budgets, dtype and device, as `moesched.run_model` takes them.
 
     The other arguments and errors are those of `moesched.run_model`.
     """
@@ -77,15 +76,11 @@ def sparsity_of(
         model,
         encoded,
         policy=policy,
-        max_new_tokens=1,
-        dtype=dtype,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        device=device,
         machine=machine,
-        budgets=budgets,
-        tensor_parallel=1,
+        max_new_tokens=1,
         listener=ActivationListener(counter),
+        tensor_parallel=1,
+        **options,
     )
     if report.failure is not None:
         raise NotFinite(report.failure)
@@ -102,10 +97,10 @@ def sparsity_of(
 
 
 def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
-    """Token ids drawn by lot, as many as the model's context has room for."""
+    """Prompts of random token ids, no longer than the model's context."""
     length = min(RANDOM_TOKENS, config.max_positions - 1)
     if length < 1:
-        raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: nothing fits in")
+        raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: no prompt fits")
     drawn = np.random.default_rng(seed % 2**64).integers(config.vocabulary, size=(RANDOM_PROMPTS, length))
     ids: list[list[int]] = drawn.tolist()
     return ids

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.lookup import find_machine, find_policy, find_shape
+from moesched.inputs.options import (
+    CutKeywords,
+    CutOptions,
+    MachineKeywords,
+    MachineOptions,
+    SettingKeywords,
+    SettingOptions,
+    options_from,
+    takes,
+)
 from moesched.machines import Machine
 from moesched.models.layout import room_for, weight_layout
 from moesched.planner.candidate import Seen
@@ -93,6 +104,16 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     refused: list[Refused]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SettingOptions, MachineOptions, CutOptions):
+    """The options of `plan_model`."""
+
+
+class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, total=False):
+    """Those of PlanOptions that have a default."""
+
+
+@takes(PlanOptions)
 def plan_model(
     model: Path | str,
     *,
@@ -100,43 +121,41 @@ def plan_model(
     workload: Workload | str = "mtbench",
     gen: int | None = None,
     policy: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
     seed: int = 0,
-    budgets: Mapping[str, int | str] | None = None,
-    tensor_parallel: int | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
+    **options: Unpack[PlanKeywords],
 ) -> Proposal:
     """Find the best plan; needs no weights and no GPU.
 
     Args:
-        model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
-        workload: a profile's name, a TOML file, or a Workload.
-        gen: tokens to generate; by default the workload's own.
-        policy: a name or package.module:Class; by default the best of `POLICIES`.
+        model: a name of `moesched list models`, or a folder with a config.json.
+        machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
+        workload: a name of `moesched list workloads`, a TOML file, or a Workload.
+        gen: tokens to generate for each prompt; None for the workload's own number.
+        policy: a name or package.module:Class; None for the best of `POLICIES`.
         seed: of the order of prompts.
-        tensor_parallel: over how many of the machine's equal accelerators the model is cut; by default all.
-        on_progress: told what is looked at.
+        on_progress: told what is searched at the moment.
 
     Raises:
-        BadInput: something that was given cannot be used, or no policy fits; the message says by how many bytes.
+        BadInput: an argument cannot be used, or no policy fits; the message names the missing bytes.
     """
+    given = options_from(PlanOptions, "plan_model", options, machine=machine)
     cls = None if policy is None else find_policy(policy)
     config, described, shares = cut_over_ranks(
-        find_shape(model), find_machine(machine), budgets, tensor_parallel, cls
+        find_shape(model), find_machine(machine), given.budgets, given.tensor_parallel, cls
     )
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
     if new_tokens < 1:
         raise BadInput(f"--gen is {new_tokens}: give 1 or more")
-    layout = weight_layout(config, dtype)
+    layout = weight_layout(config, given.dtype)
     best = plan_best(
         described,
         layout,
         chosen.lengths(MOST_REQUESTS, seed),
         new_tokens,
         policies=POLICIES if policy is None else (policy,),
-        settings=settings,
+        settings=given.settings,
         budgets=shares,
         slot_bytes=room_for,
         on_progress=on_progress,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
+from moesched.inputs.options import SizeOptions
 from moesched.planner.candidate import Candidate, Seen
 from moesched.planner.traits import Setting
 from moesched.planner.trial_run import trial_run
@@ -30,14 +31,8 @@ SMALLEST_CHUNK = 64
 """Prompts are cut into chunks of no fewer tokens than that where nobody asks for it."""
 
 
-def choose_sizes(
-    setting: Setting,
-    *,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    successive: bool = True,
-) -> BatchSizes:
-    """What is given, and what the planner finds best where nothing is.
+def choose_sizes(setting: Setting, wanted: SizeOptions, *, successive: bool = True) -> BatchSizes:
+    """The wanted sizes, and for those that are None the ones that the planner finds best.
 
     Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
 
@@ -46,8 +41,11 @@ def choose_sizes(
         successive: whether all requests run, in successive batches; else only the first batch must fit.
 
     Raises:
-        BadInput: a given size is below 1, or not even one request fits; the message says by how many bytes, of what.
+        BadInput: a wanted size is below 1, or not even one request fits; the message names the memory and the missing
+            bytes.
     """
+    wanted.require_positive()
+    batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     chunks: list[int | None] = [setting.prefill_chunk]
     if setting.prefill_chunk is None:
         chunks += _smaller_chunks(max(setting.lengths) * (micro_batch_size or 1))
@@ -76,9 +74,6 @@ def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
     """The same, with chunks as the setting says."""
-    for option, size in (("--batch-size", batch_size), ("--micro-batch-size", micro_batch_size)):
-        if size is not None and size < 1:
-            raise BadInput(f"{option} is {size}: give 1 or more")
     count = len(setting.lengths)
     if batch_size is None and count > 1:
         found = _search(setting, micro_batch_size, successive)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.inputs.lookup import find_shape
-from moesched.jobs.model_jobs import simulate_model
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, Processor, load_machine
 from moesched.models.layout import weight_layout
 from moesched.reproduce.twiddler.paper import Environment, TwiddlerPaper

@@ -1,0 +1,73 @@
+"""Option structs that several commands share; a command's own struct inherits them."""
+
+# A module whose struct inherits one of these imports `options`: cyclopts looks the annotations up there.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moesched.cli import options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """The shape of a model, and the machine that it is to run on."""
+
+    model: options.Model
+    machine: options.Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyArguments:
+    """The policy, and the numbers that it computes with."""
+
+    policy: options.Policy
+    settings: options.Settings = ()
+    dtype: options.DType = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeArguments:
+    """Sizes of batches, and budgets."""
+
+    batch_size: options.BatchSize = None
+    micro_batch_size: options.MicroBatchSize = None
+    budget: options.Budgets = ()
+
+    def sizes_and_budgets(self) -> dict[str, Any]:
+        """The same as keywords of a job."""
+        return {
+            "batch_size": self.batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "budgets": options.parse_budgets(self.budget),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchArguments(SizeArguments):
+    """Sizes of batches and of prefill's chunks, and budgets."""
+
+    prefill_chunk: options.PrefillChunk = None
+
+    def sizes_and_budgets(self) -> dict[str, Any]:
+        """The same as keywords of a job."""
+        return {**super().sizes_and_budgets(), "prefill_chunk": self.prefill_chunk}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArguments:
+    """Outputs of a command that gives a report."""
+
+    trace: options.Trace = None
+    report: options.ReportFile = None
+    json: options.Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments:
+    """Accelerators and machines that share a model."""
+
+    tensor_parallel: options.TensorParallel = None
+    nodes: options.Nodes = None
+    network: options.Network = None

@@ -1,0 +1,205 @@
+"""Options that several jobs share, each with its default, and how a function takes them as keywords.
+
+A job's options are a frozen dataclass; a `TypedDict` beside it has editors and type checkers know the keywords. A test
+compares the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, TypedDict, TypeVar
+
+from moesched.errors import BadInput
+from moesched.machines import Machine
+
+Options = TypeVar("Options")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingOptions:
+    """The policy's settings, and the numbers that are computed with.
+
+    Attributes:
+        settings: the policy's own settings, by name; the others keep the policy's defaults.
+        dtype: "float32" or "bfloat16"; None for the model's own.
+    """
+
+    settings: Mapping[str, Any] | None = None
+    dtype: str | None = None
+
+
+class SettingKeywords(TypedDict, total=False):
+    """Those of SettingOptions."""
+
+    settings: Mapping[str, Any] | None
+    dtype: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(SettingOptions):
+    """The policy, with its settings.
+
+    Attributes:
+        policy: a name of `moesched list policies`, or package.module:Class.
+    """
+
+    policy: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Sizes of batches; the planner chooses those that are None.
+
+    Attributes:
+        batch_size: requests that run together.
+        micro_batch_size: requests that share a kernel.
+        prefill_chunk: tokens of prompts that pass a layer together, at most; None for all of a micro-batch, or as many
+            as fit.
+    """
+
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    prefill_chunk: int | None = None
+
+    @property
+    def sizes(self) -> SizeOptions:
+        """These alone."""
+        return SizeOptions(**part_of(self, SizeOptions))
+
+    def require_positive(self) -> None:
+        """Raise BadInput where a size is below 1."""
+        for field in fields(SizeOptions):
+            size = getattr(self, field.name)
+            if size is not None and size < 1:
+                raise BadInput(f"--{field.name.replace('_', '-')} is {size}: give 1 or more")
+
+
+class SizeKeywords(TypedDict, total=False):
+    """Those of SizeOptions."""
+
+    batch_size: int | None
+    micro_batch_size: int | None
+    prefill_chunk: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The machine, and how much of it may be used.
+
+    Attributes:
+        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
+        budgets: bytes by memory, as numbers or text such as "600MB"; other memories have the machine's capacity. A
+            budget of a memory that accelerators share is for all of them.
+    """
+
+    machine: Machine | str
+    budgets: Mapping[str, int | str] | None = None
+
+
+class MachineKeywords(TypedDict, total=False):
+    """Those of MachineOptions that have a default."""
+
+    budgets: Mapping[str, int | str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """The accelerators that share a model.
+
+    Attributes:
+        tensor_parallel: number of the machine's equal accelerators over which the model is cut; None for all.
+    """
+
+    tensor_parallel: int | None = None
+
+
+class CutKeywords(TypedDict, total=False):
+    """Those of CutOptions."""
+
+    tensor_parallel: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """The device that computes.
+
+    Attributes:
+        device: a name of `moesched list devices`, or package.module:Class.
+        device_settings: the device's own settings, by name.
+    """
+
+    device: str = "torch"
+    device_settings: Mapping[str, Any] | None = None
+
+
+class DeviceKeywords(TypedDict, total=False):
+    """Those of DeviceOptions."""
+
+    device: str
+    device_settings: Mapping[str, Any] | None
+
+
+def part_of(options: object, *parts: type) -> dict[str, Any]:
+    """The fields of some parts, with the values that the options give them."""
+    return {field.name: getattr(options, field.name) for part in parts for field in _fields(part)}
+
+
+def options_from(kind: type[Options], function: str, given: Mapping[str, Any], **more: Any) -> Options:
+    """Options from a function's keywords.
+
+    Args:
+        more: those that are parameters of the function itself.
+
+    Raises:
+        TypeError: a keyword is not an option; the message lists those that are.
+    """
+    names = [field.name for field in _fields(kind) if field.name not in more]
+    for name in given:
+        if name not in names:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}: it takes {', '.join(names)}"
+            )
+    return kind(**given, **more)
+
+
+def takes(kind: type) -> Callable[[Function], Function]:
+    """Have `help` of a function show the options that it takes as keywords: types, defaults and meanings."""
+
+    def document(function: Function) -> Function:
+        own = inspect.signature(function)
+        listed = [field for field in _fields(kind) if field.name not in own.parameters]
+        parameters = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=own.empty if field.default is MISSING else field.default,
+                annotation=field.type,
+            )
+            for field in listed
+        ]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # of a function
+        meanings = _meanings(kind)
+        lines = [f"    {field.name}: {meanings[field.name]}" for field in listed]
+        function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *lines])
+        return function
+
+    return document
+
+
+def _fields(kind: type) -> tuple[Field[Any], ...]:
+    return fields(kind)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The meaning of each field, from the docstrings of the classes that declare it."""
+    meanings: dict[str, str] = {}
+    for part in reversed(kind.__mro__):
+        _, _, attributes = (inspect.getdoc(part) or "").partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            meanings[name] = " ".join(text.split())
+    return meanings

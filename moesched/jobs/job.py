@@ -1,0 +1,144 @@
+"""The parts that all batches of a job share: policy, layout, machine and budgets; it plans each batch with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.lookup import find_policy
+from moesched.jobs.options import PlannedOptions
+from moesched.machines import Machine
+from moesched.machines.cost import cost_model
+from moesched.models.config import ModelConfig
+from moesched.models.layout import Page, weight_layout
+from moesched.planner import KV_SHARE, Setting, splits_kv
+from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
+from moesched.requests.batch import Batch
+from moesched.requests.batching import BatchSizes
+from moesched.runs.planning import plan_run
+from moesched.seams import Policy
+from moesched.settings import check_settings
+from moesched.steps.plan import Plan
+
+
+class Job:
+    """The parts that all batches share.
+
+    Args:
+        machine: the machine that the options name.
+        nodes: number of such machines that share the experts.
+
+    Raises:
+        BadInput: an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: PlannedOptions,
+        config: ModelConfig,
+        machine: Machine,
+        *,
+        beams: int = 1,
+        nodes: int = 1,
+    ) -> None:
+        options.require_positive()
+        require_continuations(beams, config)
+        self.options = options
+        self.beams = beams
+        self.nodes = nodes
+        cls = find_policy(options.policy)
+        self.make = partial(cls, **check_settings(cls, f"policy {options.policy}", options.settings or {}))
+        cut, self.machine, self.budgets = cut_over_ranks(
+            config, machine, options.budgets, options.tensor_parallel, cls
+        )
+        self.splits_kv = splits_kv(cls, self.machine)
+        self.layout = weight_layout(cut, options.dtype)
+
+    def sizes(
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        slot_bytes: Callable[[Page], int],
+        *,
+        successive: bool = True,
+    ) -> BatchSizes:
+        """The sizes of batches: those of the options, else the planner's; it chooses the KV cache's share with them.
+
+        Args:
+            lengths: of all prompts, in tokens.
+            slot_bytes: a page's bytes in a slot.
+            successive: whether all requests run, in successive batches.
+
+        Raises:
+            BadInput: not even one request fits.
+        """
+        setting = Setting(
+            make=self.make,
+            machine=self.machine,
+            layout=self.layout,
+            lengths=tuple(lengths),
+            new_tokens=new_tokens,
+            cost=cost_model(self.machine, self.layout.dtype),
+            budgets=self.budgets,
+            slot_bytes=slot_bytes,
+            splits_kv=self.splits_kv,
+            kv_on_gpu=self.make.keywords.get(KV_SHARE),
+            beams=self.beams,
+            prefill_chunk=self.options.prefill_chunk,
+            nodes=self.nodes,
+        )
+        try:
+            sizes = choose_sizes(setting, self.options.sizes, successive=successive)
+        except BadInput as error:
+            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
+        if sizes.kv_on_gpu is not None:
+            self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
+        return sizes
+
+    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> tuple[Plan, Policy]:
+        """A new policy and its plan, of one node where there are several.
+
+        Raises:
+            BadInput: it does not fit; of several beams the message says how many would.
+        """
+        policy: Policy = self.make()
+        try:
+            return self._plan(policy, batch, slot_bytes, node), policy
+        except BadInput as error:
+            raise self._with_width(error, batch, slot_bytes) from error
+
+    def _plan(self, policy: Policy, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> Plan:
+        return plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes, self.nodes, node)
+
+    def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
+        """The same error; of several beams with the largest width that fits."""
+        if self.beams == 1:
+            return error
+
+        def fits(beams: int) -> bool:
+            chunk = self.options.prefill_chunk or SMALLEST_CHUNK
+            try:
+                self._plan(self.make(), replace(batch, beams=beams, prefill_chunk=chunk), slot_bytes)
+            except BadInput:
+                return False
+            return True
+
+        width = next((beams for beams in range(batch.beams - 1, 0, -1) if fits(beams)), None)
+        remedy = "not even one beam fits" if width is None else f"or use --beams {width}, which fits"
+        return BadInput(f"{error}; {remedy}")
+
+
+def require_continuations(beams: int, config: ModelConfig) -> None:
+    """Raise BadInput where the vocabulary has fewer tokens than a beam search compares."""
+    if beams < 1:
+        raise BadInput(f"--beams is {beams}: give 1 for no beam search, or more")
+    each = max(2, 1 + len(config.stop_tokens))
+    if beams > 1 and beams * each > config.vocabulary:
+        raise BadInput(
+            f"--beams {beams} compares {beams * each} continuations, but the vocabulary of {config.name} has "
+            f"{config.vocabulary} tokens: use --beams {config.vocabulary // each}"
+        )

@@ -1,0 +1,188 @@
+"""The options of jobs: what `run_model`, `simulate_model` and `run_cluster` take as keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.inputs.options import (
+    CutKeywords,
+    CutOptions,
+    DeviceKeywords,
+    DeviceOptions,
+    MachineKeywords,
+    MachineOptions,
+    PolicyOptions,
+    SettingKeywords,
+    SizeKeywords,
+    SizeOptions,
+)
+from moesched.machines.networks import Network
+from moesched.requests.sampling import Sampling
+from moesched.routing.router_forecast import PREVIEW_ACCURACY
+from moesched.runs.listeners import Listener
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Outputs of a job beside its report.
+
+    Attributes:
+        trace: file to write a trace to; those of later batches get a number in their names.
+        listener: told of the job's progress.
+    """
+
+    trace: Path | str | None = None
+    listener: Listener | None = None
+
+
+class OutputKeywords(TypedDict, total=False):
+    """Those of OutputOptions."""
+
+    trace: Path | str | None
+    listener: Listener | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """The tokens that are generated.
+
+    Attributes:
+        max_new_tokens: tokens to generate for each prompt, at most.
+        sampling: how the next token is chosen; None for the likeliest one.
+    """
+
+    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS
+    sampling: Sampling | None = None
+
+
+class GenerationKeywords(TypedDict, total=False):
+    """Those of GenerationOptions."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptions(PolicyOptions, SizeOptions, MachineOptions, CutOptions):
+    """The options by which batches are planned, measured or predicted."""
+
+
+class ProfilingKeywords(SettingKeywords, SizeKeywords, MachineKeywords, DeviceKeywords, total=False):
+    """Those of RunOptions that a run for profiling takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PlannedOptions, DeviceOptions, GenerationOptions, OutputOptions):
+    """The options of `run_model`.
+
+    Attributes:
+        foreign_machine: use the machine's measured costs even if they come from another processor than this one.
+    """
+
+    foreign_machine: bool = False
+
+
+class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeywords, total=False):
+    """Those of RunOptions that have a default."""
+
+    foreign_machine: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(
+    PolicyOptions, SizeOptions, MachineOptions, DeviceOptions, GenerationOptions, OutputOptions
+):
+    """The options of `run_cluster` and `run_local`; machine, budgets and device hold for each node.
+
+    Attributes:
+        transport: a name of `moesched list transports`; it carries the nodes' exchanges.
+    """
+
+    machine: str
+    transport: str = "zeromq"
+
+
+class ClusterKeywords(
+    SettingKeywords,
+    SizeKeywords,
+    MachineKeywords,
+    DeviceKeywords,
+    GenerationKeywords,
+    OutputKeywords,
+    total=False,
+):
+    """Those of ClusterOptions that have a default."""
+
+    transport: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """The requests of a simulation, and the experts that they take.
+
+    Attributes:
+        gen: tokens to generate for each prompt; None for the workload's own number.
+        requests: number of requests; more than fit a batch run as successive batches. None for one full batch, or for
+            each request once where the workload lists them.
+        padded: count every prompt as long as the longest one of the workload.
+        seed: of the order of prompts and of the routing.
+        beams: width of a beam search, whose searches all go on to the last token; 1 for none.
+        routing: a routing profile (.csv), a routing trace (.npz), or uniform, popularity or zipf; None for uniform.
+        routing_settings: settings of the routing, such as its locality.
+        preview_accuracy: how likely `Step.preview_route` forecasts an expert that the routing chooses, from 0 to 1.
+    """
+
+    gen: int | None = None
+    requests: int | None = None
+    padded: bool = False
+    seed: int = 0
+    beams: int = 1
+    routing: str | None = None
+    routing_settings: Mapping[str, Any] | None = None
+    preview_accuracy: float = PREVIEW_ACCURACY
+
+
+class WorkloadKeywords(TypedDict, total=False):
+    """Those of WorkloadOptions."""
+
+    gen: int | None
+    requests: int | None
+    padded: bool
+    seed: int
+    beams: int
+    routing: str | None
+    routing_settings: Mapping[str, Any] | None
+    preview_accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions(PlannedOptions, WorkloadOptions, OutputOptions):
+    """The options of `simulate_model`.
+
+    Attributes:
+        nodes: number of equal machines that share the model's experts; None for one.
+        network: what joins them: a name of `moesched list networks`, a TOML file, or a Network; None for the machine's
+            own.
+    """
+
+    nodes: int | None = None
+    network: Network | str | None = None
+
+
+class SimulationKeywords(
+    SettingKeywords,
+    SizeKeywords,
+    MachineKeywords,
+    CutKeywords,
+    WorkloadKeywords,
+    OutputKeywords,
+    total=False,
+):
+    """Those of SimulationOptions that have a default."""
+
+    nodes: int | None
+    network: Network | str | None

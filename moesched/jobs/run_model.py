@@ -1,0 +1,136 @@
+"""`run_model`: prompts through a model on real hardware, in successive batches, to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Unpack
+
+from moesched.inputs.lookup import find_machine
+from moesched.inputs.options import options_from, takes
+from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.jobs.batch_reports import BatchReports
+from moesched.jobs.job import Job
+from moesched.jobs.options import RunKeywords, RunOptions
+from moesched.jobs.report import JobReport, job_report
+from moesched.jobs.text_listener import TextListener
+from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
+from moesched.machines import Machine
+from moesched.models.checkpoint import open_checkpoint
+from moesched.requests.batch import Batch
+from moesched.requests.batching import batches_of
+from moesched.requests.sampling import Sampling
+from moesched.runs.generation import TokenHandling
+from moesched.runs.hardware import run
+from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.ranks import Devices, Rank, open_devices
+from moesched.trace.whole_file import require_writable
+
+
+@takes(RunOptions)
+def run_model(
+    model: Path | str,
+    prompts: Sequence[Prompt],
+    *,
+    policy: str = "resident",
+    machine: Machine | str = "auto",
+    **options: Unpack[RunKeywords],
+) -> JobReport:
+    """Generate text on real hardware. More prompts than fit a batch run as successive batches.
+
+    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Logits that are not finite
+    end it as well: `failure` of the report then says where the first such value appeared.
+
+    Args:
+        model: a Hugging Face folder.
+        prompts: texts, or token ids.
+        policy: a name of `moesched list policies`, or package.module:Class.
+        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
+
+    Raises:
+        BadInput: an argument cannot be used.
+        NotTraced: the trace could not be written; the error has the report.
+        PolicyError: the policy submitted something illegal; raised at its own line.
+        TaskFailed: a task raised on its lane.
+    """
+    given = options_from(RunOptions, "run_model", options, policy=policy, machine=machine)
+    require_writable(given.trace, "trace")
+    require_some(given.max_new_tokens, "--max-new-tokens")
+    checkpoint = open_checkpoint(Path(model))
+    config = checkpoint.config
+    tokenizer = find_tokenizer(checkpoint.directory)
+    encoded = encode_prompts(prompts, tokenizer, config, given.max_new_tokens)
+    sampling = given.sampling or Sampling()
+    found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
+    job = Job(given, config, found, beams=sampling.beams)
+    listener = given.listener or Listener()
+    lengths = list(map(len, encoded))
+    reports = BatchReports()
+    with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
+        listener.opened(devices.first)
+        sizes = job.sizes(lengths, given.max_new_tokens, devices.slot_bytes)
+        batches = list(batches_of(lengths, given.max_new_tokens, sizes))
+        if len(batches) > 1:
+            for batch in batches:
+                job.plan(
+                    batch, devices.slot_bytes
+                )  # one that does not fit is refused before the first one runs
+        for number, batch in enumerate(batches):
+            first = batch.first_request
+            mine = encoded[first : first + len(batch.prompts)]
+            texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
+            with suppress(KeyboardInterrupt):
+                reports.add(
+                    _run_batch, job, batch, devices, mine, sampling, texts, numbered(given.trace, number)
+                )
+            texts.finish_all()
+            if len(reports.all) <= number or reports.all[-1].interrupted or reports.all[-1].failure:
+                break
+    if not reports.all:
+        raise KeyboardInterrupt
+    return reports.merge(requests=len(encoded), batches=len(batches))
+
+
+def _run_batch(
+    job: Job,
+    batch: Batch,
+    devices: Devices,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    texts: TextListener,
+    trace: Path | None,
+) -> JobReport:
+    plan, policy = job.plan(batch, devices.slot_bytes)
+    peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
+    texts.listener.planned(plan)
+    recorder = recorder_of(plan) if trace else None
+    kinds = KindMeter()
+    read_before = devices.bytes_read
+    report = run(
+        plan,
+        policy,
+        devices.first,
+        prompts,
+        sampling=sampling,
+        tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
+        observers=[texts.listener, kinds],
+        recorder=recorder,
+        peers=peers,
+        keep_open=True,
+    )
+    texts.finish_all()
+    texts.listener.ran()
+    read = devices.bytes_read
+    finished = job_report(
+        report,
+        plan,
+        kinds,
+        policy=job.options.policy,
+        dtype=job.layout.dtype,
+        text=texts.texts,
+        bytes_read=None if read is None or read_before is None else read - read_before,
+    )
+    if recorder is not None and trace is not None:
+        write_job_trace(trace, recorder, finished, texts.listener)
+    return finished

@@ -1,0 +1,157 @@
+"""`simulate_model`: a workload through a policy on the virtual clock, in successive batches, to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Unpack
+
+from msgspec.structs import replace
+
+from moesched.drivers.capture import NotFixed
+from moesched.errors import BadInput
+from moesched.inputs.lookup import find_machine, find_shape, find_workload
+from moesched.inputs.options import options_from, takes
+from moesched.inputs.prompts import Prompt, require_some
+from moesched.jobs.batch_reports import BatchReports
+from moesched.jobs.job import Job
+from moesched.jobs.options import SimulationKeywords, SimulationOptions
+from moesched.jobs.report import JobReport, job_report
+from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
+from moesched.machines import Machine
+from moesched.machines.networks import Network, load_network, network_names
+from moesched.models.config import ModelConfig
+from moesched.models.layout import room_for
+from moesched.planner import MOST_REQUESTS
+from moesched.requests.batch import Batch
+from moesched.requests.batching import batches_of
+from moesched.requests.workloads import Workload
+from moesched.routing import SeededRouting
+from moesched.routing.choices import BatchRouting
+from moesched.routing.sources import find_choices
+from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.ranks import Rank
+from moesched.runs.simulation import simulate
+from moesched.seams import Routing
+from moesched.trace.whole_file import require_writable
+
+
+@takes(SimulationOptions)
+def simulate_model(
+    model: Path | str,
+    *,
+    machine: Machine | str,
+    policy: str,
+    workload: Workload | str | Sequence[Prompt],
+    **options: Unpack[SimulationKeywords],
+) -> JobReport:
+    """Predict a workload on the virtual clock; needs no weights and no GPU.
+
+    Args:
+        model: a name of `moesched list models`, or a folder with a config.json.
+        machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
+        policy: a name of `moesched list policies`, or package.module:Class.
+        workload: a name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes them,
+            as a list or in a .jsonl file.
+
+    Raises:
+        BadInput: an argument cannot be used.
+        NotTraced: the trace could not be written; the error has the report.
+        PolicyError: the policy submitted something illegal; raised at its own line.
+    """
+    given = options_from(SimulationOptions, "simulate_model", options, policy=policy, machine=machine)
+    require_writable(given.trace, "trace")
+    config = find_shape(model)
+    choices = find_choices(given.routing, config, given.routing_settings, given.seed)
+    found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
+    new_tokens = found.new_tokens[0] if given.gen is None else given.gen
+    require_some(new_tokens, "--gen")
+    lengths, all_run = _lengths(found, given)
+    _require_context(lengths, new_tokens, config)
+    joined = _joined(find_machine(given.machine), given.nodes, given.network)
+    job = Job(given, config, joined, beams=given.beams, nodes=given.nodes or 1)
+    sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
+    batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
+    reports = BatchReports()
+    for number, batch in enumerate(batches):
+        routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
+        if choices is not None:
+            routing = BatchRouting(choices, batch)
+        reports.add(_simulate_batch, job, given, batch, routing, numbered(given.trace, number))
+    return reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
+
+
+def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
+    """Prompt lengths in tokens, and whether all of these requests run, or one full batch of them."""
+    if given.requests is not None and given.requests < 1:
+        raise BadInput(f"--requests is {given.requests}: ask for at least 1")
+    listed = given.requests or len(workload.prompt_tokens)
+    count = listed or given.batch_size or MOST_REQUESTS
+    lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)
+    return list(lengths), bool(listed)
+
+
+def _simulate_batch(
+    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, trace: Path | None
+) -> JobReport:
+    try:
+        return _simulate(job, given, batch, routing, trace, replay=True)
+    except NotFixed:
+        return _simulate(job, given, batch, routing, trace, replay=False)
+
+
+def _simulate(
+    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, trace: Path | None, *, replay: bool
+) -> JobReport:
+    listener = given.listener or Listener()
+    plan, policy = job.plan(batch, room_for)
+    if replay and (plan.contended or plan.nodes > 1):
+        raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
+    peers = [Rank(*job.plan(batch, room_for, node)) for node in range(1, job.nodes)]
+    listener.planned(plan)
+    recorder = recorder_of(plan) if trace else None
+    kinds = KindMeter()
+    report = simulate(
+        plan,
+        policy,
+        routing=routing,
+        preview_accuracy=given.preview_accuracy,
+        replay=replay,
+        observers=[listener, kinds],
+        recorder=recorder,
+        peers=peers,
+    )
+    listener.ran()
+    finished = job_report(report, plan, kinds, policy=given.policy, dtype=job.layout.dtype)
+    if recorder is not None and trace is not None:
+        write_job_trace(trace, recorder, finished, listener)
+    return finished
+
+
+def _joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
+    """The machine, with the network that joins it to others like it.
+
+    Raises:
+        BadInput: there is no such network, nothing joins several nodes, or there is nothing to join.
+    """
+    if nodes is not None and nodes < 1:
+        raise BadInput(f"--nodes is {nodes}: give 1 or more")
+    if network is None:
+        if (nodes or 1) > 1 and machine.network is None:
+            raise BadInput(
+                f"--nodes is {nodes}, and nothing joins machine {machine.name} to others: give --network, one of "
+                + ", ".join(network_names())
+            )
+        return machine
+    if nodes is None:
+        raise BadInput("--network joins several nodes: say how many with --nodes")
+    return replace(machine, network=load_network(network) if isinstance(network, str) else network)
+
+
+def _require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
+    longest = max(lengths)
+    if longest + new_tokens > config.max_positions:
+        raise BadInput(
+            f"a prompt of {longest} tokens and {new_tokens} new ones are more than the context of {config.name}, "
+            f"{config.max_positions}: lower --gen, or choose another workload"
+        )
