@@ -21,7 +21,6 @@ to one of these belongs there too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
@@ -62,12 +61,8 @@ class Engine:
         halt_on_failure: after a task failed, `submit` raises that failure, so that a policy stops at once.
     """
 
-    submit_frames = 2
-    """How many calls lie between `submit` and the policy: the verb, and whatever wraps `submit`."""
-
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         self.lanes = tuple(lanes)
-        self.submit_frames = type(self).submit_frames  # an attribute of its own is found faster
         for index, lane in enumerate(self.lanes):
             lane.index = index
         self.has_streams = any(lane.domain is not None for lane in self.lanes)
@@ -125,9 +120,6 @@ class Engine:
         task.id = task.key = number
         if transfer_class:
             task.key = priority(transfer_class, number)
-        frame = sys._getframe(self.submit_frames)
-        task.code = frame.f_code
-        task.instruction = frame.f_lasti
         lane = task.lane
         domain = lane.domain
         deps = task.deps
@@ -188,11 +180,7 @@ class Engine:
         """Submit this rank's part of a collective; the order of these calls must be the same on all ranks."""
         task.lane.simple = False
         task.ticket = self.tickets
-        self.submit_frames += 1  # this call lies between the policy and `submit` too
-        try:
-            self.submit(task, reads, writes)
-        finally:
-            self.submit_frames -= 1
+        self.submit(task, reads, writes)
         self.tickets += 1
         return task
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from engine_script import WORK, Script
@@ -91,10 +93,10 @@ def test_the_story_of_a_failure_names_the_line_that_submitted_the_task() -> None
     lane = Lane("gpu")
     engine = CheckedEngine([lane])
 
-    def verb() -> Kernel:
-        return engine.submit(Kernel(lane, WORK, "kernel", 3, 1))
-
-    task = verb()
+    task = Kernel(lane, WORK, "kernel", 3, 1)
+    here = sys._getframe()
+    task.code, task.instruction = here.f_code, here.f_lasti
+    engine.submit(task)
     engine.fail(task, ValueError("no memory"))
     assert isinstance(engine.failure, TaskFailed)
     assert "kernel L3 mb1 failed on lane gpu" in str(engine.failure)

@@ -22,8 +22,8 @@ from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Device, Exchange, Policy
 from moesched.steps.plan import KV_ROLES, Plan, Role
-from moesched.steps.run_state import Kind
 from moesched.steps.step import Step
+from moesched.steps.works import Kind
 from moesched.tasks import Task
 
 from ..torch.device import TorchDevice

@@ -12,8 +12,9 @@ from typing import Any
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
 from moesched.seams import Policy
-from moesched.steps.run_state import GROWING, RunState
+from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
+from moesched.steps.works import GROWING
 from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, link_class
 
 Price = Callable[[Work], int]
@@ -26,8 +27,6 @@ class NotFixed(MoeschedError):
 
 class CapturingEngine(Engine):
     """An engine that runs nothing and keeps every task, in program order."""
-
-    submit_frames = 3
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
         super().__init__(lanes)

@@ -46,8 +46,6 @@ COLLECT_AFTER = 50_000
 class SharedEngine(Engine):
     """An engine that a policy submits to while lanes finish tasks on other threads."""
 
-    submit_frames = 3
-
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self.lock: Any = threading.Lock()

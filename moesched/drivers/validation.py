@@ -78,8 +78,6 @@ class CheckedEngine(Engine):
         broken: the rules that were broken so far.
     """
 
-    submit_frames = Engine.submit_frames + 1
-
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self._account = Account(self.lanes)
@@ -193,5 +191,3 @@ class CheckedEngine(Engine):
 
 class CheckedSharedEngine(SharedEngine, CheckedEngine):
     """The same for lanes on other threads: the checks run under the engine's lock."""
-
-    submit_frames = SharedEngine.submit_frames + 1

@@ -260,7 +260,7 @@ class _Needs:
             self._experts_there(plan, run_state, works)
         else:
             self._accelerator.append(works["post_attention"])
-        if batch.kv_on_accelerator or plan.kv_slots:
+        if batch.kv.on_accelerator or plan.kv_slots:
             self._accelerator.append(works["attention"])
             self._link += [works["load_kv"]] if "load_kv" in works else []
         else:
@@ -270,12 +270,14 @@ class _Needs:
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work]) -> None:
         """The experts of a layer on the host: their outputs come back."""
         self._accelerator += [works["route"], works["combine"]]
-        operations, tokens = run_state.operations, works["route"].tokens
-        self._host.append(run_state.work("experts", plan.machine.roles.host, tokens, operations.experts))
+        operations, tokens = run_state.works.operations, works["route"].tokens
+        self._host.append(
+            run_state.works.work("experts", plan.machine.roles.host, tokens, operations.experts)
+        )
         if not run_state.unified:
             nbytes = tokens * operations.config.top_k * operations.hidden_bytes
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
-            self._link.append(run_state.move(host, accelerator, nbytes)[1])
+            self._link.append(run_state.works.move(host, accelerator, nbytes)[1])
 
     def share(self, cost: CostModel) -> Share:
         """The same in seconds."""
@@ -343,7 +345,7 @@ def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
     stops = [roles.weights, *by_way_of, fast[0]]
     pages = plan.layout.layer(0)
     return [
-        sum(cost.work(run_state.move(source, target, page.nbytes)[1]).seconds for page in pages)
+        sum(cost.work(run_state.works.move(source, target, page.nbytes)[1]).seconds for page in pages)
         for source, target in pairwise(stops)
         if source != target
     ] or [0.0]

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from moesched.requests.beams import Standing
 from moesched.seams import Policy
-from moesched.steps.run_state import MicroBatch, RunState
+from moesched.steps.micro_batch import MicroBatch
+from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.tasks import Task
 

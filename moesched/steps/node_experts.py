@@ -1,4 +1,4 @@
-"""Which experts each node of a cluster holds, and who runs which of them: what is checked of both."""
+"""Checks of the experts that each node of a cluster holds, and of those that it is to run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 def ownership_problem(
     owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
 ) -> str:
-    """What is wrong with saying that these nodes run these experts, of those that were routed; empty if nothing is."""
+    """The fault in having these nodes run these experts, of those that were routed; empty if there is none."""
     if missing := sorted(set(routed) - owners.keys()):
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():

@@ -1,4 +1,4 @@
-"""What a node of several submits for a verb: kernels, and the exchanges in which the nodes tell each other.
+"""The tasks of a verb on a node of several: kernels, and the exchanges between the nodes.
 
 Where nodes share a model's experts (`Plan.place_experts`), these verbs are more than one task:
 
@@ -20,18 +20,19 @@ from collections.abc import Iterator, Sequence
 
 from moesched.engine import Engine
 from moesched.machines.networks import NETWORK
-from moesched.models.operations import Amount, Operations
+from moesched.models.operations import Amount
 from moesched.steps.plan import Plan
-from moesched.steps.split_verbs import Split, SplitVerbs, SubTask, WorkOf
+from moesched.steps.split_verbs import Split, SplitVerbs, SubTask
+from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Lane, Task
 
 SUM, ROWS, TOKENS = "sums", "routed rows", "tokens"
-"""What is exchanged, as the tasks' operands say."""
+"""The operands of exchanges: the data that they carry."""
 
 TOKEN_BYTES = 8
 
 SCATTERED_FROM = 32 << 10
-"""From so many bytes on nodes add up a share of the sum each and hand it round, rather than send all to everybody."""
+"""Above this many bytes each node adds up a share of the sum and sends it round; below, everybody sends everything."""
 
 
 class NodeTasks(SplitVerbs):
@@ -39,7 +40,7 @@ class NodeTasks(SplitVerbs):
 
     Args:
         network: the lane of its exchanges.
-        micro_batches: how many there are.
+        micro_batches: their number.
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class NodeTasks(SplitVerbs):
         engine: Engine,
         network: Lane,
         plan: Plan,
-        operations: Operations,
-        work_of: WorkOf,
+        works: Works,
         micro_batches: int,
     ) -> None:
         split: dict[str, Split] = {"combine": self._reduce}
@@ -56,10 +56,10 @@ class NodeTasks(SplitVerbs):
             split = {"route": self._send, "combine": self._add_up, "sample": self._send}
         if not plan.attends:
             split = {"route": self._take_rows, "combine": self._hand_in, "sample": self._take_tokens}
-        super().__init__(engine, work_of, split)
+        super().__init__(engine, works, split)
         self._lane = network
         self._nodes = plan.nodes
-        self._operations = operations
+        self._operations = works.operations
         self._sums = [Block(f"sums mb{index}") for index in range(micro_batches)]
 
     def _reduce(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
@@ -74,7 +74,7 @@ class NodeTasks(SplitVerbs):
         yield from self._exchanged_sum("gather", task, reads)
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """What the first node finds out, and a broadcast of it."""
+        """A task of the first node, and a broadcast of its result."""
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 
@@ -97,25 +97,27 @@ class NodeTasks(SplitVerbs):
         task.work = self._work("add residual", task, self._operations.add_residual)
         return task
 
-    def _exchange(self, verb: str, task: Task, what: str) -> Collective:
+    def _exchange(self, verb: str, task: Task, data: str) -> Collective:
         rows = task.work.tokens
-        signature = f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
-        if what == SUM:
+        signature = f"{data} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
+        if data == SUM:
             signature += "".join(
                 f", E{expert} of node {node}" for expert, node in sorted(task.operands.items())
             )
-        work = self._work_of(f"{verb} of {what}", NETWORK, rows, lambda rows: self._amount(verb, what, rows))
+        work = self._works.work(
+            f"{verb} of {data}", NETWORK, rows, lambda rows: self._amount(verb, data, rows)
+        )
         return Collective(
-            self._lane, work, verb, task.layer, task.micro_batch, -1, what, task.step, signature=signature
+            self._lane, work, verb, task.layer, task.micro_batch, -1, data, task.step, signature=signature
         )
 
-    def _amount(self, verb: str, what: str, rows: int) -> Amount:
+    def _amount(self, verb: str, data: str, rows: int) -> Amount:
         """The bytes that pass the card of the busiest node, in the direction in which there are more."""
         each = {
             SUM: self._operations.sum_bytes,
             ROWS: self._operations.row_and_choices_bytes,
             TOKENS: TOKEN_BYTES,
-        }[what]
+        }[data]
         others = self._nodes - 1
         if verb == "all_reduce" and rows * each > SCATTERED_FROM:
             return Amount(0, 2 * others / self._nodes * rows * each)

@@ -11,6 +11,7 @@ from moesched.machines import Machine
 from moesched.machines.group import numbered
 from moesched.steps.memory import Views
 from moesched.steps.plan import Plan
+from moesched.steps.verbs.table import VERBS
 from moesched.tasks import Lane
 
 
@@ -21,7 +22,8 @@ class PipelineStage:
         end: the layer that the next stage begins with; -1 at the last one.
         processors: the accelerator's name and the host's, by role.
         memory: the accelerator's.
-        to_host, from_host: the lanes of copies between the accelerator's memory and the host's, unless they are one.
+        lane, host: the lanes of the accelerator and the host.
+        lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
         empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that hold nothing.
         onward: the memories that a hidden state passes on its way to the next stage, this one and that one included.
     """
@@ -31,13 +33,13 @@ class PipelineStage:
         "empty_kv_slots",
         "end",
         "expert",
-        "from_host",
+        "host",
         "lane",
+        "lanes",
         "memory",
         "number",
         "onward",
         "processors",
-        "to_host",
         "whole",
     )
 
@@ -50,11 +52,12 @@ class PipelineStage:
         self.lane = lanes[numbered("accelerator", number)]
         self.processors = {"accelerator": numbered(roles.accelerator, number), "host": roles.host}
         self.memory = fast.name
-        self.to_host: Lane
-        self.from_host: Lane
+        self.host = lanes["host"]
+        places = {"accelerator": self.lane, "host": self.host}
         if not machine.unified:
-            self.to_host = lanes[machine.link(fast.name, host.name).lane]
-            self.from_host = lanes[machine.link(host.name, fast.name).lane]
+            places["to host"] = lanes[machine.link(fast.name, host.name).lane]
+            places["from host"] = lanes[machine.link(host.name, fast.name).lane]
+        self.lanes = [places.get(verb.lane or "") for verb in VERBS]
         self.dense = Views(fast, layout.dense)
         self.whole = Views(fast, layout.layer)
         self.expert: dict[str, Views[tuple[int, int]]] = {

@@ -1,4 +1,4 @@
-"""What a rank of several submits for a verb: kernels, and the all-reduces that make whole what each rank has in part.
+"""The tasks of a verb on a rank of several: kernels, and the all-reduces that add up the ranks' parts.
 
 Where a model is cut over several ranks (see `models/tensor_parallel.py`), four verbs are more than one task:
 
@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
-from moesched.models.operations import Operations
-from moesched.steps.split_verbs import SplitVerbs, SubTask, WorkOf
+from moesched.steps.split_verbs import SplitVerbs, SubTask
+from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Kernel, Lane, Task
 
 HIDDEN, LOGITS = "hidden", "logits"
-"""What is reduced, as the tasks' operands say."""
+"""The operands of all-reduces: the data that they add up."""
 
 
 class RankTasks(SplitVerbs):
@@ -31,15 +31,14 @@ class RankTasks(SplitVerbs):
 
     Args:
         interconnect: the lane of its all-reduces.
-        micro_batches: how many there are.
+        micro_batches: their number.
     """
 
     def __init__(
         self,
         engine: Engine,
         interconnect: Lane,
-        operations: Operations,
-        work_of: WorkOf,
+        works: Works,
         micro_batches: int,
     ) -> None:
         split = {
@@ -48,9 +47,9 @@ class RankTasks(SplitVerbs):
             "combine": self._combine,
             "sample": self._sample,
         }
-        super().__init__(engine, work_of, split)
+        super().__init__(engine, works, split)
         self._lane = interconnect
-        self._operations = operations
+        self._operations = works.operations
         self._logits = [Block(f"logits mb{index}") for index in range(micro_batches)]
 
     def _post_attention(
@@ -84,11 +83,13 @@ class RankTasks(SplitVerbs):
         verb = "output_projection"
         return self._kernel(verb, task, self._work(verb, task, self._operations.output_projection))
 
-    def _all_reduce(self, task: Task, what: str) -> Collective:
+    def _all_reduce(self, task: Task, reduced: str) -> Collective:
         rows = task.work.tokens
-        nbytes = rows * (self._operations.hidden_bytes if what == HIDDEN else self._operations.logits_bytes)
-        work = self._work_of(
-            f"all_reduce of {what}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
+        nbytes = rows * (
+            self._operations.hidden_bytes if reduced == HIDDEN else self._operations.logits_bytes
+        )
+        work = self._works.work(
+            f"all_reduce of {reduced}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
         )
         return Collective(
             self._lane,
@@ -97,7 +98,7 @@ class RankTasks(SplitVerbs):
             task.layer,
             task.micro_batch,
             -1,
-            what,
+            reduced,
             task.step,
-            signature=f"{what} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
+            signature=f"{reduced} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
         )

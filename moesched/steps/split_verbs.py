@@ -1,4 +1,4 @@
-"""Verbs that are several tasks where several ranks or nodes work together: the tasks, submitted one after the other."""
+"""Verbs that are several tasks where several ranks or nodes work together."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moesched.engine import Engine
 from moesched.models.operations import Amount
+from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Decision, Kernel, Task, Work
 
 SubTask = tuple[Task, Sequence[Block], Sequence[Block]]
-"""A task, and what it reads and writes."""
+"""A task, and the blocks that it reads and writes."""
 Split = Callable[[Task, Sequence[Block], Sequence[Block]], Iterator[SubTask]]
-"""From a verb's own task, and what that reads and writes, to the tasks that the verb is."""
-WorkOf = Callable[[str, str, int, Callable[[int], Amount]], Work]
-"""The work of a kind on a resource for so many rows, the same object for the same rows."""
+"""Turns a verb's own task, with the blocks that it reads and writes, into the tasks that the verb is here."""
 
 
 class SplitVerbs:
     """Submits verbs to an engine, some of them as several tasks.
 
     Args:
-        split: how, by the verb; the others are one task.
+        split: by verb, its tasks; verbs that are not there are one task.
     """
 
-    def __init__(self, engine: Engine, work_of: WorkOf, split: Mapping[str, Split]) -> None:
+    def __init__(self, engine: Engine, works: Works, split: Mapping[str, Split]) -> None:
         self._engine = engine
-        self._engine.submit_frames += 1  # `submit` below lies between the verb and the engine
-        self._work_of = work_of
+        self._works = works
         self._split = split
 
     def submit(
@@ -47,6 +45,7 @@ class SplitVerbs:
             return self._engine.submit(task, reads, writes, after, transfer_class)
         last = task
         for part, needed, left in split(task, reads, writes):
+            part.code, part.instruction = task.code, task.instruction
             if isinstance(part, Collective):
                 self._engine.collective(part, needed, left)
             else:
@@ -60,4 +59,4 @@ class SplitVerbs:
 
     def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
         """The work of a part, on as many rows as the verb's."""
-        return self._work_of(kind, task.work.resource, task.work.tokens, amount)
+        return self._works.work(kind, task.work.resource, task.work.tokens, amount)

@@ -1,20 +1,21 @@
-"""What all verbs share: the micro-batches of a step, the stages that these pass, what is said of a wrong one."""
+"""The part that all verbs share: the check of a micro-batch's progress, and the submission of a verb's task."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TypeVar
+from sys import _getframe
+from typing import Any, TypeVar
 
 from moesched.errors import OutOfOrder
 from moesched.steps.memory import View, Views
-from moesched.steps.run_state import STRIDE, Kind, MicroBatch, RunState
-from moesched.tasks import Block
+from moesched.steps.micro_batch import MicroBatch
+from moesched.steps.run_state import RunState
+from moesched.steps.verbs.table import PROGRESS, STRIDE, VERBS, Verb
+from moesched.steps.works import Kind
+from moesched.tasks import Block, Task
 
-INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
-STAGES = ("input", "qkv", "qkv on the host", "attended on the host", "attended", "routed")
-
-EVERYWHERE = ("route", "assign", "run_expert", "warm_expert", "combine", "sample")
-"""Verbs of nodes that do not attend."""
+NEVER = -1 << 62
+"""The progress that a verb needs where it does not exist."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -23,58 +24,127 @@ class Verbs:
     """A step, as far as all verbs need it; the attributes are those of `Step`."""
 
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
-        self._run = run_state
-        self._engine = run_state.engine
+        plan = run_state.plan
+        self._state = run_state
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
         self._base = index * run_state.stride
-        self._limited = run_state.limited and not index
-        self._host = run_state.lanes["host"]
-        self._weights = run_state.plan.machine.roles.weights
-        self._placement = run_state.plan.placement
-        self.nodes, self.node = run_state.plan.nodes, run_state.plan.node
-        self.attends = run_state.plan.attends
+        self.nodes, self.node = plan.nodes, plan.node
+        self.attends = plan.attends
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
         self.last = last
-        self.chunked = not index and run_state.plan.chunked
-        self.layers = run_state.plan.layers
+        self.chunked = not index and plan.chunked
+        self.layers = plan.layers
         self.micro_batches = range(len(self._batches))
+        self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]
+        self._left = [self._base + self._offset(verb) + verb.leaves for verb in VERBS]
         run_state.size(index)
+        if not self.attends:
+            for batch in self._batches:
+                batch.progress += batch.progress == self._base - 1  # there is no `embed`
+
+    def _offset(self, verb: Verb) -> int:
+        """The progress to add to that of a verb's layer; `sample` has layer -1, and comes after all others."""
+        return self._state.stride if verb.name == "sample" else 0
+
+    def _need(self, verb: Verb) -> int:
+        """The progress within a layer that a verb needs on this node."""
+        if self.attends:
+            return verb.needs
+        return NEVER if verb.elsewhere is None else verb.elsewhere
+
+    def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
+        """The micro-batch, which has made just the progress that the verb needs.
+
+        Raises:
+            OutOfOrder: it has not.
+        """
+        batch = self._batches[micro_batch]
+        if batch.progress != self._needed[verb.number] + layer * STRIDE or (
+            verb.saved and batch.kv.unsaved >= 0
+        ):
+            raise self._out_of_order(verb, layer, batch)
+        return batch
+
+    def _run(
+        self,
+        verb: Verb,
+        layer: int,
+        batch: MicroBatch,
+        operands: Any = None,
+        reads: tuple[Block, ...] = (),
+        writes: tuple[Block, ...] = (),
+    ) -> Task:
+        """Submit a verb's task, and note the progress that the verb leaves.
+
+        Args:
+            reads, writes: what the task touches beside the micro-batch's blocks that the table names.
+
+        Returns:
+            the task; where the verb has nothing to do, the one that made the data.
+        """
+        number = verb.number
+        lane, own_reads, own_writes = batch.bound[number]
+        if verb.moves:
+            batch.progress = self._left[number] + layer * STRIDE
+        if lane is None:
+            return batch.last  # type: ignore[return-value]  # every progress past INPUT was left by a task
+        name = verb.name
+        task = verb.task(lane, batch.works[name], name, layer, batch.index, -1, operands, self.index)
+        if verb.moves:
+            batch.last = task
+        policy = _getframe(2)  # a verb calls this, a policy calls the verb
+        task.code = policy.f_code
+        task.instruction = policy.f_lasti
+        return self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
+
+    def _enter(
+        self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], transfer_class: int = 0
+    ) -> Task:
+        """Submit a task that a verb has made by itself."""
+        policy = _getframe(2)  # a verb calls this, a policy calls the verb
+        task.code = policy.f_code
+        task.instruction = policy.f_lasti
+        return self._submit(task, reads, writes, (), transfer_class)
 
     def _view(self, views: Views[K], key: K) -> View[K]:
-        return views.show(key, self._engine)
+        return views.show(key, self._state.engine)
 
-    def _leaving(self, batch: MicroBatch, reads: tuple[Block, ...]) -> tuple[Block, ...]:
-        """What a verb reads that may be the micro-batch's last in the layer; its room is free for another then."""
-        place = batch.room
-        if place is None:
-            return reads
-        if batch.unsaved < 0 and batch.tag % STRIDE == self._base % STRIDE:
+    def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
+        """The micro-batch's room, as the last verbs of a layer read it; another's once this one `leaves` the layer."""
+        room = batch.room
+        if room is None:
+            return ()
+        if leaves and batch.kv.unsaved < 0:
             batch.room = None
-            self._run.rooms.append(place)
-        return (*reads, place)
+            self._state.rooms.append(room)
+        return (room,)
 
     def _where(self, batch: MicroBatch) -> str:
-        step, rest = divmod(batch.tag + 1, self._run.stride)
+        step, rest = divmod(batch.progress + 1, self._state.stride)
         if not rest:
             return f"the end of step {step - 1}" if step else "the start"
-        layer, stage = divmod(rest - 1, STRIDE)
-        unsaved = ", its keys and values not saved: offload_kv them" if batch.unsaved >= 0 else ""
-        return f"step {step} L{layer} {STAGES[stage]}{unsaved}"
+        return f"step {step} {self._point(rest - 1)}{self._unsaved(batch)}"
 
-    def _out_of_order(self, verb: str, layer: int, batch: MicroBatch, needed: int) -> OutOfOrder:
-        if not self.attends and verb not in EVERYWHERE:
+    def _point(self, progress: int) -> str:
+        """A progress within a step, in words."""
+        layer, within = divmod(progress, STRIDE)
+        return f"L{layer} {PROGRESS[within]}"
+
+    def _unsaved(self, batch: MicroBatch) -> str:
+        return ", its keys and values not saved: offload_kv them" if batch.kv.unsaved >= 0 else ""
+
+    def _out_of_order(self, verb: Verb, layer: int, batch: MicroBatch) -> OutOfOrder:
+        """The error of a verb whose micro-batch is elsewhere."""
+        if not self.attends and verb.elsewhere is None:
             return OutOfOrder(
-                f"{verb}: node {self.node} does not attend, as the plan is centralised: leave it out where not "
+                f"{verb.name}: node {self.node} does not attend, as the plan is centralised: leave it out where not "
                 "step.attends"
             )
-        needs = (
-            "the end of the step before"
-            if needed == self._base - 1
-            else f"step {self.index} L{layer} {STAGES[needed % STRIDE]}"
-        )
-        where = self._where(batch)
+        needed = self._needed[verb.number] + layer * STRIDE - self._base
+        needs = "the end of the step before" if needed == -1 else f"step {self.index} {self._point(needed)}"
+        about = f"L{layer}, mb{batch.index}" if verb.in_layer else f"mb{batch.index}"
         return OutOfOrder(
-            f"{verb}(L{layer}, mb{batch.index}) needs mb{batch.index} at {needs}, but it is at {where}"
+            f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )

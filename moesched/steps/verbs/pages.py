@@ -1,4 +1,4 @@
-"""The verbs that move weights: fetch, pin, lift, cancel, evict."""
+"""The verbs that move weights: fetch, copy_to_pinned, promote, cancel, evict."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
 
 class PageVerbs(Verbs):
-    """Pages, and what brings them to pools and takes them from there."""
+    """Pages, and the verbs that bring them to pools and take them from there."""
 
     def pages(self, layer: int) -> tuple[Page, ...]:
         """All pages of a layer."""
-        return self._run.plan.layout.layer(layer)
+        return self._state.plan.layout.layer(layer)
 
     def dense_pages(self, layer: int) -> tuple[Page, ...]:
         """The pages of a layer that every token needs: norms, attention's projections, the router."""
-        return self._run.plan.layout.dense(layer)
+        return self._state.plan.layout.dense(layer)
 
     def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
         """The pages of one expert."""
-        return self._run.plan.layout.expert(layer, expert)
+        return self._state.plan.layout.expert(layer, expert)
 
     def fetch(
         self,
@@ -45,18 +45,18 @@ class PageVerbs(Verbs):
         """
         task, reads = self._transfer("fetch", pages, pool, source)
         transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
-        return self._submit(task, reads, task.slots, (), transfer_class)
+        return self._enter(task, reads, task.slots, transfer_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
         task, reads = self._transfer("copy_to_pinned", pages, pool, source)
-        return self._submit(task, reads, task.slots, (), PREFETCH)
+        return self._enter(task, reads, task.slots, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
         """Make transfers of these pages that have not started urgent: the pages are needed now."""
         for slot in held_slots("promote", pages, pool):
             if slot.writer is not None:
-                self._engine.promote(slot.writer, DEMAND)
+                self._state.engine.promote(slot.writer, DEMAND)
 
     def cancel(self, pages: Sequence[Page], pool: Pool) -> bool:
         """Give up pages that nobody uses and whose transfer has not started: it is cancelled, and moves no bytes.
@@ -68,7 +68,7 @@ class PageVerbs(Verbs):
             NotResident: a page is not in the pool.
             PolicyError: they are not the pages of one fetch, or a task that was submitted uses one of them.
         """
-        return pool.cancel(pages, self._engine)
+        return pool.cancel(pages, self._state.engine)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
         """Give up pages; their slots are free for the next fetch."""
@@ -80,7 +80,7 @@ class PageVerbs(Verbs):
                 raise PolicyError(
                     f"evict: page {describe(page)} is kept for the whole run: keep fewer in the plan"
                 )
-            pool.vacate(slot, self._engine)
+            pool.vacate(slot, self._state.engine)
 
     def _transfer(
         self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
@@ -93,12 +93,12 @@ class PageVerbs(Verbs):
             raise OverBudget(
                 f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
             )
-        slots = pool.assign_all(pages, self._engine)
+        slots = pool.assign_all(pages, self._state.engine)
         nbytes = 0
         for page in pages:
             nbytes += page.nbytes
-        origin = self._weights if source is None else source.memory.name
-        lane, work = self._run.move(origin, pool.memory.name, nbytes, len(slots))
+        origin = self._state.plan.machine.roles.weights if source is None else source.memory.name
+        lane, work = self._state.works.move(origin, pool.memory.name, nbytes, len(slots))
         first = pages[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
         task.pages, task.slots = tuple(pages), slots

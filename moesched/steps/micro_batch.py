@@ -1,0 +1,183 @@
+"""A micro-batch as the verbs see it: its progress, its blocks of data, its KV cache, the experts of its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moesched.requests.chunks import Chunk
+from moesched.steps.pipeline_stages import PipelineStage
+from moesched.steps.verbs.table import VERBS
+from moesched.tasks import Block, Lane, Task, Work
+
+
+class HostOutput(NamedTuple):
+    """The output of an expert on the host, for `tokens` rows."""
+
+    expert: int
+    tokens: int
+    block: Block
+
+
+class Blocks:
+    """A micro-batch's data within a step, and what each verb reads and writes of it, by the verb's number.
+
+    On a machine with one memory the blocks on the host are those on the accelerator. A chunk has the tokens and
+    positions of the micro-batch that it is part of.
+    """
+
+    __slots__ = (
+        "attention",
+        "attention_host",
+        "hidden",
+        "normed",
+        "normed_host",
+        "positions",
+        "qkv",
+        "qkv_host",
+        "reads",
+        "tokens",
+        "writes",
+    )
+
+    def __init__(self, index: int, *, unified: bool, whole: Blocks | None = None) -> None:
+        self.tokens: Block = Block(f"tokens mb{index}") if whole is None else whole.tokens
+        self.positions: Block = Block(f"positions mb{index}") if whole is None else whole.positions
+        self.hidden = Block(f"hidden mb{index}")
+        self.qkv = Block(f"qkv mb{index}")
+        self.qkv_host = self.qkv if unified else Block(f"qkv on the host mb{index}")
+        self.attention = Block(f"attention mb{index}")
+        self.attention_host = self.attention if unified else Block(f"attention on the host mb{index}")
+        self.normed = Block(f"normed mb{index}")
+        self.normed_host = self.normed if unified else Block(f"normed on the host mb{index}")
+        own = {
+            "tokens": self.tokens,
+            "positions": self.positions,
+            "hidden": self.hidden,
+            "qkv": self.qkv,
+            "qkv_host": self.qkv_host,
+            "attention": self.attention,
+            "attention_host": self.attention_host,
+            "normed": self.normed,
+            "normed_host": self.normed_host,
+        }
+        self.reads = [tuple(own[name] for name in verb.reads if name in own) for verb in VERBS]
+        self.writes = [tuple(own[name] for name in verb.writes if name in own) for verb in VERBS]
+
+
+class KVState:
+    """A micro-batch's KV cache.
+
+    Attributes:
+        layers: the cache's blocks, by layer.
+        on_accelerator: whether it lives there, rather than on the host.
+        unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
+        loaded: the numbers of the buffers that `load_kv` filled, by layer.
+        device: one layer's keys and values on the accelerator, which the chunks of a prompt share.
+        attended_in_device: the last layer in which `attention` left keys and values there.
+    """
+
+    __slots__ = ("attended_in_device", "device", "layers", "loaded", "on_accelerator", "unsaved")
+
+    def __init__(self, layers: list[Block], device: Block, *, on_accelerator: bool) -> None:
+        self.layers = layers
+        self.device = device
+        self.on_accelerator = on_accelerator
+        self.unsaved = -1
+        self.loaded: dict[int, int] = {}
+        self.attended_in_device = -1
+
+
+class RoutingState:
+    """The experts of a micro-batch in its present layer.
+
+    Attributes:
+        decision: the task of `route`.
+        pending: the experts that have yet to run on this node; None until known.
+        owners: nodes by expert, as `assign` was told.
+        outputs: blocks for `combine`.
+        on_host: outputs that are still on the host; None where the routed rows are not there.
+    """
+
+    __slots__ = ("decision", "on_host", "outputs", "owners", "pending")
+
+    def __init__(self) -> None:
+        self.decision: Task | None = None
+        self.pending: set[int] | None = None
+        self.owners: Mapping[int, int] | None = None
+        self.outputs: list[Block] = []
+        self.on_host: list[HostOutput] | None = None
+
+
+class MicroBatch:
+    """One micro-batch of a run, or a chunk of one in prefill.
+
+    Attributes:
+        progress: the steps, layers and verbs that it has been through, as one number: `STRIDE` values for each layer.
+        last: the task that brought it there.
+        room: a block that stands for its activations within a layer, where the plan limits these.
+        stage: the pipeline stage that it is at, with the works of its verbs there; `works_at` has those of all stages.
+        bound: by a verb's number, its lane at that stage, and the blocks that its task reads and writes.
+        chunk: the part of the prompts that it takes through prefill.
+        before: the chunk that it continues.
+        ends: the requests that it samples tokens for.
+    """
+
+    __slots__ = (
+        "before",
+        "blocks",
+        "bound",
+        "chunk",
+        "ends",
+        "index",
+        "kv",
+        "last",
+        "progress",
+        "requests",
+        "room",
+        "routing",
+        "stage",
+        "works",
+        "works_at",
+    )
+
+    def __init__(self, index: int, requests: tuple[int, ...], blocks: Blocks, kv: KVState) -> None:
+        self.index = index
+        self.requests = self.ends = requests
+        self.blocks = blocks
+        self.kv = kv
+        self.routing = RoutingState()
+        self.chunk: Chunk | None = None
+        self.before: MicroBatch | None = None
+        self.room: Block | None = None
+        self.progress = -1
+        self.last: Task | None = None
+        self.stage: PipelineStage
+        self.works: dict[str, Work] = {}
+        self.works_at: list[dict[str, Work]] = []
+        self.bound: list[tuple[Lane | None, tuple[Block, ...], tuple[Block, ...]]] = []
+
+    def enter(self, stage: PipelineStage) -> None:
+        """Run its next verbs at that stage."""
+        self.stage = stage
+        self.works = self.works_at[stage.number]
+        self.bound = list(zip(stage.lanes, self.blocks.reads, self.blocks.writes, strict=True))
+
+
+def whole_micro_batch(
+    index: int, requests: tuple[int, ...], layers: int, *, unified: bool, kv_on_accelerator: bool
+) -> MicroBatch:
+    """A micro-batch of decoding, and of prefill where no prompts are cut."""
+    cache = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
+    kv = KVState(cache, Block(f"keys and values at hand mb{index}"), on_accelerator=kv_on_accelerator)
+    return MicroBatch(index, requests, Blocks(index, unified=unified), kv)
+
+
+def chunk_of(
+    whole: MicroBatch, index: int, chunk: Chunk, before: MicroBatch | None, *, unified: bool
+) -> MicroBatch:
+    """A chunk of a micro-batch, which continues the chunk before."""
+    kv = KVState(whole.kv.layers, whole.kv.device, on_accelerator=whole.kv.on_accelerator)
+    made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
+    made.chunk, made.ends, made.before = chunk, chunk.ends, before
+    return made

@@ -1,0 +1,75 @@
+"""docs/verbs.md, written from the table of verbs: python -m moesched.steps.verbs.page > docs/verbs.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from moesched.steps.step import Step
+from moesched.steps.verbs.table import VERBS, Verb, picture
+
+_HEAD = """\
+# The verbs
+
+This page is written from the table in `moesched/steps/verbs/table.py`:
+`python -m moesched.steps.verbs.page > docs/verbs.md`
+
+A policy schedules a step with verbs. Each one checks the progress of its micro-batch and submits one task. In every
+layer a micro-batch takes one of these ways:
+"""
+_VERBS = """\
+Verbs that leave the progress as it is may be called while the micro-batch is there. `load_kv` may be called earlier in
+the step, and `offload_kv` at any time after `attention` and before the next layer's `pre_attention`. On a machine with
+one memory the verbs that copy have nothing to do.
+"""
+_DATA = """\
+The engine works out the edges between tasks from these blocks. `weights` are the pages of the layer or the expert,
+`outputs` are those of all experts, and `room` is there where a plan limits the micro-batches within a layer. Nodes
+without attention, in a centralised plan, have only the verbs that are marked.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    verbs = [
+        (f"`{verb.name}`", purpose(verb), verb.progress_name(verb.needs), verb.progress_name(verb.leaves))
+        for verb in VERBS
+    ]
+    data = [
+        (
+            f"`{verb.name}`",
+            verb.lane or "no task",
+            ", ".join(verb.reads),
+            ", ".join(verb.writes),
+            "" if verb.elsewhere is None else "yes",
+        )
+        for verb in VERBS
+    ]
+    return "\n".join(
+        [
+            _HEAD,
+            f"```\n{picture()}\n```\n",
+            _VERBS,
+            *table(("verb", "purpose", "needs", "leaves"), verbs),
+            "",
+            _DATA,
+            *table(("verb", "lane", "reads", "writes", "without attention"), data),
+            "",
+        ]
+    )
+
+
+def purpose(verb: Verb) -> str:
+    """The first paragraph of the verb's docstring."""
+    method = next(vars(kind)[verb.name] for kind in Step.__mro__ if verb.name in vars(kind))
+    return " ".join(method.__doc__.split("\n\n")[0].split())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    head = list(head)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

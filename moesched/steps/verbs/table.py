@@ -1,0 +1,287 @@
+"""The verbs that take a micro-batch through a step, as one table.
+
+The checks of the verbs, the lanes and data of their tasks, the picture of a micro-batch's progress and docs/verbs.md
+come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+
+STRIDE = 8
+"""The number of values that a micro-batch's progress may have in one layer."""
+
+INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
+SAMPLED = STRIDE - 1
+"""The end of a step; the next one begins there. It comes after all layers."""
+NEXT_INPUT = STRIDE + INPUT
+ROUTED_BEFORE = ROUTED - STRIDE
+
+PROGRESS = {
+    ROUTED_BEFORE: "routed in the layer before",
+    INPUT: "input",
+    QKV: "qkv",
+    QKV_HOST: "qkv on the host",
+    ATTENDED_HOST: "attended on the host",
+    ATTENDED: "attended",
+    ROUTED: "routed",
+    SAMPLED: "sampled",
+    NEXT_INPUT: "input of the next layer",
+}
+"""The names of the values."""
+
+OUTSIDE_LAYERS = {
+    INPUT: "output of the last layer",
+    SAMPLED: "sampled",
+    NEXT_INPUT: "input of the first layer",
+}
+"""The same for verbs that belong to no layer."""
+
+Place = Literal["accelerator", "host", "either", "to host", "from host"]
+"""The lane of a task: a processor's, or one of the copies between the memories of accelerator and host."""
+
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One verb, as far as it is the same in every layer and for every micro-batch.
+
+    Attributes:
+        needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
+        lane: where its task runs; None for a verb without a task.
+        task: the type of its task.
+        reads, writes: the data of its task, by the names of `Blocks`. Other names stand for what the verb itself adds.
+        when: "exactly" at the progress that it needs; "until" then, from the start of the step; or once, "unsaved",
+            while keys and values wait to be moved to the host.
+        saved: whether keys and values must not wait to be moved to the host.
+        elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
+        grows: whether its work differs from step to step, as the KV cache grows.
+        in_layer: whether it belongs to a layer.
+        number: its index in `VERBS`.
+        moves: whether it changes the micro-batch's progress.
+    """
+
+    name: str
+    needs: int
+    leaves: int
+    lane: Place | None
+    task: type[Task] = Kernel
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    when: Literal["exactly", "until", "unsaved"] = "exactly"
+    saved: bool = False
+    elsewhere: int | None = None
+    grows: bool = False
+    in_layer: bool = True
+    number: int = field(init=False, default_factory=_numbers.__next__)
+    moves: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moves", self.leaves != self.needs)  # read for every task, so not a property
+
+    def progress_name(self, progress: int) -> str:
+        """The name of the progress that the verb needs or leaves."""
+        return PROGRESS[progress] if self.in_layer else OUTSIDE_LAYERS[progress]
+
+    @property
+    def copies(self) -> bool:
+        """Whether it only moves data, and has nothing to do where accelerator and host share a memory."""
+        return self.lane in ("to host", "from host")
+
+
+EMBED = Verb(
+    "embed",
+    SAMPLED,
+    NEXT_INPUT,
+    "accelerator",
+    reads=("tokens",),
+    writes=("hidden", "positions"),
+    in_layer=False,
+)
+PRE_ATTENTION = Verb(
+    "pre_attention",
+    INPUT,
+    QKV,
+    "accelerator",
+    reads=("hidden", "weights"),
+    writes=("qkv", "room"),
+    saved=True,
+)
+LOAD_KV = Verb(
+    "load_kv",
+    QKV,
+    QKV,
+    "from host",
+    PageTransfer,
+    reads=("positions", "kv cache"),
+    writes=("kv buffer",),
+    when="until",
+    grows=True,
+)
+ATTENTION = Verb(
+    "attention",
+    QKV,
+    ATTENDED,
+    "accelerator",
+    reads=("qkv", "kv cache"),
+    writes=("attention", "kv cache"),
+    grows=True,
+)
+OFFLOAD_KV = Verb(
+    "offload_kv",
+    ATTENDED,
+    ATTENDED,
+    "to host",
+    PageTransfer,
+    reads=("qkv", "positions", "kv cache"),
+    writes=("kv cache",),
+    when="unsaved",
+)
+OFFLOAD_QKV = Verb(
+    "offload_qkv", QKV, QKV_HOST, "to host", PageTransfer, reads=("qkv",), writes=("qkv_host",)
+)
+CPU_ATTENTION = Verb(
+    "cpu_attention",
+    QKV_HOST,
+    ATTENDED_HOST,
+    "host",
+    HostKernel,
+    reads=("qkv_host", "kv cache"),
+    writes=("attention_host", "kv cache"),
+    grows=True,
+)
+LOAD_HIDDEN = Verb(
+    "load_hidden",
+    ATTENDED_HOST,
+    ATTENDED,
+    "from host",
+    PageTransfer,
+    reads=("attention_host",),
+    writes=("attention",),
+)
+POST_ATTENTION = Verb(
+    "post_attention",
+    ATTENDED,
+    NEXT_INPUT,
+    "accelerator",
+    reads=("attention", "hidden", "weights", "room"),
+    writes=("hidden",),
+)
+ROUTE = Verb(
+    "route",
+    ATTENDED,
+    ROUTED,
+    "accelerator",
+    Decision,
+    reads=("attention", "hidden", "weights"),
+    writes=("hidden", "normed"),
+    elsewhere=INPUT,
+)
+PREVIEW_ROUTE = Verb(
+    "preview_route", ROUTED_BEFORE, ROUTED_BEFORE, "accelerator", Decision, reads=("hidden", "weights")
+)
+ASSIGN = Verb("assign", ROUTED, ROUTED, None, elsewhere=ROUTED)
+OFFLOAD_ROUTED = Verb(
+    "offload_routed", ROUTED, ROUTED, "to host", PageTransfer, reads=("normed",), writes=("normed_host",)
+)
+RUN_EXPERT = Verb(
+    "run_expert",
+    ROUTED,
+    ROUTED,
+    "either",
+    reads=("normed or normed_host", "weights"),
+    writes=("output",),
+    elsewhere=ROUTED,
+)
+LOAD_ROUTED = Verb(
+    "load_routed",
+    ROUTED,
+    ROUTED,
+    "from host",
+    PageTransfer,
+    reads=("outputs on the host",),
+    writes=("output",),
+)
+WARM_EXPERT = Verb(
+    "warm_expert",
+    ROUTED,
+    ROUTED,
+    "accelerator",
+    reads=("normed", "weights"),
+    writes=("output",),
+    elsewhere=ROUTED,
+)
+COMBINE = Verb(
+    "combine",
+    ROUTED,
+    NEXT_INPUT,
+    "accelerator",
+    reads=("normed", "hidden", "outputs", "room"),
+    writes=("hidden",),
+    elsewhere=ROUTED,
+)
+SAMPLE = Verb(
+    "sample",
+    INPUT,
+    SAMPLED,
+    "accelerator",
+    Decision,
+    reads=("hidden",),
+    writes=("tokens",),
+    saved=True,
+    elsewhere=INPUT,
+    in_layer=False,
+)
+
+VERBS = (
+    EMBED,
+    PRE_ATTENTION,
+    LOAD_KV,
+    ATTENTION,
+    OFFLOAD_KV,
+    OFFLOAD_QKV,
+    CPU_ATTENTION,
+    LOAD_HIDDEN,
+    POST_ATTENTION,
+    ROUTE,
+    PREVIEW_ROUTE,
+    ASSIGN,
+    OFFLOAD_ROUTED,
+    RUN_EXPERT,
+    LOAD_ROUTED,
+    WARM_EXPERT,
+    COMBINE,
+    SAMPLE,
+)
+"""All of them; a verb's number is its index."""
+
+
+def paths() -> Iterator[list[Verb]]:
+    """The ways through a step, cut where they meet or part: verbs that move a micro-batch on, one after the other."""
+    moving = [verb for verb in VERBS if verb.moves]
+    starts = [verb.needs for verb in moving]
+    ends = [verb.leaves for verb in moving]
+    for verb in moving:
+        if starts.count(verb.needs) == 1 and ends.count(verb.needs) == 1:
+            continue  # goes on from the verb before it
+        path = [verb]
+        while starts.count(path[-1].leaves) == 1 == ends.count(path[-1].leaves):
+            path.append(moving[starts.index(path[-1].leaves)])
+        yield path
+
+
+def picture() -> str:
+    """The ways of a micro-batch through a step, a line for each."""
+    lines = []
+    for path in paths():
+        line = path[0].progress_name(path[0].needs)
+        for verb in path:
+            line += f" --{verb.name}--> {verb.progress_name(verb.leaves)}"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,142 @@
+"""The works of a run's tasks: what they ask of the machine, the same object for all tasks that ask the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
+from typing import Literal
+
+from moesched.models.operations import Amount, Operations
+from moesched.models.tensor_sizes import ResidentShare
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.steps.micro_batch import MicroBatch
+from moesched.steps.pipeline_stages import PipelineStage
+from moesched.steps.plan import Plan
+from moesched.steps.verbs.table import VERBS
+from moesched.tasks import Lane, Work, WorkPart
+
+Kind = Literal["prefill", "decode"]
+
+GROWING = tuple(verb.name for verb in VERBS if verb.grows)
+"""Verbs whose work differs from step to step, since the KV cache grows."""
+
+_TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
+
+
+class Works:
+    """Makes works, and sets those of the micro-batches for each step.
+
+    Args:
+        age: tokens that count as generated before the first decode step, to look into the middle of a long run.
+    """
+
+    def __init__(
+        self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage], age: int
+    ) -> None:
+        self.operations = Operations(plan.layout.config, plan.layout.dtype, _resident(plan))
+        self._plan = plan
+        self._lanes = lanes
+        self._stages = stages
+        self._age = age
+        self._sized_for: Kind | None = None
+        self._works: dict[tuple[str, str, int], Work] = {}
+        self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
+
+    def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
+        """The work of one kind of operation on `tokens` rows."""
+        work = self._works.get((kind, resource, tokens))
+        if work is None:
+            flops, nbytes, parts = amount(tokens)
+            work = self._works[kind, resource, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
+        return work
+
+    def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
+        """The lane and the work of moving bytes between two memories, in a number of pieces of the same size."""
+        known = self._moves.get((source, destination, nbytes, pieces))
+        if known is None:
+            lane = self._lanes[self._plan.machine.link(source, destination).lane]
+            link = f"{source}->{destination}"
+            parts = (WorkPart(link, nbytes / pieces, pieces),)
+            known = lane, Work(link, link, nbytes=nbytes, parts=parts)
+            self._moves[source, destination, nbytes, pieces] = known
+        return known
+
+    def size(self, batches: Iterable[MicroBatch], index: int) -> None:
+        """Set the works of a step's micro-batches: those of the step before, apart from attention's."""
+        kind: Kind = "decode" if index else "prefill"
+        for batch in batches:
+            if kind != self._sized_for:
+                batch.works_at = [self._of_kind(batch, kind, stage) for stage in self._stages]
+            self._size_attention(batch, index + self._age if index else 0)
+            batch.enter(self._stages[0])
+        self._sized_for = kind
+
+    def _of_kind(self, batch: MicroBatch, kind: Kind, stage: PipelineStage) -> dict[str, Work]:
+        """A micro-batch's works that are the same in all steps of a kind."""
+        plan, operations = self._plan, self.operations
+        sequences = tokens = plan.batch.sequences(batch.requests)
+        if kind == "prefill":
+            assert batch.chunk is not None
+            sequences, tokens = len(batch.ends), sum(batch.chunk.tokens)
+        accelerator = stage.processors["accelerator"]
+        amounts: dict[str, Callable[[int], Amount]] = {
+            "embed": operations.embed,
+            "pre_attention": operations.pre_attention,
+            "post_attention": operations.post_attention,
+            "route": operations.route,
+            "preview_route": operations.preview_route,
+            "combine": operations.combine,
+        }
+        works = {verb: self.work(verb, accelerator, tokens, amount) for verb, amount in amounts.items()}
+        if sequences:
+            works["sample"] = self.work("sample", accelerator, sequences, operations.sample)
+        if plan.batch.beams > 1:
+            cached_at = accelerator if batch.kv.on_accelerator else stage.processors["host"]
+            unshared = sequences * KV_BLOCK_TOKENS // 2  # beams share all other blocks with their parents
+            works["reorder"] = self.work("reorder", cached_at, unshared, operations.copy_kv)
+        if not plan.machine.unified:
+            fast, slow = stage.memory, plan.memory("host").name
+            works["offload_qkv"] = self.move(fast, slow, tokens * operations.qkv_bytes)[1]
+            works["offload_kv"] = self.move(fast, slow, tokens * operations.kv_bytes)[1]
+            works["offload_routed"] = self.move(fast, slow, tokens * operations.hidden_bytes)[1]
+            works["load_hidden"] = self.move(slow, fast, tokens * operations.attention_bytes)[1]
+        return works
+
+    def _size_attention(self, batch: MicroBatch, index: int) -> None:
+        """Set a micro-batch's works that grow from step to step."""
+        plan, operations = self._plan, self.operations
+        prompts, beams = plan.batch.prompts, plan.batch.beams
+        if index:
+            lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
+            tokens = len(lengths)
+            amount = operations.attention_step(lengths)
+        else:
+            assert batch.chunk is not None
+            new = batch.chunk.tokens
+            lengths = list(map(add, batch.chunk.starts, new))
+            tokens = sum(new)
+            amount = operations.attention(list(zip(new, lengths, strict=True)))
+        flops, nbytes, parts = amount
+        there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
+        on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
+        loads = index and plan.kv_slots and not (plan.machine.unified or batch.kv.on_accelerator)
+        for stage, works in zip(self._stages, batch.works_at, strict=True):
+            accelerator = stage.processors["accelerator"]
+            works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
+            works["cpu_attention"] = on_host
+            if loads:
+                cached = (sum(lengths) - tokens) * operations.kv_bytes
+                works["load_kv"] = self.move(plan.memory("host").name, stage.memory, cached)[1]
+
+
+def _resident(plan: Plan) -> ResidentShare:
+    """The share of the weights that stays in the accelerators' memories."""
+    resident = {True: 0, False: 0}
+    fast = plan.accelerators
+    for fixed in plan.resident:
+        if fixed.memory in fast:
+            for page in fixed.pages():
+                resident[page.expert < 0] += page.nbytes
+    dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
+    experts = sum(page.nbytes for page in plan.layout.layer(0)) * len(plan.layers) - dense
+    return ResidentShare(resident[True] / dense, resident[False] / experts)

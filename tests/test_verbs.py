@@ -1,0 +1,33 @@
+"""The table of verbs, and the pictures of it in the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesched.steps import step
+from moesched.steps.verbs.page import page
+from moesched.steps.verbs.table import VERBS, paths, picture
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_of_verbs_is_the_one_that_the_table_gives() -> None:
+    assert (ROOT / "docs" / "verbs.md").read_text() == page(), (
+        "run python -m moesched.steps.verbs.page > docs/verbs.md"
+    )
+
+
+def test_the_picture_in_the_steps_docstring_is_the_one_that_the_table_gives() -> None:
+    shown = [line.strip() for line in (step.__doc__ or "").splitlines() if "-->" in line]
+    assert shown == picture().splitlines()
+
+
+def test_a_verb_is_a_method_of_a_step_and_its_number_is_its_place_in_the_table() -> None:
+    assert [verb.number for verb in VERBS] == list(range(len(VERBS)))
+
+    assert {verb.name for verb in VERBS} <= set(dir(step.Step))
+
+
+def test_the_picture_shows_every_verb_that_moves_a_micro_batch_once() -> None:
+    shown = [verb.name for path in paths() for verb in path]
+    assert sorted(shown) == sorted(verb.name for verb in VERBS if verb.leaves != verb.needs)
