@@ -29,6 +29,8 @@ PRELOADED = [
 class ForkedProcess:
     """A node's process, as the launcher wants it."""
 
+    watched = True
+
     def __init__(self, process: BaseProcess, errors: Path) -> None:
         self.process = process
         self._errors = errors

@@ -13,6 +13,7 @@ import pytest
 
 from commands import Said
 from moesched.trace import check_trace
+from patience import PATIENCE_SECONDS
 
 
 def interrupt(arguments: list[Any], *, after: str) -> Said:
@@ -25,7 +26,7 @@ def interrupt(arguments: list[Any], *, after: str) -> Said:
         while after not in begun:
             begun += source.read(1) or pytest.fail(f"ended before it said {after!r}: {process.communicate()}")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         if source is process.stderr:
             err = begun + err
         else:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import moesched
+from patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,9 @@ def nodes_once_it_runs(command: subprocess.Popen[str]) -> tuple[list[psutil.Proc
     pytest.fail(f"it ended before its first token: {said}")
 
 
-def alive(nodes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended by then; what has ended, and nobody has asked how, counts as ended."""
-    _, left = psutil.wait_procs(nodes, timeout=seconds)
+def alive(nodes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that do not end; an ended process that nobody waited for counts as ended."""
+    _, left = psutil.wait_procs(nodes, timeout=PATIENCE_SECONDS)
     return [node for node in left if node.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -56,14 +57,14 @@ def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(text_model: Path, tmp_path:
     nodes, said = nodes_once_it_runs(command)
     assert len(nodes) == 2
     command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=30)
+    out, err = command.communicate(timeout=PATIENCE_SECONDS)
     assert command.returncode == 130
     report = json.loads(out)
     assert report["interrupted"] is True
     assert 0 < len(report["tokens"][0]) < 50_000
     assert "Traceback" not in said + err
     assert moesched.check_trace(trace) == []
-    assert alive(nodes, seconds=3) == []
+    assert alive(nodes) == []
 
 
 def test_nodes_end_when_their_launcher_is_killed(text_model: Path) -> None:
@@ -72,5 +73,5 @@ def test_nodes_end_when_their_launcher_is_killed(text_model: Path) -> None:
     )
     nodes, _ = nodes_once_it_runs(command)
     command.kill()
-    command.communicate(timeout=10)
-    assert alive(nodes, seconds=10) == []
+    command.communicate(timeout=PATIENCE_SECONDS)
+    assert alive(nodes) == []

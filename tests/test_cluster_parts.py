@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from clusters import LAUNCHER, NODES, cluster
 from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.control import Control
+from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import make_keys
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
-from moesched.cluster.link import ControlLink
 from moesched.cluster.messages import (
     PROTOCOL,
     JoinRequest,
@@ -35,6 +35,7 @@ from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.trace import LaneName, MemorySample, Recording, Slice, merge_recordings
+from patience import PATIENCE_SECONDS
 from small_models import small_model
 
 # ---------------------------------------------------------------- tokens
@@ -231,7 +232,7 @@ def test_garbage_on_the_launchers_port_harms_nobody() -> None:
             with socket.create_connection(("127.0.0.1", control.port)) as stranger:
                 stranger.sendall(draw.randbytes(size))
         with ThreadPoolExecutor(1) as thread:
-            joining = thread.submit(link.join, JOIN, 5.0)
+            joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
             while not (heard := list(control.hear(0.05))):
                 pass
             control.say(heard[0].peer, Refused(reason="it was heard"))
@@ -253,7 +254,7 @@ def test_a_port_in_use_is_refused_with_its_number() -> None:
 def _join_while_heard(link: ControlLink, control: Control) -> None:
     """Join on another thread, while the launcher listens."""
     with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(link.join, JOIN, 5.0)
+        joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
         while not joining.done():
             assert list(control.hear(0.02)) == []
         joining.result()

@@ -9,7 +9,6 @@ import msgspec
 
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
-from moesched.cluster.node import RECORDING, REPORT
 from moesched.cluster.roster import Roster
 from moesched.errors import NodeLost
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
@@ -29,7 +28,7 @@ def cluster_report(
     """What the nodes reported, as one; None where none of them came to that."""
     reports = {
         order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
-        for order, found in _by_order(launch.finished, REPORT).items()
+        for order, found in _by_order(launch.finished, "report").items()
     }
     first = [report for found in reports.values() for rank, report in found if rank == found[0][0]]
     if not first:
@@ -55,7 +54,7 @@ def write_traces(
 ) -> None:
     """One trace for each batch, of all nodes on the launcher's clock."""
     number = 0
-    for sent in _by_order(launch.finished, RECORDING).values():
+    for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
         for rank, data in sent:
             by_rank.setdefault(rank, []).append(msgspec.msgpack.decode(data, type=Recording))

@@ -46,7 +46,7 @@ class Control:
         self._context = zmq.Context()
         self._door = Door(self._context, known)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 200
+        self._socket.linger = 2_000
         self._socket.sndhwm = 0  # beyond a limit, messages would be dropped
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_server = True

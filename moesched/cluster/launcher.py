@@ -34,10 +34,10 @@ from moesched.inputs.options import SizeOptions, part_of
 _log = structlog.get_logger(__name__)
 
 GLANCE_SECONDS = 0.02
-"""How often the launcher looks after the processes."""
+"""How often the launcher checks the nodes' processes."""
 JOIN_SECONDS = 60.0
-PARTING_SECONDS = 1.0
-"""What nodes have to send what they have when an epoch ends before its time."""
+PARTING_SECONDS = 5.0
+"""How long nodes may take to send what they have when an epoch ends early."""
 
 
 class Events:

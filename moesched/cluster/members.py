@@ -13,24 +13,31 @@ from typing import IO, Protocol
 from moesched.cluster.cluster_file import Host
 from moesched.errors import BadInput
 
-GRACE_SECONDS = 2.0
-"""What a process has to end by itself when the run is over."""
+GRACE_SECONDS = 10.0
+"""How long a process may take to end by itself when the run is over."""
 
 
 class Process(Protocol):
-    """A node's process, as far as the launcher can see it."""
+    """A node's process, as far as the launcher can see it.
+
+    Attributes:
+        watched: whether its end can be seen.
+    """
+
+    @property
+    def watched(self) -> bool: ...
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Its exit code; None while it runs."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises subprocess.TimeoutExpired where it does not come."""
+        """Wait for its end, and return its exit code; raises subprocess.TimeoutExpired."""
 
     def last_words(self) -> str:
-        """What it said to standard error, where that was kept, without blanks around it."""
+        """Its standard error, where that was kept, stripped."""
 
 
 Start = Callable[[Host, Sequence[str]], Process]
@@ -38,7 +45,9 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A child of this process, in a session of its own, so that Ctrl-C on the terminal reaches the launcher only."""
+    """A child process in a session of its own, so that Ctrl-C on the terminal reaches the launcher only."""
+
+    watched = True
 
     def __init__(self, command: Sequence[str], errors: Path | None = None) -> None:
         self._errors = errors
@@ -60,7 +69,7 @@ class LocalProcess:
         return self._child.poll()
 
     def kill(self) -> None:
-        """End it, and wait for that."""
+        """Kill it, and wait for its end."""
         self._child.kill()
         self._child.wait()
 
@@ -74,10 +83,10 @@ class LocalProcess:
 
 
 def start_here(folder: Path) -> Start:
-    """Starts nodes as children of this process.
+    """Start nodes as children of this process.
 
     Args:
-        folder: what they say to standard error is kept there, since the launcher says it for them.
+        folder: for their standard error, which the launcher reports for them.
     """
 
     def start(host: Host, arguments: Sequence[str]) -> Process:
@@ -87,7 +96,7 @@ def start_here(folder: Path) -> Start:
 
 
 def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
-    """Starts a node with the system's `ssh`, which asks for no password.
+    """Start a node with the system's `ssh`, which asks for no password.
 
     Raises:
         BadInput: there is no ssh here.
@@ -101,42 +110,44 @@ def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
 
 
 def ssh_command(host: Host, arguments: Sequence[str]) -> list[str]:
-    """What `start_by_ssh` runs."""
+    """The command that `start_by_ssh` runs."""
     remote = f"{host.command} {shlex.join(arguments)}"
     return ["ssh", "-o", "BatchMode=yes", host.ssh or host.address, remote]
 
 
 class ByOthers:
-    """A node that somebody else starts and ends: only its silence says that it is gone."""
+    """A node that is started and ended by something else: only its connection and its silence show its end."""
+
+    watched = False
 
     def poll(self) -> int | None:
-        """Nobody knows."""
+        """None: its end cannot be seen."""
         return None
 
     def kill(self) -> None:
-        """It ends when the launcher is silent."""
+        """Nothing: it ends by itself when the launcher is silent."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """It ends by itself, and nobody sees it."""
+        """Always raises: its end cannot be seen."""
         raise subprocess.TimeoutExpired("a node that others started", timeout or 0)
 
     def last_words(self) -> str:
-        """Nobody heard them."""
+        """Empty: its standard error went elsewhere."""
         return ""
 
 
 def start_by_others(host: Host, arguments: Sequence[str]) -> Process:
-    """Leaves it to others, such as mpirun or a person at that machine."""
+    """Start nothing: others do, such as mpirun or a person at that machine."""
     return ByOthers()
 
 
 def node_arguments(cluster_file: Path, host: Host, model: Path) -> list[str]:
-    """The arguments of `moesched` that make a process a node."""
+    """Arguments of `moesched` for a node."""
     return ["node", host.model or str(model), "--cluster", str(cluster_file), "--rank", str(host.rank)]
 
 
 def share_cores(nodes: int) -> list[list[int]]:
-    """Cores for each node of this machine: as many for each, one at least, which they share where there are fewer."""
+    """Cores for each node of this machine, equally many; nodes share cores where there are more nodes than cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if not cores:
         return [[] for _ in range(nodes)]
@@ -145,10 +156,10 @@ def share_cores(nodes: int) -> list[list[int]]:
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Keep this process, and the threads that it starts from now on, to some cores; nothing where none are named.
+    """Restrict this process, and threads that it starts from now on, to some cores; an empty list restricts nothing.
 
     Raises:
-        BadInput: this machine lacks one of them.
+        BadInput: one of them does not exist.
     """
     if not cores or not hasattr(os, "sched_setaffinity"):
         return

@@ -1,7 +1,8 @@
-"""A transport that can be stopped from another thread, and says how long a node has waited in it."""
+"""A transport that can be stopped from another thread, and measures how long a node waits in it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
@@ -21,8 +22,8 @@ class Metered:
     """Wraps a transport.
 
     Attributes:
-        waited: seconds that were passed in exchanges so far.
-        error: why an exchange could not end, the first time that one could not.
+        waited: seconds spent in exchanges so far.
+        error: the first error of an exchange.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -44,9 +45,14 @@ class Metered:
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def stop(self, reason: str) -> None:
-        """Let the exchange in flight end in an error, and all that follow; from any thread."""
+        """Fail the exchange in flight, and all that follow; from any thread, returns at once.
+
+        Closing may take a while, where a peer does not read; `aclose` waits for that.
+        """
         self._stopped = self._stopped or reason
-        anyio.run(self._transport.aclose)
+        threading.Thread(
+            target=anyio.run, args=(self._transport.aclose,), name="closing", daemon=True
+        ).start()
 
     async def aclose(self) -> None:
         """Close the transport."""

@@ -1,47 +1,35 @@
-"""A node: joins the launcher, then carries out orders until it is sent home or the launcher is gone."""
+"""A node: joins the launcher, then carries out orders until the run ends or the launcher is gone."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 
-import anyio
-import msgspec
-
-from moesched.cluster.cluster_file import Cluster, Host, listening_at, load_cluster
+from moesched.cluster.cluster_file import Cluster, Host, load_cluster
+from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
 from moesched.cluster.fingerprint import fingerprint
-from moesched.cluster.link import ControlLink
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
-    PIECE_BYTES,
     PROTOCOL,
     Begin,
-    Done,
-    Failed,
     FailureKind,
     JoinRequest,
-    Loading,
     Order,
-    Piece,
-    Prepared,
     Quit,
     Refused,
     Stop,
-    Tokens,
     Welcome,
 )
 from moesched.cluster.metered import Metered
+from moesched.cluster.node_exchanges import LET_GO, NodeExchanges
 from moesched.cluster.node_jobs import Ask, NodeJob
-from moesched.cluster.node_transports import meet
+from moesched.cluster.node_reports import NodeReports
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
 from moesched.inputs.options import SizeOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -49,21 +37,21 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 JOIN_SECONDS = 60.0
 STAND_BY_SECONDS = 0.25
 """Metal was seen to give up memory that lay idle for more than half a second (RACS'24, Finding 2)."""
-REPORT, RECORDING = "report", "recording"
-"""What nodes send in pieces."""
+
+ALL_EPOCHS = 1 << 62
 
 
 def run_node(
     cluster_file: Path, rank: int, model: Path, *, key: Path | None = None, patience: float = JOIN_SECONDS
 ) -> None:
-    """Be one node of a cluster, until the launcher says that the run is over.
+    """Run one node of a cluster, until the launcher ends the run.
 
     Args:
-        key: the file of the secret key; by default what the cluster file says, or where `moesched keygen` puts it.
+        key: file of the secret key; by default the one in the cluster file, or that of `moesched keygen`.
         patience: seconds to wait for the launcher.
 
     Raises:
-        BadInput: the launcher refuses, or what it asks for cannot be done here; the launcher is told too.
+        BadInput: the launcher refuses the node, or asks for something that is impossible here; it is told why.
         LauncherGone: the launcher is silent.
     """
     cluster = load_cluster(cluster_file)
@@ -84,22 +72,16 @@ def run_node(
 
 
 class _Node:
-    """One node, from its Join to its end."""
+    """One node, from its join to its end."""
 
     def __init__(self, cluster: Cluster, host: Host, keys: KeyPair, checkpoint: Checkpoint) -> None:
-        self._cluster = cluster
         self._host = host
-        self._keys = keys
         self._checkpoint = checkpoint
         self._link = ControlLink(cluster.launcher, keys, on_stop=self._stop, on_gone=self._leave)
-        self._lock = threading.Lock()
+        self._reports = NodeReports(self._link.say)
+        self._exchanges = NodeExchanges(host, keys.secret)
         self._transport: Metered | None = None
-        self._stopped = -1
-        self._order: Order | None = None
         self._port = 0
-        self._digest = sha256()
-        self._since = 0.0
-        self._waited = 0.0
 
     def run(self, patience: float) -> None:
         """Join, and carry out orders."""
@@ -116,17 +98,17 @@ class _Node:
                 self._checkpoint,
                 welcome.run,
                 memory=self._host.memory_bytes,
-                on_loading=self._tell_loading,
-                on_tokens=self._tell_tokens,
+                on_loading=self._reports.loading,
+                on_tokens=self._note_tokens,
             )
         except BadInput as error:
-            self._fail("input", error)
+            self._reports.failed("input", error)
             raise
         with closing(job):
             self._obey(job, welcome)
 
     def close(self) -> None:
-        """Say what is left to be said."""
+        """Send what is left to be sent."""
         self._link.close()
 
     def _obey(self, job: NodeJob, welcome: Welcome) -> None:
@@ -136,7 +118,7 @@ class _Node:
                 case None:
                     job.stand_by()
                 case Order():
-                    self._order = message
+                    self._reports.order = message
                     self._try(partial(self._prepare, job, message))
                 case Begin():
                     self._try(partial(self._begin, job, welcome, message))
@@ -146,58 +128,55 @@ class _Node:
                     return
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Carry out a part of an order; what goes wrong is told to the launcher."""
+        """Carry out a part of an order, and report an error of it to the launcher."""
+        failed = self._reports.failed
         try:
             act()
         except (BadInput, PolicyError) as error:
-            self._fail("input", error)
+            failed("input", error)
             raise
-        except RankLost as error:
-            self._fail("stopped" if self._is_stopped else "lost", error, error.ranks)
         except TransportError as error:
-            self._fail("stopped" if self._is_stopped else "lost", error)
+            kind: FailureKind = "stopped" if self._is_stopped else "lost"
+            failed(kind, error, error.ranks if isinstance(error, RankLost) else ())
         except MoeschedError as error:
-            self._fail("other", error)
+            failed("other", error)
             raise
         except Exception as error:
-            self._fail("other", MoeschedError(f"{type(error).__name__}: {error}"))
+            failed("other", MoeschedError(f"{type(error).__name__}: {error}"))
             raise
 
     def _prepare(self, job: NodeJob, order: Order) -> None:
         sizes, placement = job.prepare(self._ask(order, order.sizes))
-        self._port = self._host.port or _free_port(self._host.address)
-        self._link.say(
-            Prepared(
-                epoch=order.epoch,
-                order=order.order,
-                port=self._port,
-                sizes=sizes,
-                placement=placement,
-            )
-        )
+        self._port = self._exchanges.reserve()
+        self._reports.prepared(self._port, sizes, placement)
 
     def _begin(self, job: NodeJob, welcome: Welcome, begin: Begin) -> None:
-        order = self._order
-        assert order is not None, "a launcher begins what it ordered"
+        order = self._reports.order
+        assert order is not None, "a launcher begins only what it ordered"
         ask = self._ask(order, begin.sizes)
-        self._digest = sha256()
-        transport = self._open(welcome, begin, ask.node)
+        self._transport = self._exchanges.open(
+            welcome.transport, begin, ask.node, port=self._port, lost_after=welcome.lost_after
+        )
         try:
-            self._since, self._waited = perf_counter(), 0.0
-            for part in job.run(ask, transport):
-                self._send(REPORT, part.report)
-                if part.recording is not None:
-                    self._send(RECORDING, part.recording)
-                if part.report.interrupted:
-                    raise KeyboardInterrupt
-                if transport.error is not None:
-                    raise transport.error
-                if part.report.failure is not None:
-                    self._say_done(part.report.failure)
-                    return
-            self._say_done("")
+            self._reports.begin()
+            self._run(job, ask, self._transport)
         finally:
-            self._shut()
+            self._transport = None
+            self._exchanges.shut()
+
+    def _run(self, job: NodeJob, ask: Ask, transport: Metered) -> None:
+        for part in job.run(ask, transport):
+            self._reports.content("report", part.report)
+            if part.recording is not None:
+                self._reports.content("recording", part.recording)
+            if part.report.interrupted:
+                raise KeyboardInterrupt
+            if transport.error is not None:
+                raise transport.error
+            if part.report.failure is not None:
+                self._reports.done(part.report.failure)
+                return
+        self._reports.done("")
 
     def _ask(self, order: Order, sizes: SizeOptions) -> Ask:
         return Ask(
@@ -209,111 +188,26 @@ class _Node:
             sizes=sizes,
         )
 
-    # -- the transport -----------------------------------------------------------------------------
-
-    def _open(self, welcome: Welcome, begin: Begin, node: int) -> Metered:
-        opened = Metered(
-            meet(
-                welcome.transport,
-                begin.members,
-                node,
-                secret=self._keys.secret,
-                listen=f"tcp://{listening_at(self._host.address)}:{self._port}",
-                epoch=begin.epoch,
-                lost_after=welcome.lost_after,
-            )
-        )
-        with self._lock:
-            self._transport = opened
-            if begin.epoch <= self._stopped:
-                opened.stop("the launcher let go of this epoch")
-        return opened
-
-    def _shut(self) -> None:
-        with self._lock:
-            transport, self._transport = self._transport, None
-        if transport is not None:
-            anyio.run(transport.aclose)
+    def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
+        """Raises TransportError where the launcher let go of the epoch."""
+        if self._transport is None or self._is_stopped:
+            raise TransportError(LET_GO)
+        self._reports.tokens(fresh, ended, self._transport.waited)
 
     @property
     def _is_stopped(self) -> bool:
-        return self._order is not None and self._order.epoch <= self._stopped
+        order = self._reports.order
+        return order is not None and self._exchanges.is_stopped(order.epoch)
+
+    # -- on the link's thread ----------------------------------------------------------------------
 
     def _stop(self, stop: Stop) -> None:
-        """On the link's thread: leave the step in flight, by leaving its exchanges."""
-        with self._lock:
-            self._stopped = max(self._stopped, stop.epoch)
-            if self._transport is not None:
-                self._transport.stop(stop.reason)
+        """Leave the step in flight, by failing its exchanges."""
+        self._exchanges.stop(stop.epoch, stop.reason)
 
     def _leave(self) -> None:
-        """On the link's thread: nobody wants anything any more. What does not end by itself is ended."""
+        """The run is over, or the launcher is gone: end this process, by force where it does not end by itself."""
         timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
-        with self._lock:
-            self._stopped = 1 << 62
-            if self._transport is not None:
-                self._transport.stop("the run is over")
-
-    # -- what is told ------------------------------------------------------------------------------
-
-    def _tell_loading(self, done: int, total: int) -> None:
-        if self._order is not None:
-            self._link.say(Loading(epoch=self._order.epoch, done=done, total=total))
-
-    def _tell_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Raises TransportError where the launcher let go of the epoch."""
-        order, transport = self._order, self._transport
-        if order is None or transport is None or self._is_stopped:
-            raise TransportError("the launcher let go of this epoch")
-        now, waited = perf_counter(), transport.waited
-        self._digest.update(msgspec.msgpack.encode(list(fresh.items())))
-        self._link.say(
-            Tokens(
-                epoch=order.epoch,
-                tokens=fresh,
-                ended=list(ended),
-                seconds=now - self._since,
-                waited=waited - self._waited,
-            )
-        )
-        self._since, self._waited = now, waited
-
-    def _send(self, what: str, content: msgspec.Struct) -> None:
-        assert self._order is not None
-        data = msgspec.msgpack.encode(content)
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            last = start + PIECE_BYTES >= len(data)
-            self._link.say(
-                Piece(epoch=self._order.epoch, order=self._order.order, what=what, data=piece, last=last)
-            )
-
-    def _say_done(self, failure: str) -> None:
-        assert self._order is not None
-        digest = self._digest.hexdigest()
-        self._link.say(Done(epoch=self._order.epoch, order=self._order.order, digest=digest, failure=failure))
-
-    def _fail(self, kind: FailureKind, error: MoeschedError, places: Sequence[int] = ()) -> None:
-        """places: the members that are not reached any more."""
-        order = self._order
-        message = " ".join(str(error).split())
-        self._link.say(
-            Failed(
-                epoch=order.epoch if order else 0,
-                order=order.order if order else 0,
-                gone=[order.members[place] for place in places] if order else [],
-                kind=kind,
-                message=message,
-            )
-        )
-
-
-def _free_port(address: str) -> int:
-    """A port that nobody listens on, for nodes whose ports are not fixed."""
-    with socket.socket() as probe:
-        place = listening_at(address)
-        probe.bind(("" if place == "*" else place, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        self._exchanges.stop(ALL_EPOCHS, "the run is over")

@@ -1,11 +1,10 @@
-"""The roster of a launch: which nodes are here, who may come in, who is lost, and why."""
+"""The roster of a launch: admits nodes, and notices which are lost and why."""
 
 from __future__ import annotations
 
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from time import perf_counter_ns
 
 import structlog
@@ -36,15 +35,15 @@ _log = structlog.get_logger(__name__)
 
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
-LAST_WORDS_SECONDS = 0.1
-"""How long a process may take to end, once its connection has, so that its code and words are known."""
+ENDING_SECONDS = 5.0
+"""How long a process may outlive its connection, or a connection its process, before the node counts as lost anyway."""
 
 OfOrder = Prepared | Loading | Tokens | Piece | Done | Failed
-"""What a node says of an order."""
+"""Messages of a node about an order."""
 
 
 class Node:
-    """What the launcher knows of one node."""
+    """The launcher's view of one node."""
 
     def __init__(self, host: Host, process: Process) -> None:
         self.host = host
@@ -53,16 +52,21 @@ class Node:
         self.heard = 0.0
         self.clock = ClockMeter()
         self.ready = False
-        """Whether all that takes long to load has been loaded."""
+        """Whether it has loaded everything that takes long."""
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
+        self.hung_up = False
+        """Whether its connection ended."""
+        self.ending_since: float | None = None
+        """The time at which its process or its connection was first seen to have ended."""
         self.lost: str | None = None
+        """Why it is lost; None while it is not."""
         self.pieces: dict[tuple[int, str], list[bytes]] = {}
 
 
 class Lost(Exception):
-    """A member of the epoch is gone."""
+    """A member of the epoch is lost."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(str(node.host))
@@ -70,20 +74,20 @@ class Lost(Exception):
 
 
 class Back(Exception):
-    """A node that was lost is here again."""
+    """A node that was lost has joined again."""
 
 
 class Roster:
     """The nodes of a cluster, and those of them that are members of the epoch.
 
     Args:
-        processes: the nodes', by rank.
-        expected: what each node must have in common with the launcher.
-        welcome: the answer to those who have.
+        processes: the nodes' processes, by rank.
+        expected: the launcher's version and model, which each node must have too.
+        welcome: the answer to a node that is admitted.
 
     Attributes:
         nodes: all, by rank.
-        members: those that take part; none before the run.
+        members: those that take part in the epoch; empty before the run.
     """
 
     def __init__(
@@ -102,23 +106,28 @@ class Roster:
         self._welcome = welcome
         self._pings = 0
         self._next_ping = 0.0
+        self._early: list[tuple[Heard, JoinRequest]] = []
+        """Requests of nodes that came back before their loss was noted."""
 
     @property
     def clocks(self) -> dict[int, ClockOffset]:
-        """By how much each node's clock is ahead of this one's, as far as it is known."""
+        """By rank, how far each node's clock is ahead of this one, where that was measured."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why nodes are not here any more, by rank."""
+        """By rank, why nodes are lost."""
         return {node.host.rank: node.lost for node in self.nodes if node.lost is not None}
 
     def hear(self, seconds: float) -> Iterator[tuple[Node, OfOrder]]:
-        """What nodes say of orders within some time; all else that they say is seen to here.
+        """Messages about orders that come within some time; other messages are answered here.
 
         Raises:
             BadInput: a node is refused before the run.
         """
+        early, self._early = self._early, []
+        for heard, join in early:
+            self._let_in(heard, join)
         for heard in self._control.hear(seconds):
             message = heard.message
             if isinstance(message, JoinRequest):
@@ -135,12 +144,12 @@ class Roster:
                 yield node, message
 
     def look_after(self) -> None:
-        """Notice who is gone.
+        """Notice lost nodes, and send pings.
 
         Raises:
-            Lost: a member.
-            Back: none of them, and one that was lost is here again.
-            BadInput, NodeLost: a node before the run; the first where it said that what it was given cannot be used.
+            Lost: a member is lost.
+            Back: no member is lost, and a node that was lost has joined again.
+            BadInput, NodeLost: a node is lost before the run; the first where it ended because of bad input.
         """
         now = time.monotonic()
         if now >= self._next_ping:
@@ -148,12 +157,10 @@ class Roster:
         for peer in self._control.gone():
             for node in self.nodes:
                 if node.peer == peer:
-                    self._lose(node, "its connection ended")
+                    node.peer, node.hung_up = None, True
         for node in self.nodes:
-            if node.lost is None and node.process.poll() is not None:
-                self._lose(node, "its process ended")
-            elif node.peer is not None and now - node.heard > self._patience(node):
-                self._lose(node, f"silent for {self._patience(node):g} s")
+            if node.lost is None and (why := self._why_lost(node, now)):
+                self._lose(node, why)
         for node in self.members:
             if node.lost is not None:
                 raise Lost(node)
@@ -161,33 +168,53 @@ class Roster:
             raise Back
 
     def say(self, node: Node, message: LauncherSays) -> None:
-        """Send a message; one to a node that is not here is dropped."""
+        """Send a message; dropped where the node is not connected."""
         if node.peer is not None:
             self._control.say(node.peer, message)
 
     def end(self) -> None:
-        """Send all nodes home, and see that none stays behind."""
+        """End all nodes, and kill those that do not end by themselves."""
         for node in self.nodes:
             self.say(node, Quit())
-        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        deadline = time.monotonic() + GRACE_SECONDS + ENDING_SECONDS
         for node in self.nodes:
             try:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                if node.process.poll() is None and not isinstance(node.process, ByOthers):
+                if node.process.watched and node.process.poll() is None:
                     _log.warning("killed, as it did not end by itself", node=str(node.host))
                 node.process.kill()
 
     def _patience(self, node: Node) -> float:
-        """Seconds of silence after which a node counts as lost; loading libraries may silence it for a while."""
+        """Seconds of silence after which a node counts as lost; more while it loads libraries."""
         lost_after = self._cluster.lost_after
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
+
+    def _why_lost(self, node: Node, now: float) -> str | None:
+        """Why a node is lost; None while it is not.
+
+        What it said last may be unread while its connection lasts, and its exit code unknown while its process does.
+        So both have to end, or one for a while.
+        """
+        ended = node.process.poll() is not None
+        if not ended and not node.hung_up:
+            silent = node.peer is not None and now - node.heard > self._patience(node)
+            return f"silent for {self._patience(node):g} s" if silent else None
+        if node.ending_since is None:
+            node.ending_since = now
+        is_over = node.peer is None and (ended or not node.process.watched)
+        if is_over or now - node.ending_since > ENDING_SECONDS:
+            return "its process ended" if ended else "its connection ended"
+        return None
 
     def _let_in(self, heard: Heard, join: JoinRequest) -> None:
         reason = refusal(join, heard.key, self._cluster, self._expected)
         node = self.nodes[join.rank] if reason is None else None
+        if node is not None and node.hung_up and (node.lost is None or node in self.members):
+            self._early.append((heard, join))
+            return
         if node is not None and node.peer is not None:
-            reason = f"a node of rank {join.rank} is here already: give each node a rank of its own"
+            reason = f"a node of rank {join.rank} has joined already: give each node its own rank"
         if reason is not None or node is None:
             _log.warning("refused", peer=heard.address, why=reason)
             self._control.say(heard.peer, Refused(reason=reason or ""))
@@ -198,15 +225,16 @@ class Roster:
         if node.lost is not None:
             _log.warning("a node is back", node=str(node.host))
             node.process, node.ready, node.lost = ByOthers(), False, None
+            node.hung_up, node.ending_since = False, None
         node.peer, node.heard = heard.peer, time.monotonic()
         node.clock = ClockMeter()
         self._control.say(heard.peer, self._welcome)
 
     def _lose(self, node: Node, why: str) -> None:
-        """A node is gone: note why, as far as can be known."""
+        """Note that a node is lost, with its exit code and last words where they are known."""
         node.lost, node.peer = why, None
-        with suppress(subprocess.TimeoutExpired):
-            code = node.process.wait(LAST_WORDS_SECONDS)
+        code = node.process.poll()
+        if code is not None:
             *_, words = ("", *node.process.last_words().split("\n"))
             node.lost = f"its process ended with code {code}" + (f", saying {words!r}" if words else "")
             if code == 2 and words and not self.members:

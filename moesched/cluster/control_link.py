@@ -30,6 +30,9 @@ from moesched.cluster.messages import (
 from moesched.errors import BadInput, MoeschedError
 
 _POLL_MILLISECONDS = 100
+LINGER_MILLISECONDS = 5_000
+"""How long the last messages to the launcher may take to leave."""
+
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -58,7 +61,7 @@ class ControlLink:
         self._on_stop, self._on_gone = on_stop, on_gone
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 500
+        self._socket.linger = 0
         self._socket.sndhwm = 0  # with a limit, the thread would wait for a launcher that is gone
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_serverkey = seat.key.encode()
@@ -94,6 +97,7 @@ class ControlLink:
                     raise BadInput(answer.reason)
                 if isinstance(answer, Welcome):
                     self._lost_after = answer.lost_after
+                    self._socket.linger = LINGER_MILLISECONDS
                     self._thread.start()
                     return answer
             self._require_handshake()
@@ -121,6 +125,8 @@ class ControlLink:
 
     def close(self) -> None:
         """Send what is left to be sent, and hang up."""
+        if self._socket.closed:
+            return
         if self._thread.is_alive():
             self._outbox.put(None)
             with self._ringing:

@@ -1,0 +1,95 @@
+"""A node's transport during an epoch, which the control link's thread may stop at any time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import anyio
+
+from moesched.cluster.cluster_file import Host, listening_at
+from moesched.cluster.messages import Begin
+from moesched.cluster.metered import Metered
+from moesched.cluster.node_transports import meet
+
+LET_GO = "the launcher let go of this epoch"
+
+
+class NodeExchanges:
+    """Opens a transport to the other members for each order, and stops it where the launcher ends the epoch.
+
+    Args:
+        secret: the node's secret key.
+    """
+
+    def __init__(self, host: Host, secret: str) -> None:
+        self._host = host
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._transport: Metered | None = None
+        self._stopped = -1
+        self._reserved: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """The port that the next transport will listen on; one that is not fixed stays reserved until then."""
+        if self._host.port:
+            return self._host.port
+        self._release()
+        self._reserved = socket.socket()
+        # The transport may bind the port although an earlier connection of it lingers.
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place = listening_at(self._host.address)
+        self._reserved.bind(("" if place == "*" else place, 0))
+        port: int = self._reserved.getsockname()[1]
+        return port
+
+    def open(self, transport: str, begin: Begin, node: int, *, port: int, lost_after: float) -> Metered:
+        """A transport to the members of an epoch.
+
+        Args:
+            transport: its name.
+            node: this node's place among the members.
+
+        Raises:
+            BadInput: it cannot be opened here.
+        """
+        self._release()
+        opened = Metered(
+            meet(
+                transport,
+                begin.members,
+                node,
+                secret=self._secret,
+                listen=f"tcp://{listening_at(self._host.address)}:{port}",
+                epoch=begin.epoch,
+                lost_after=lost_after,
+            )
+        )
+        with self._lock:
+            self._transport = opened
+            if self.is_stopped(begin.epoch):
+                opened.stop(LET_GO)
+        return opened
+
+    def shut(self) -> None:
+        """Close the transport, and free its port."""
+        with self._lock:
+            transport, self._transport = self._transport, None
+        if transport is not None:
+            anyio.run(transport.aclose)
+
+    def is_stopped(self, epoch: int) -> bool:
+        """Whether the launcher ended an epoch."""
+        return epoch <= self._stopped
+
+    def stop(self, epoch: int, reason: str) -> None:
+        """Fail the exchange in flight, and all others up to that epoch; from any thread, returns at once."""
+        with self._lock:
+            self._stopped = max(self._stopped, epoch)
+            if self._transport is not None:
+                self._transport.stop(reason)
+
+    def _release(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None

@@ -1,0 +1,118 @@
+"""A node's reports of an order to the launcher: progress, tokens, results, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from time import perf_counter
+from typing import Literal
+
+import msgspec
+
+from moesched.cluster.messages import (
+    PIECE_BYTES,
+    Done,
+    Failed,
+    FailureKind,
+    Loading,
+    NodeSays,
+    Order,
+    Piece,
+    Prepared,
+    Tokens,
+)
+from moesched.errors import MoeschedError
+from moesched.inputs.options import SizeOptions
+
+Content = Literal["report", "recording"]
+
+
+class NodeReports:
+    """Sends what happens during an order.
+
+    Args:
+        say: sends a message to the launcher.
+
+    Attributes:
+        order: the current one; None before the first.
+    """
+
+    def __init__(self, say: Callable[[NodeSays], None]) -> None:
+        self.order: Order | None = None
+        self._say = say
+        self._digest = sha256()
+        self._since = 0.0
+        self._waited = 0.0
+
+    def prepared(self, port: int, sizes: SizeOptions, placement: list[list[int]]) -> None:
+        """The order is planned, and the transport will listen on that port."""
+        order = self._current
+        self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
+
+    def begin(self) -> None:
+        """Computing starts now."""
+        self._digest = sha256()
+        self._since, self._waited = perf_counter(), 0.0
+
+    def loading(self, done: int, total: int) -> None:
+        """Number of resident pages that are loaded."""
+        if self.order is not None:
+            self._say(Loading(epoch=self.order.epoch, done=done, total=total))
+
+    def tokens(self, fresh: dict[int, list[int]], ended: Sequence[int], waited: float) -> None:
+        """New tokens by request.
+
+        Args:
+            ended: requests that these are the last tokens of.
+            waited: seconds spent in exchanges since the order began.
+        """
+        now = perf_counter()
+        self._digest.update(msgspec.msgpack.encode(list(fresh.items())))
+        self._say(
+            Tokens(
+                epoch=self._current.epoch,
+                tokens=fresh,
+                ended=list(ended),
+                seconds=now - self._since,
+                waited=waited - self._waited,
+            )
+        )
+        self._since, self._waited = now, waited
+
+    def content(self, what: Content, content: msgspec.Struct) -> None:
+        """Something long, in pieces."""
+        order = self._current
+        data = msgspec.msgpack.encode(content)
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            last = start + PIECE_BYTES >= len(data)
+            self._say(Piece(epoch=order.epoch, order=order.order, what=what, data=piece, last=last))
+
+    def done(self, failure: str) -> None:
+        """The order is carried out, or ended early because of a failure."""
+        order = self._current
+        self._say(
+            Done(epoch=order.epoch, order=order.order, digest=self._digest.hexdigest(), failure=failure)
+        )
+
+    def failed(self, kind: FailureKind, error: MoeschedError, places: Sequence[int] = ()) -> None:
+        """The order cannot be carried out.
+
+        Args:
+            places: the members that cannot be reached any more.
+        """
+        order = self.order
+        self._say(
+            Failed(
+                epoch=order.epoch if order else 0,
+                order=order.order if order else 0,
+                gone=[order.members[place] for place in places] if order else [],
+                kind=kind,
+                message=" ".join(str(error).split()),
+            )
+        )
+
+    @property
+    def _current(self) -> Order:
+        assert self.order is not None, "a launcher begins only what it ordered"
+        return self.order
