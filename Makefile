@@ -7,12 +7,12 @@ INSTALLED := $(VENV)/installed
 # Compiled with the installation where a C compiler is there.
 KERNEL := $(wildcard devices/products/expert_*.[ch])
 
-SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py)
+SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py tools/*.py)
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
 # Scripts and tests call libraries without types; everything else of strict mode holds for them too.
 RELAXED := --allow-untyped-calls --allow-untyped-decorators --allow-subclassing-any --allow-any-generics --no-warn-return-any
 
-.PHONY: help run test lint types format bench clean distclean
+.PHONY: help run test lint types format bench pages clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -38,6 +38,10 @@ format: $(INSTALLED) ## rewrite the sources in the house's format
 
 bench: $(INSTALLED) ## run every benchmark; each writes its result with the machine in it
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/_pages.py
+
+pages: $(INSTALLED) ## write the tables of the docs from the result files
+	$(BIN)/python benchmarks/_pages.py
 
 clean: ## remove what was built and written: wheels, caches, traces, generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

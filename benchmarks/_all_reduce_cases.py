@@ -48,7 +48,7 @@ NOTHING = Work("nothing", "none")
 
 
 class Setup(NamedTuple):
-    """What both ranks are told.
+    """Setup that both ranks get.
 
     Attributes:
         keys: public and secret key of each rank.
@@ -162,7 +162,7 @@ class InEngine:
 
 
 def token_overheads(transport: Counted) -> list[float]:
-    """What a token takes beyond the products of its layers, for some tokens."""
+    """Seconds of a token beyond the products of its layers, for some tokens."""
     lanes = Lane("gpu", "in_order"), Lane(NETWORK, "in_order")
     engine, block = SharedEngine(lanes), Block("hidden")
     overheads: list[float] = []
@@ -362,7 +362,7 @@ class Grpc:
 
 
 def timed(call: Callable[[], Any], times: int) -> list[float]:
-    """How long each of some calls takes."""
+    """Seconds of each of several calls."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

@@ -60,7 +60,7 @@ def searched(
 def hugging_face_beams(
     model: Any, prompt: Sequence[int], sampling: Sampling, stop_tokens: Sequence[int], new_tokens: int
 ) -> tuple[list[int], float]:
-    """What `generate` finds for one prompt; what follows the end of a sequence is cut off."""
+    """Best sequence that `generate` finds for one prompt, up to its end token."""
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

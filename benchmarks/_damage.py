@@ -53,7 +53,7 @@ MOVES = ("fetch", "copy_to_pinned", "promote", "cancel", "evict")
 
 
 class Damage(NamedTuple):
-    """What is done to which of a run's verb calls, counted from 0; -1 damages none."""
+    """Damage to one of a run's verb calls, counted from 0; -1 damages none."""
 
     kind: Kind
     call: int
@@ -191,7 +191,7 @@ class Late:
 
 
 class End(NamedTuple):
-    """How a damaged run ended.
+    """End of a damaged run.
 
     Attributes:
         how: "raised" at the policy's own line, by a verb or by the policy's own code; "raised at the end" of the step,
@@ -252,6 +252,6 @@ def _place(step: Step, page: Any) -> int:
 
 
 def micro_batch_position(verb: str) -> int:
-    """Where a verb takes the micro-batch among its positional arguments; -1 where it takes none."""
+    """Position of the micro-batch among a verb's arguments; -1 if it takes none."""
     names = list(inspect.signature(getattr(Step, verb)).parameters)[1:]
     return names.index("micro_batch") if "micro_batch" in names else -1

@@ -29,7 +29,7 @@ COUNTED = slice(
 
 
 class Model(NamedTuple):
-    """What all runs share."""
+    """Model and prompts that all runs share."""
 
     directory: Path
     checkpoint: Checkpoint

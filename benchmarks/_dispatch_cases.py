@@ -19,7 +19,7 @@ POLICIES = {
 
 
 class Scenario(NamedTuple):
-    """A request of so many tokens, for each of `beams` sequences."""
+    """A request, for each of `beams` sequences."""
 
     prompt: int
     new_tokens: int

@@ -79,7 +79,7 @@ class ForkServer:
 
 
 class Killer(Listener):
-    """Does something when so many tokens have come.
+    """Does something when a number of tokens has come.
 
     Attributes:
         since: when it did, on the monotonic clock.

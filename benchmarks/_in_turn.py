@@ -12,14 +12,14 @@ from moesched.calibration.other_load import OtherLoad
 from moesched.machines import Machine
 
 MOST_OTHER_CORES = 0.1
-"""What others may keep busy during a run that need not be done again."""
+"""Cores that others may keep busy during a run that is not repeated."""
 
 K = TypeVar("K", bound=Hashable)
 Figures = dict[str, float]
 
 
 class Run(NamedTuple):
-    """What a run came to, and the cores that others kept busy meanwhile."""
+    """Figures of a run, and the cores that others kept busy meanwhile."""
 
     others: float
     figures: Figures
@@ -59,7 +59,7 @@ class InTurn(Generic[K]):
                 self._tell(name, run)
 
     def up_to(self, most: int) -> dict[K, list[Run]]:
-        """So many undisturbed runs of each, or as near to that as `most` turns come; the least disturbed come first."""
+        """All wanted undisturbed runs of each, as far as `most` turns give them; the least disturbed come first."""
         while self._turns < most:
             self.turn()
         return {
@@ -69,7 +69,7 @@ class InTurn(Generic[K]):
 
 
 def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
-    """Calibrate the machine, with so many turns of the runs in between: both see the same minutes of it."""
+    """Calibrate the machine, with turns of the runs in between: both see the same minutes of it."""
     taken = 0
 
     def between(done: int, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What offload_disk.py found: the figures that have a bar, and all of them as tables for people."""
+"""Results of offload_disk.py: the figures that have a bar, and all of them as tables for people."""
 
 from __future__ import annotations
 

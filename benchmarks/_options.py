@@ -93,6 +93,7 @@ class Benchmark:
         self._command = " ".join([f"python benchmarks/{self.name}.py", *arguments])
         self._partial = options.only != self.parts
         self._named = options.out is not None
+        self._measured = options.rounds > 0
         self.out = options.out or self.out
         self._before = _load_of(0.3)
         self._load, self._children, self._since = OtherLoad(), _children_seconds(), time.perf_counter()
@@ -105,27 +106,28 @@ class Benchmark:
     def write(self, figures: dict[str, Any], out: Path | None = None) -> None:
         """Write figures with the command, the machine, its load, the commit, the date and a hash of the sources.
 
-        A result of some parts replaces one of all parts only where the other parts stay. `out` is for scripts that
-        write several files.
+        A result of some parts replaces one of all parts only where the other parts stay, and then keeps its date;
+        one of no rounds keeps all that it said of the measurement. `out` is for scripts that write several files.
         """
         if self._partial and not (self._named or self._keeps_parts):
             progress.print("only some parts were measured: nothing is written (name a file with --out)")
             return
+        older = stored(out or self.out)
         about = {
             "command": self._command,
             "date": datetime.now(UTC).date().isoformat(),
             "commit": commit(),
             "measures": {"paths": self._measures, "hash": source_hash(self._measures)},
         }
-        older = self.stored()
-        if self._partial and older and out is None:
-            about = {key: older[key] for key in about if key in older}
-        result = {
-            **about,
+        machine = {
             "machine": this_machine(self._packages),
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
-            **figures,
         }
+        if self._partial and out is None and older:
+            about = {key: older[key] for key in about if key in older}
+        if not self._measured:
+            about, machine = ({key: older[key] for key in each if key in older} for each in (about, machine))
+        result = {**about, **machine, **figures}
         path = out or self.out
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(path, flush=True)

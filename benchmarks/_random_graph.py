@@ -38,7 +38,7 @@ OTHER_KINDS = ("thread", "guest", "loop", "awaitable", "stream", "stream")
 
 
 class Shape(NamedTuple):
-    """What kind of run it is.
+    """Kind of run.
 
     Attributes:
         real: on worker threads, rather than on the virtual clock.
@@ -199,7 +199,7 @@ class RandomCost:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """What a kind of work asks for."""
+        """Resources that a kind of work asks for."""
         choose = Random(f"{self._seed} {work.kind}")
         shares = tuple((name, round(choose.random(), 1)) for name in ("memory", "processor"))
         return Demand(choose.choice((1e-9, 3e-9, 1e-8, 1e-7)), shares)

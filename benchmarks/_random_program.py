@@ -30,11 +30,11 @@ TYPES: tuple[type[Task], ...] = (Kernel, HostKernel, PageTransfer, Decision)
 
 
 GARBAGE = -1
-"""What lies in storage that a task is overwriting, and in what a failed task left behind."""
+"""Value in storage that a task is overwriting, and in what a failed task left behind."""
 
 
 class Trouble(Exception):
-    """What a task raises that is told to fail, or a program that gives up."""
+    """Raised by a task that is to fail, or by a program that gives up."""
 
 
 class Record:
@@ -45,7 +45,7 @@ class Record:
         self.reads = tuple(reads)
         self.writes = tuple(writes)
         self.inputs = [rank.writers[block] for block in reads]
-        """Who left what each read block holds, and as which of its results."""
+        """Writer of each block that is read, and the number of its result."""
         self.task: Task
         self.fails = False
         self.withdrawn = False

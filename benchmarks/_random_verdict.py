@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a run: its tasks by how they ended, and all that was wrong."""
+    """Outcome of a run: its tasks by how they ended, and all that was wrong."""
 
     done: int = 0
     failed: int = 0
@@ -85,7 +85,7 @@ def _inputs(record: Record) -> list[int]:
 
 
 def _wrong_end(graph: Graph, record: Record) -> list[Problem]:
-    """What is wrong with how a task ended."""
+    """Problems with the end of a task."""
     task = record.task
     if task.state == DONE and task.value != record.expected:
         return [Problem("value", f"rank {record.rank.number}: {task!r} has a wrong value")]

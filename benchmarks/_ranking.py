@@ -1,15 +1,15 @@
-"""Whether a prediction puts policies in the order in which they were measured, where the measurements can tell."""
+"""Whether a prediction puts schedules in the order in which they were measured, where the measurements can tell."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 
 class Times(NamedTuple):
-    """Seconds of one policy: each measured run, and the prediction."""
+    """Seconds of one schedule: each measured run, and the prediction."""
 
     measured: Sequence[float]
     predicted: float
@@ -28,13 +28,21 @@ class Times(NamedTuple):
         return upper - lower
 
 
-def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
-    """How far a prediction's order is that of the measured medians.
+def distinct(schedules: Mapping[str, Hashable]) -> dict[str, list[str]]:
+    """Policies by schedule: the first policy of each, and all that have the same one."""
+    policies: dict[Hashable, list[str]] = {}
+    for name, schedule in schedules.items():
+        policies.setdefault(schedule, []).append(name)
+    return {names[0]: names for names in policies.values()}
 
-    A pair of policies counts when its medians are further apart than the two interquartile ranges together: of two
-    policies with the same normally distributed times, five runs each, one pair in twenty does; with the larger range
-    alone it would be one in seven. The regret is how much slower the policy that is predicted to be the fastest was
-    than the one that was; beyond noise only those count as faster that are by more than the two ranges together.
+
+def ranking(times: Mapping[str, Times]) -> dict[str, Any]:
+    """Compare a prediction's order with that of the measured medians.
+
+    A pair counts when its medians are further apart than the two interquartile ranges together: of two
+    schedules with the same normally distributed times, five runs each, one pair in twenty does; with the larger range
+    alone it would be one in seven. The regret is how much slower the schedule that is predicted to be the fastest was
+    than the fastest one; beyond noise, only those count as faster that are so by more than the two ranges together.
     """
     pairs: list[dict[str, Any]] = []
     for one, other in combinations(sorted(times, key=lambda name: times[name].median), 2):

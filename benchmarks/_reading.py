@@ -1,4 +1,4 @@
-"""How fast this machine reads a model's weights with nothing else to do: past the page cache, and from it."""
+"""Rate at which this machine reads a model's weights with nothing else to do: past the page cache, and from it."""
 
 from __future__ import annotations
 

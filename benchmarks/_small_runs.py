@@ -76,7 +76,7 @@ THREE_TIERS = _with_disk(TWO_MEMORIES)
 
 
 class Generated(NamedTuple):
-    """What a run came to. logits_RSV: float32, by request and step."""
+    """Result of a run. logits_RSV: float32, by request and step."""
 
     tokens: list[list[int]]
     logits_RSV: torch.Tensor

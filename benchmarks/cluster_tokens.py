@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_process(model: Path, device: str, new_tokens: int) -> Reference:
-    """What one process generates, and where its logits leave no doubt."""
+    """Tokens of one process, up to where its logits leave no doubt."""
     with TemporaryDirectory() as folder:
         report = moesched.run_model(
             model,

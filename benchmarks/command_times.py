@@ -1,4 +1,4 @@
-"""How long commands take from their start to their end, Python's own included.
+"""Time commands from start to end, Python's own start included.
 
 Each run is a process of its own; medians count.
 """

@@ -105,7 +105,7 @@ class Bench:
         return name, damaged, self.run(damaged, machine, real=real)
 
     def run(self, damaged: Damaged, machine: int, *, real: bool) -> End:
-        """How a damaged policy ends on one of the machines."""
+        """Run a damaged policy on one of the machines."""
         try:
             return within(
                 STUCK_AFTER_SECONDS, lambda: end_of(damaged, lambda: self._right(damaged, machine, real=real))

@@ -1,4 +1,4 @@
-"""What policies take to decide a layer: their own time from the router's answer on, all submissions left out.
+"""Time policies' decisions for a layer: their own time from the router's answer on, all submissions left out.
 
 A policy plans Mixtral 8x7B, or a model with 128 small experts, on Twiddler's first machine, and then schedules decode
 steps with a step whose verbs do nothing; the router's answers are drawn before. What a step takes of the processor's
@@ -98,7 +98,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @cache
 def answers(config: ModelConfig, tokens: int, seed: int) -> list[dict[int, int]]:
-    """How many of the tokens every expert of every layer gets; some are more popular than others."""
+    """Numbers of tokens of every expert of every layer; some are more popular than others."""
     drawn = random.Random(seed)
     found = []
     for _ in range(config.layers):
@@ -151,7 +151,7 @@ def figures(case: str, rounds: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def settings_of(name: str, shape: ModelConfig) -> dict[str, int]:
-    """How many experts stay, as the policy's setting says it."""
+    """Number of experts that stay, as the policy's setting."""
     if name in OF_ALL_LAYERS:
         return {"experts": int(KEPT * shape.layers * shape.experts)}
     if name in OF_EACH_LAYER:
@@ -170,7 +170,7 @@ def deciding() -> list[str]:
 
 
 def _names(module: Mapping[str, Any]) -> set[str]:
-    """What the methods of a module's classes name."""
+    """Names used by the methods of a module's classes."""
     methods = [value.__dict__.values() for value in module.values() if isinstance(value, type)]
     codes = [each.__code__ for values in methods for each in values if hasattr(each, "__code__")]
     for code in codes:  # comprehensions have code of their own

@@ -50,7 +50,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 SHORTER = 32
-"""How many times the hidden size, the experts and the lengths are smaller than Mixtral 8x7B's and MTBench's."""
+"""Factor by which the hidden size, the experts and the lengths are smaller than Mixtral 8x7B's and MTBench's."""
 PROMPT, NEW_TOKENS = 418 // SHORTER, 1 + 128 // SHORTER
 """The prefill gives the first token: 127 decode steps are 4 of a 32nd of the length."""
 PUBLISHED = BatchSizes(1112, 8)
@@ -158,7 +158,7 @@ class Bench:
         return sizes.kv_on_gpu is not None and splits_kv(plugins.find("policies", policy), self.machine)
 
     def _most(self, policy: str, sizes: BatchSizes) -> BatchSizes:
-        """As many micro-batches of that size as fit, up to so many requests."""
+        """As many micro-batches of that size as fit, up to that number of requests."""
         for count in range(sizes.micro_batches, 1, -1):
             fewer = BatchSizes(min(count * sizes.micro_batch_size, sizes.batch_size), sizes.micro_batch_size)
             try:
@@ -224,7 +224,7 @@ def t4_like(smaller: float) -> Machine:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """What is compared, in seconds of the emulated machine."""
+    """Figures to compare, in seconds of the emulated machine."""
     prefill, *decode = report.step_seconds
     return {
         "total": sum(report.step_seconds),

@@ -1,4 +1,4 @@
-"""How fast the engine is: tasks per second on the virtual clock, microseconds per task in real time.
+"""Measure the engine: tasks per second on the virtual clock, microseconds per task in real time.
 
 The virtual part is CGOPipe on Mixtral-8x7B's shape on a T4: the policy, the dependencies, the run and its recording,
 beside SimPy with one process for each task of the same graph. The real-time part is chains and fork-joins of tasks

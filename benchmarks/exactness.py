@@ -1,4 +1,4 @@
-"""How exact results are: against Hugging Face, and from policy to policy to the bit.
+"""Check results against Hugging Face, and from policy to policy to the bit.
 
 Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
 to 128 experts, OLMoE) generate greedily from prompts of mixed length in one batch. Hugging Face is given the same text
@@ -253,7 +253,7 @@ def texts_of(prompts: Sequence[Sequence[int]], generated: Generated) -> list[lis
 
 
 class Routed:
-    """How many tokens each expert got: by request (each a micro-batch of its own), step, layer and expert."""
+    """Numbers of tokens of each expert: by request (each a micro-batch of its own), step, layer and expert."""
 
     def __init__(self, layers: int, requests: int, experts: int) -> None:
         self.counts_RSLE = torch.zeros(requests, NEW_TOKENS, layers, experts, dtype=torch.int64)
@@ -277,7 +277,7 @@ def theirs_in(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def routed_by_step(logits_TE: Tensor, model: Any) -> Tensor:
-    """How many tokens each expert got in each step (S, E): the first step takes in the whole prompt."""
+    """Numbers of tokens of each expert in each step (S, E): the first step takes in the whole prompt."""
     chosen = logits_TE.float().softmax(-1).topk(model.num_experts_per_tok).indices
     counts_TE = torch.zeros(logits_TE.shape, dtype=torch.int64).scatter_(1, chosen, 1)
     prompt = len(counts_TE) - NEW_TOKENS + 1

@@ -1,7 +1,7 @@
 """The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
 
-Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert, of
-so many that together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
+Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert;
+together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
 array on all cores, taken right before and right after each call. Torch has two ways: one expert on all cores, and as
 many experts as there are cores, each on a core of its own, as the device shares them out; the faster one counts, and
 weights are packed where that pays; it takes turns with the kernel too. What two neighbours are to each other is taken
@@ -129,7 +129,7 @@ def measure_alone(
 def contenders(
     kernel: ExpertKernel, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
 ) -> dict[str, Callable[[], float]]:
-    """What is measured: each call gives its bandwidth in GB/s, and does as many experts as there are cores."""
+    """Calls to measure: each gives its bandwidth in GB/s, and does as many experts as there are cores."""
     x_nD = torch.randn(rows, HIDDEN).bfloat16()
     plain, torchs = cycle(experts), cycle(kept)
     numbers = torch.ones(STREAM_BYTES // 8, dtype=torch.float64)
@@ -179,7 +179,7 @@ def compare(calls: dict[str, Callable[[], float]], rivals: Sequence[str], turns:
 
 
 def rate(call: Callable[[], object], nbytes: int) -> float:
-    """GB/s of one call that reads so many bytes."""
+    """GB/s of one call that reads `nbytes`."""
     start = perf_counter()
     call()
     return nbytes / (perf_counter() - start) / 1e9

@@ -1,4 +1,4 @@
-"""How far the simulator can be trusted: replays of real runs, and the order of policies, simulated and measured.
+"""Measure how far the simulator can be trusted: replays of real runs, and simulated against measured order of policies.
 
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
 times, in turn with the others, and is simulated. Runs during which other
@@ -10,9 +10,11 @@ Two things come of it:
 
 * replays: each measured run's graph and durations go through the virtual clock, which finds the start times anew. How
   far the time that it comes to is from the measured one, loading left out.
-* ranking: pairs of policies whose measured medians are further apart than their interquartile ranges together; how
-  many of them the simulator puts in the same order; and how much slower than the fastest the policy is that the
-  simulator would choose.
+* ranking: pairs of schedules whose measured medians are further apart than their interquartile ranges together; how
+  many of them the simulator puts in the same order; and how much slower than the fastest the schedule is that the
+  simulator would choose. Policies with the same schedule count once, with all their runs.
+
+Emulated runs take their durations from the cost model that the simulation uses: they test schedules, not costs.
 
 Settings that are not measured stay in the result file, and are ranked anew; `--rounds 0` only ranks.
 Each takes about five minutes where others leave the machine alone.
@@ -32,7 +34,7 @@ from typing import Any
 import msgspec
 from _in_turn import InTurn, calibrate_in_turn
 from _options import EXECUTION, Benchmark, track
-from _ranking import Times, ranking
+from _ranking import Times, distinct, ranking
 
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
@@ -59,11 +61,13 @@ The last keeps time from being dilated a hundred times, since starting a product
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 MEASURES = ("decode", "total")
+PLACES = ("disk", "emulated")
+"""Settings begin with one of these."""
 EMULATED = "moesched.devices.emulated.device:EmulatedDevice"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies are compared on.
+    """Setting in which policies are compared.
 
     Attributes:
         share: of the weights, that fast memory has room for; of all that a policy wants where it is over 1.
@@ -182,7 +186,7 @@ def _seconds_of(recording: Recording) -> float:
 
 
 def times(step_seconds: Sequence[float]) -> dict[str, float]:
-    """What is ranked."""
+    """Seconds to rank by."""
     return {"decode": sum(step_seconds[1:]), "total": sum(step_seconds)}
 
 
@@ -217,10 +221,23 @@ def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, A
 
 
 def rankings(policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The order of a setting's policies, measured and predicted."""
+    """The order of a setting's schedules, measured and predicted.
+
+    Policies whose predictions are equal to the nanosecond, in every measure, have the same schedule.
+    """
+    by_name = {each["policy"]: each for each in policies}
+    schedules = distinct({name: tuple(each["predicted"].values()) for name, each in by_name.items()})
+
+    def times(measure: str, names: Sequence[str]) -> Times:
+        runs = [run for name in names for run in by_name[name]["runs"][measure]]
+        return Times(runs, by_name[names[0]]["predicted"][measure])
+
     return {
-        each: ranking({one["policy"]: Times(one["runs"][each], one["predicted"][each]) for one in policies})
-        for each in MEASURES
+        "same_schedule": [names for names in schedules.values() if len(names) > 1],
+        **{
+            each: ranking({first: times(each, names) for first, names in schedules.items()})
+            for each in MEASURES
+        },
     }
 
 
@@ -263,26 +280,34 @@ def policy_result(
 
 
 def summary(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The bars, over all settings that were measured."""
+    """The bars: replays over all settings, rankings apart for the real disk and for the emulated accelerator."""
     errors = [abs(each["replay_error_percent"]) for one in settings.values() for each in one["policies"]]
     worst = max(errors)
     bars: dict[str, Any] = {
         "replays": {"value": worst, "bar": "<= 1 % in every run", "reached": worst <= 1.0},
         "replays_median": {"value": median(errors), "of": len(errors)},
     }
-    for each in MEASURES:
-        ranked = [one["ranking"][each] for one in settings.values()]
-        pairs = sum(one["pairs_beyond_noise"] for one in ranked)
-        concordant = sum(one["concordant"] for one in ranked)
-        share = 100 * concordant / pairs if pairs else 100.0
-        regret = max(one["regret_percent"] for one in ranked)
-        beyond_noise = max(one["regret_beyond_noise_percent"] for one in ranked)
-        bars[f"concordant_percent_{each}"] = {
-            "value": round(share, 1), "of": pairs, "bar": ">= 95 %", "reached": share >= 95.0,
-        }  # fmt: skip
-        bars[f"worst_regret_percent_{each}"] = {"value": regret, "bar": "<= 3 %", "reached": regret <= 3.0}
-        bars[f"worst_regret_beyond_noise_percent_{each}"] = {"value": beyond_noise}
+    for place in PLACES:
+        there = [one["ranking"] for name, one in settings.items() if name.startswith(place)]
+        for each in MEASURES if there else ():
+            bars |= ranking_bars(f"{place}_{{}}_{each}", [one[each] for one in there])
     return bars
+
+
+def ranking_bars(name: str, ranked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Share of pairs in order, and the worst regret."""
+    pairs = sum(one["pairs_beyond_noise"] for one in ranked)
+    concordant = sum(one["concordant"] for one in ranked)
+    share = 100 * concordant / pairs if pairs else 100.0
+    regret = max(one["regret_percent"] for one in ranked)
+    beyond_noise = max(one["regret_beyond_noise_percent"] for one in ranked)
+    return {
+        name.format("concordant_percent"): {
+            "value": round(share, 1), "of": pairs, "bar": ">= 95 %", "reached": share >= 95.0,
+        },
+        name.format("worst_regret_percent"): {"value": regret, "bar": "<= 3 %", "reached": regret <= 3.0},
+        name.format("worst_regret_beyond_noise_percent"): {"value": beyond_noise},
+    }  # fmt: skip
 
 
 def slow_t4() -> Machine:
@@ -330,7 +355,8 @@ def table(name: str, result: Mapping[str, Any]) -> str:
             f"({each['error_percent']['decode']:+6.1f} %); total {each['error_percent']['total']:+6.1f} %; "
             f"replay {each['replay_error_percent']:+.3f} %, bare {each['bare_replay_error_percent']:+.3f} %"
         )
-    for measure, order in result["ranking"].items():
+    for measure in MEASURES:
+        order = result["ranking"][measure]
         wrong = ", ".join(f"{pair['faster']} before {pair['slower']}" for pair in order["discordant"])
         lines.append(
             f"  {measure}: {order['concordant']} of {order['pairs_beyond_noise']} pairs in order, "

@@ -1,4 +1,4 @@
-"""What twiddler_makespan expects a layer to take, against what it took: on an emulated machine, and with lanes sharing.
+"""Compare twiddler_makespan's estimate of a layer with its time: on an emulated machine, and with lanes sharing.
 
 Real runs of a small random Mixtral on the emulated device: real threads, tensors, queues and copies, an accelerator and
 a link that keep the time of a machine whose rates are divided so that an expert takes as long as Mixtral 8x7B's does on
@@ -89,7 +89,7 @@ def slower(machine: Machine, layout: WeightLayout) -> Machine:
 
 
 def layers_of(tasks: Sequence[Task], policy: Any) -> list[dict[str, float]]:
-    """What was expected of every layer of every step, and measured."""
+    """Estimated and measured seconds of every layer of every step."""
     ends: dict[tuple[int, int], int] = {}
     for task in tasks:
         if task.verb in ("run_expert", "load_routed"):

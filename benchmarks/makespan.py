@@ -38,7 +38,7 @@ OTHERS = ("twiddler", "layer_split")
 
 
 def cases() -> dict[str, Batch]:
-    """What is run, by name."""
+    """Batches by name."""
     beams = {f"beams {n}": msgspec.structs.replace(split_batch([32], 16, 1), beams=n) for n in (4, 8, 12)}
     prefill = {f"prefill {n}": split_batch([n], 1, 1) for n in (512, 1024, 2048, 4096)}
     return {"batch 1": split_batch([64], 32, 1), **prefill, **beams}

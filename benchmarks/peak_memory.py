@@ -91,7 +91,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 MODEL = {"layers": 6, "hidden": 1024, "intermediate": 2560}
-"""What differs from mixtral-0.8b; 0.9 GB in bfloat16."""
+"""Differences from mixtral-0.8b; 0.9 GB in bfloat16."""
 NEW_TOKENS = 4
 
 

@@ -1,4 +1,4 @@
-"""How good the planner's choice is: against the best of a grid of sizes, each looked at on the virtual clock.
+"""Compare the planner's choice with the best of a grid of sizes, each looked at on the virtual clock.
 
 For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
 chooses from is looked at with every size of micro-batches and, where it splits the KV cache, several shares of that on

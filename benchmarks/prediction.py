@@ -138,7 +138,7 @@ CASES = (
 
 
 class Times:
-    """How long tasks took, by phase and verb and, in decode steps, by lane, and when the first one started."""
+    """Durations of tasks, by phase and verb and, in decode steps, by lane, and when the first one started."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -158,7 +158,7 @@ class Times:
 
 
 def figures(report: Report, times: Times) -> Figures:
-    """What is compared, in seconds: the whole, the phases, the lanes in decode steps, the mean task of each kind."""
+    """Figures to compare, in seconds: the whole, the phases, the lanes in decode steps, the mean task of each kind."""
     prefill, *steps = report.step_seconds
     prefill += report.load_seconds - times.first  # starting the driver is nobody's work
     return {

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kind_of_run(seed: int) -> tuple[str, Shape]:
-    """What a seed stands for."""
+    """Kind of the run that a seed stands for."""
     kind = seed % 10
     shape = Shape(real=kind in (5, 6, 7, 9), ranks=1 + seed // 10 % 3, troubled=seed // 30 % 3 == 0)
     what = "policy" if kind >= 8 else "graph"

@@ -82,3 +82,16 @@ def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> Non
     result = json.loads(file.read_text())
     assert (result["figure"], result["date"]) == (2, "2026-01-01")
     assert older_than_the_code(result)
+
+
+def test_a_result_that_is_only_summed_up_anew_keeps_its_machine_and_its_date(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"date": "2026-01-01", "machine": {"processor": "another"}, "figure": 1}))
+    measured = benchmark(keeps_parts=True)
+    measured.parse(["--rounds", "0", "--out", str(file)])
+    measured.write({"figure": 2})
+    assert json.loads(file.read_text()) == {
+        "date": "2026-01-01",
+        "machine": {"processor": "another"},
+        "figure": 2,
+    }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from _ranking import Times, ranking
+from fidelity import rankings, summary
 
 
 def test_a_pair_whose_gap_is_within_the_noise_does_not_count() -> None:
@@ -40,3 +43,28 @@ def test_beyond_noise_only_those_count_that_were_surely_faster() -> None:
     assert (told["regret_percent"], told["regret_beyond_noise_percent"]) == (10.0, 0.0)
     told = ranking({"noisy": noisy, "chosen": chosen, "fast": Times([0.88], predicted=2.0)})
     assert told["regret_beyond_noise_percent"] == 25.0
+
+
+def test_policies_with_the_same_schedule_count_once_with_all_their_runs() -> None:
+    def policy(name: str, measured: list[float], predicted: float) -> dict[str, Any]:
+        runs = {"decode": measured, "total": measured}
+        return {"policy": name, "runs": runs, "predicted": {"decode": predicted, "total": predicted}}
+
+    told = rankings([policy("a", [1.0], 1.0), policy("b", [1.2], 1.0), policy("c", [2.0], 2.0)])
+    assert told["same_schedule"] == [["a", "b"]]
+    assert (told["decode"]["pairs"], told["decode"]["concordant"]) == (1, 1)
+    assert told["decode"]["regret_percent"] == 0.0
+
+
+def test_settings_on_the_disk_are_judged_apart_from_emulated_ones() -> None:
+    def setting(measured: float, predicted: float) -> dict[str, Any]:
+        order = ranking({"a": Times([1.0], 1.0), "b": Times([measured], predicted)})
+        return {"policies": [{"replay_error_percent": 0.0}], "ranking": {"decode": order, "total": order}}
+
+    bars = summary({"disk-one": setting(2.0, 0.5), "emulated-one": setting(2.0, 2.0)})
+    assert (
+        bars["disk_concordant_percent_decode"]["value"],
+        bars["disk_concordant_percent_decode"]["of"],
+    ) == (0, 1)
+    assert bars["emulated_concordant_percent_decode"]["value"] == 100
+    assert not bars["disk_worst_regret_percent_total"]["reached"]

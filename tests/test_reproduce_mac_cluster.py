@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _mac_cluster_page import PAGE
+from _results import RESULTS, stored
 from msgspec.structs import replace
 
 from moesched.machines import load_machine
+from moesched.reproduce.mac_cluster.balanced import HELD, LOOKED_AT
+from moesched.reproduce.mac_cluster.bound import figure_8, table_6
 from moesched.reproduce.mac_cluster.paper import mac_paper
-from moesched.reproduce.mac_cluster.runs import Simulated, mac_of, run_system
+from moesched.reproduce.mac_cluster.runs import Simulated, mac_of, run_request, run_system
+from moesched.reproduce.mac_cluster.wired_memory import packing
 
 PAPER = mac_paper()
 NAIVE, BUSY, AIDED, *_ = PAPER.systems
@@ -98,8 +101,62 @@ def test_a_calibrated_cell_lies_in_a_row_that_may_be_calibrated_to() -> None:
 # -- what was found ----------------------------------------------------------------------------------------------------
 
 
-def test_the_pages_tables_are_those_of_the_results() -> None:
-    assert PAGE.text() == PAGE.file.read_text()
+RESULT = stored(RESULTS / "reproduce-mac-cluster.json")
+
+
+def _cells(section: str, key: str, **where: object) -> list[Any]:
+    return [row[key] for row in _section(section)["rows"] if where.items() <= row.items()]
+
+
+@pytest.mark.parametrize(("table", "index"), [("table-3", 2), ("table-4", 4)])
+def test_a_row_of_tables_3_and_4_is_computed_as_the_results_have_it(table: str, index: int) -> None:
+    system = PAPER.systems[index]
+    token = run_system(PAPER, system, PAPER.prompt, 12).token  # all tokens take about as long
+    found = _cells(table, "ours", method=system.method, nodes=system.nodes)
+    computed = [1 / token.total, token.total, token.moe, token.comm, token.misc]
+    assert computed == pytest.approx(found, rel=0.05)
+
+
+def test_a_prompt_is_computed_as_the_results_have_it() -> None:
+    together = PAPER.prompt / run_system(PAPER, AIDED, PAPER.prompt, 2).prompt_seconds
+    (found,) = _cells("prompts", "one_message_a_layer", method=AIDED.method, nodes=AIDED.nodes)
+    assert together == pytest.approx(found, rel=1e-3)
+
+
+def test_a_long_prompts_tokens_are_computed_as_the_results_have_them() -> None:
+    (found,) = (row["ours"] for row in _section("table-5")["rows"] if row["ours"])
+    assert 1 / run_system(PAPER, AIDED, 2000, 32).token.total == pytest.approx(found, rel=0.02)
+
+
+def test_bounds_are_computed_as_the_results_have_them() -> None:
+    assert table_6(PAPER).rows == _section("table-6")["rows"]
+    computed = figure_8(PAPER, {}).rows
+    assert computed == _section("figure-8")["rows"][: len(computed)]
+
+
+def test_a_cell_of_balanced_experts_is_computed_as_the_results_have_it() -> None:
+    machine = mac_of(PAPER, AIDED)
+    held = 1 / run_request(machine, PAPER, "ep_balanced", {"experts": HELD}, 2, 16, LOOKED_AT).token.total
+    (found,) = _cells("balanced", "ep_balanced", machine=PAPER.machine, nodes=2)
+    assert held == pytest.approx(found, rel=1e-3)
+
+
+def test_the_packing_benchmark_is_computed_as_the_results_have_it() -> None:
+    computed = packing(load_machine(PAPER.machine))
+    assert computed.rows == _section("packing")["rows"]
+    assert [claim.because.startswith("by construction") for claim in computed.claims] == [True] * 3
+
+
+def test_a_token_with_wiring_is_computed_as_the_results_have_it() -> None:
+    (found,) = _cells("wiring", "seconds", what="a token, naive, unstacked")
+    assert run_system(PAPER, NAIVE, PAPER.prompt, 6).token.total == pytest.approx(found, rel=0.05)
+
+
+def test_cells_that_a_fit_makes_agree_are_marked() -> None:
+    assert _cells("table-3", "fitted", method=NAIVE.method, part="comm") == [True]
+    assert _cells("table-3", "fitted", method=BUSY.method, part="comm") == [True]
+    assert _cells("table-3", "fitted", method=AIDED.method, part="time") == [True]
+    assert _cells("table-4", "fitted", nodes=3) == [False] * 5
 
 
 @pytest.mark.parametrize("name", ["table-3", "table-4"])
@@ -140,5 +197,5 @@ def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: P
 
 
 def _section(name: str) -> dict[str, Any]:
-    sections: list[dict[str, Any]] = PAGE.result()["sections"]
+    sections: list[dict[str, Any]] = RESULT["sections"]
     return next(each for each in sections if each["name"] == name)

@@ -168,7 +168,7 @@ def batch_reaching(operations: Operations, lower_intensity: float) -> int | None
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """How the decode work of a layer is split over the two levels: the 6-tuple of section 4.2.
+    """Split of a layer's decode work over the two levels: the 6-tuple of section 4.2.
 
     Attributes:
         batch_size, micro_batch_size: N and µ, requests.
@@ -194,7 +194,7 @@ class LayerTime(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """What the layer takes when all three overlap (Eq. 12)."""
+        """Seconds of the layer when all three overlap (Eq. 12)."""
         return max(self.link, self.lower, self.upper)
 
 
@@ -284,6 +284,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """How many micro-batches there are of which size."""
+    """Number of micro-batches by size."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

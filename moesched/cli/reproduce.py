@@ -87,6 +87,7 @@ def reproduce(
 def print_reproduction(report: Reproduction) -> None:
     """What was calibrated, each section, and how far the tables' cells are off."""
     from moesched.cli.output import print_table
+    from moesched.reproduce.report import AGREEMENT
 
     print(f"\n{report.title}: the paper measured, ours is predicted\n")
     print_table(_columns(report.calibration), list(_rows(report.calibration)))
@@ -99,14 +100,21 @@ def print_reproduction(report: Reproduction) -> None:
         if section.claims:
             print()
             claims = [
-                [claim.where, claim.what, claim.paper, claim.ours, "yes" if claim.agrees else "no"]
+                [
+                    claim.where,
+                    claim.what,
+                    claim.paper,
+                    claim.ours,
+                    "yes" if claim.agrees else "no",
+                    claim.because,
+                ]
                 for claim in section.claims
             ]
-            print_table(["section", "claim", "paper", "ours", "agrees"], claims)
+            print_table(["section", "claim", "paper", "ours", "agrees", "because"], claims)
         for note in section.notes:
             print(f"\n{note}")
     if any(section.claims for section in report.sections):
-        print("\nRatios agree where some of ours lie within 20 % of what the paper says.")
+        print(f"\n{AGREEMENT}")
     if report.accuracy is not None and report.accuracy_as_drawn is not None:
         print(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
         print(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")

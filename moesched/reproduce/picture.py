@@ -164,7 +164,7 @@ def _tick(row: Row, x: str, ticks: str | None) -> str:
 
 
 def _expert_times(section: Section) -> Figure:
-    """What one expert takes by its tokens, and what copying it takes."""
+    """Time of one expert by its tokens, and of copying it."""
     environments = list(dict.fromkeys(row["environment"] for row in section.rows))
     figure, all_axes = _figure(len(environments), section.title, each=5.2)
     for axes, environment in zip(all_axes, environments, strict=True):
@@ -189,7 +189,7 @@ def _expert_times(section: Section) -> Figure:
 
 
 def _breakdowns(section: Section) -> Figure:
-    """Where a token's time goes: the paper's bar and ours for each row of the table."""
+    """Parts of a token's time: the paper's bar and ours for each row of the table."""
     figure, (axes,) = _figure(1, section.title, each=8)
     names = list(dict.fromkeys((row["method"], row["nodes"]) for row in section.rows))
     for at, (who, hatch) in enumerate((("paper", ""), ("ours", "//"))):

@@ -1,7 +1,8 @@
-"""What a reproduction comes to: sections of rows, and what the paper claims beside what we find."""
+"""Results of a reproduction: sections of rows, and statements of the paper beside ours."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,14 +13,17 @@ from moesched.trace.whole_file import whole_file
 Value = str | float | int | bool | None
 
 NEAR = 0.2
+OVERLAP = 0.5
+AGREEMENT = "A figure agrees within 20 %; two ranges agree where at least half of each lies in the other."
+"""The definition of `agrees`, for readers."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the text states, and what we find.
+    """A statement of a paper beside ours.
 
     Attributes:
-        agrees: whether what we find is what the paper says; of ratios, whether some of ours lie within 20 % of its
-            range.
+        agrees: whether ours is what the paper says (see `AGREEMENT`).
+        because: why agreement says little: a fit makes it by construction, or errors cancel; empty otherwise.
     """
 
     where: str
@@ -27,6 +31,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     paper: str
     ours: str
     agrees: bool
+    because: str = ""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +52,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the predicted cells are off.
+    """Errors of the predicted cells.
 
     Attributes:
         median_error: of the absolute relative errors.
@@ -88,7 +93,7 @@ def write_reproduction(report: Reproduction, path: Path) -> None:
         file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
-def ratio_claim(claim: PaperClaim, ours: list[float], how: str = "") -> Claim:
+def ratio_claim(claim: PaperClaim, ours: Sequence[float], how: str = "", because: str = "") -> Claim:
     """A ratio of the paper beside ours; `how` tells claims with the same words apart."""
     low, high = min(ours), max(ours)
     return Claim(
@@ -96,8 +101,17 @@ def ratio_claim(claim: PaperClaim, ours: list[float], how: str = "") -> Claim:
         what=f"{claim.what} ({how})" if how else claim.what,
         paper=span(claim.low, claim.high),
         ours=span(low, high),
-        agrees=low <= claim.high * (1 + NEAR) and high >= claim.low * (1 - NEAR),
+        agrees=agrees((claim.low, claim.high), (low, high)),
+        because=because,
     )
+
+
+def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:
+    """Whether two figures or ranges, each from its lowest to its highest value, agree as `AGREEMENT` says."""
+    (low, high), (least, most) = paper, ours
+    if low < high and least < most:
+        return min(high, most) - max(low, least) >= OVERLAP * max(high - low, most - least)
+    return least <= high * (1 + NEAR) and most >= low * (1 - NEAR)
 
 
 def span(low: float, high: float) -> str:

@@ -1,4 +1,4 @@
-"""What the Apple silicon cluster paper prints, read from the TOML file beside this module."""
+"""Printed figures of the Apple silicon cluster paper, read from the TOML file beside this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of simulated Macs: what a token takes there, and how much of it is experts, communication and the rest."""
+"""A cluster of simulated Macs: the time of a token, divided into experts, communication and the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moesched.tasks import Task
 
 
 class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What one token takes, in seconds, as the first node sees it.
+    """Seconds of one token, as the first node sees it.
 
     Attributes:
         moe: experts. comm: exchanges, and waiting for the other nodes. misc: all else in the layers, with what passes
@@ -121,7 +121,7 @@ def run_request(
     new_tokens: int,
     chunk: int | None = None,
 ) -> Simulated:
-    """One request on so many machines; experts are drawn uniformly, with seed 0."""
+    """One request on `nodes` machines; experts are drawn uniformly, with seed 0."""
     layout = weight_layout(SHAPES[paper.model])
     batch = replace(split_batch([prompt], new_tokens, 1), prefill_chunk=chunk)
     first, *peers = _ranks(machine, layout, batch, policy, settings, nodes)

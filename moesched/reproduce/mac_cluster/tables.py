@@ -7,7 +7,10 @@ from functools import cache
 
 from moesched.reproduce.mac_cluster.paper import PARTS, MacPaper, PrintedSystem
 from moesched.reproduce.mac_cluster.runs import Simulated, run_system
-from moesched.reproduce.report import Claim, Section, Value, rounded
+from moesched.reproduce.report import Claim, Section, Value, agrees, rounded
+
+SHORT, LONG = 6.1, 5.9
+"""Tokens per second on two nodes that section 5.4 compares."""
 
 
 class Tables:
@@ -116,14 +119,14 @@ class Tables:
                     what="more tokens per second and USD than 8 x H100",
                     paper="1.15x",
                     ours=f"{ratio:.3g}x",
-                    agrees=abs(ratio / 1.15 - 1) < 0.2,
+                    agrees=agrees((1.15, 1.15), (ratio, ratio)),
                 ),
                 Claim(
                     where="section 5.4",
-                    what="a long prompt makes a token take longer",
-                    paper="6.1 to 5.9 tokens/s",
-                    ours=f"{short:.3g} to {long:.3g} tokens/s",
-                    agrees=long < short,
+                    what="loss of tokens per second with 2000 tokens in, instead of 128",
+                    paper=f"{1 - LONG / SHORT:.1%}",
+                    ours=f"{1 - long / short:.1%}",
+                    agrees=agrees((1 - LONG / SHORT,) * 2, (1 - long / short,) * 2),
                 ),
             ],
         )
@@ -140,6 +143,8 @@ def _cells(system: PrintedSystem, found: Simulated) -> list[dict[str, Value]]:
         "time": system.seconds,
         **{part: getattr(system, part) for part in PARTS},
     }
+    whole = ["tok/s", "time"] if len(system.fitted) > 1 else []  # most of it is then fitted
+    fitted = {*system.fitted, *whole}
     return [
         {
             "method": system.method,
@@ -148,7 +153,7 @@ def _cells(system: PrintedSystem, found: Simulated) -> list[dict[str, Value]]:
             "paper": printed[part],
             "ours": rounded(ours[part]),
             "error": round(ours[part] / printed[part] - 1, 4),
-            "fitted": part in system.fitted,
+            "fitted": part in fitted,
         }
         for part in ours
     ]

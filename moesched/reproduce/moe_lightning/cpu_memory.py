@@ -59,7 +59,7 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
 def _by_batch(
     paper: Paper, rates: Rates, system: str, on_progress: Callable[[str], None]
 ) -> Callable[[int], Predicted]:
-    """What a system comes to with a number of micro-batches."""
+    """Predict a system by its number of micro-batches."""
 
     @cache
     def reached(micro_batches: int) -> Predicted:

@@ -1,4 +1,4 @@
-"""What a paper prints, read from the TOML file beside this module."""
+"""Printed figures of MoE-Lightning, read from the TOML file beside this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one system.
+    """Measurement of one system.
 
     Attributes:
         variant: tells rows of the same system apart.

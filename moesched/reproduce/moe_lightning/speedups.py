@@ -103,7 +103,7 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
 
 
 def generation_claims(rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
-    """What section 5.2 says of longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
+    """Statements of section 5.2 on longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
     claims = []
     for system, sizes_by, falls in (
         ("FlexGen", flexgen_sizes_by, True),

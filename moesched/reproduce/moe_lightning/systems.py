@@ -25,7 +25,7 @@ MOST_REQUESTS = 4096
 
 
 class System(msgspec.Struct, frozen=True):
-    """How a system of the paper schedules.
+    """Schedule of a system of the paper.
 
     Attributes:
         policy: ours that does it.
@@ -50,7 +50,7 @@ AS_DRAWN = System("flexgen")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a schedule comes to.
+    """Prediction for one schedule.
 
     Attributes:
         step_seconds: of a decode step in the middle of the generation.
@@ -80,7 +80,7 @@ def setting_of(
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """A system in a setting of the paper, its machine at these rates, with so many requests of the workload."""
+    """A system in a setting of the paper, its machine at these rates, with this many requests of the workload."""
     machine = load_machine(where.machine)
     layout = weight_layout(find_shape(where.model))
     described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)

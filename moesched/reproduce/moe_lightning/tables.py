@@ -66,7 +66,7 @@ def table_section(table: str, cells: Sequence[Cell]) -> Section:
 
 
 def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
-    """How far the predicted cells are off, and which pairs of a column come in the wrong order.
+    """Errors of the predicted cells, and which pairs of a column come in the wrong order.
 
     as_drawn: with FlexGen's schedule as Fig. 6 draws it.
     """

@@ -29,7 +29,7 @@ RIVALS = {
 }
 SEED = 0
 LOOKED_AT = 32
-"""How many decode steps of a generation are simulated; the others are as long as these on average."""
+"""Decode steps of a generation that are simulated; the others count as long as these on average."""
 
 FETCHING = "layer_split, fetching"
 """The same split between layers, but experts of the others go to the GPU where that is faster (Algorithm 1)."""
@@ -38,13 +38,13 @@ Machines = Callable[[Machine], Machine]
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """What a system comes to: seconds to the first token, and of a decode step on average."""
+    """Prediction for a system: seconds to the first token, and of a decode step on average."""
 
     prefill_seconds: float
     step_seconds: float
 
     def seconds(self, new_tokens: int) -> float:
-        """To the last of so many tokens."""
+        """Seconds to the last of `new_tokens` tokens."""
         return self.prefill_seconds + (new_tokens - 1) * self.step_seconds
 
 
@@ -92,7 +92,7 @@ class Bench:
 
     @property
     def dense_bytes(self) -> int:
-        """What every token needs of the layers that llama.cpp has on the CPU."""
+        """Bytes of the dense weights in the layers that llama.cpp has on the CPU."""
         on_cpu = range(self.environment.gpu_layers, self.config.layers)
         return sum(page.nbytes for layer in on_cpu for page in self.layout.dense(layer))
 
@@ -134,7 +134,7 @@ def as_measured(paper: TwiddlerPaper) -> Machines:
 
 
 def copies_over_compute(ratio: float | None) -> Machines:
-    """Copying an expert takes so many times what the GPU takes to run it; None leaves it its memory's rate."""
+    """Set the GPU's rate so that copying an expert takes `ratio` times its compute; None leaves its memory's rate."""
 
     def changed(machine: Machine) -> Machine:
         link = machine.link(machine.roles.weights, machine.accelerator.memory)

@@ -44,7 +44,7 @@ def first_token(bench: Bench, prompt: int) -> float:
 
 
 def pass_seconds(bench: Bench, tokens: int) -> float:
-    """So many tokens of one sequence through all layers at once."""
+    """Seconds of one pass of several tokens of a sequence through all layers."""
     if tokens < LEAST_ON_GPU:
         return bench.first_token("layer_split", tokens) + _dense_on_host(bench, tokens)
     machine = bench.machine
@@ -59,7 +59,7 @@ def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
 
 
 def _dense_on_host(bench: Bench, tokens: int) -> float:
-    """What projections and routers take longer on the CPU."""
+    """Extra seconds of projections and routers on the CPU."""
     operations, machine = Operations(bench.config, bench.layout.dtype), bench.machine
     cost = cost_model(machine, bench.layout.dtype)
 
@@ -84,9 +84,9 @@ def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Itera
 
 
 def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float], seed: int = 0) -> float:
-    """What all steps of a search take after the prompt, on average.
+    """Mean seconds of all steps of a search after the prompt.
 
-    seconds_of: what the model takes for so many tokens at once; between these, time is interpolated.
+    seconds_of: seconds of the model by tokens at once; between these, time is interpolated.
     """
     chance = random.Random(seed)
     total = 0.0

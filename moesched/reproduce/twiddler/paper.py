@@ -1,4 +1,4 @@
-"""What Twiddler prints and its authors published, read from the TOML file beside this module."""
+"""Figures that Twiddler prints or its authors published, read from the TOML file beside this module."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class HostRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an expert takes on the CPU for each token."""
+    """Time of an expert on the CPU for each token."""
 
     seconds_per_token: float
     source: str
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the authors measured of a system.
+    """Measurements of a system by the authors.
 
     Attributes:
         seconds: to the first token, by the prompt's tokens.

@@ -1,4 +1,4 @@
-"""What becomes of Twiddler's ratios where the figures that the machines were set by are other ones."""
+"""Twiddler's ratios under other assumptions about the machines."""
 
 from __future__ import annotations
 

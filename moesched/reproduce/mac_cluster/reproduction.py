@@ -1,4 +1,4 @@
-"""`moesched reproduce mac-cluster`: its tables beside what our schedules come to on simulated Macs."""
+"""`moesched reproduce mac-cluster`: its tables beside our schedules on simulated Macs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECTIONS = (
 
 
 def reproduce_mac_cluster(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
-    """Those sections that are named, or all."""
+    """Reproduce the named sections, or all."""
     started = time.perf_counter()
     paper = mac_paper()
     tables = Tables(paper, on_progress)
@@ -66,8 +66,9 @@ def reproduce_mac_cluster(only: Sequence[str], on_progress: Callable[[str], None
 
 
 def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
-    """What is to be reached, and what is."""
-    cells = [row for table in ("Table 3", "Table 4") for row in tables.breakdown(table).rows]
+    """Goals of this project on the paper's cluster, and whether they are met."""
+    both = [row for table in ("Table 3", "Table 4") for row in tables.breakdown(table).rows]
+    cells = [row for row in both if not row["fitted"]]
     errors = {
         part: max(abs(float(row["error"] or 0)) for row in cells if row["part"] == part)
         for part in ("time", "moe", "comm", "misc")
@@ -77,8 +78,18 @@ def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
     wrong = [f"{row['nodes']} nodes, {row['cell']}" for row in table_6(paper).rows if not row["agrees"]]
     loads = {nodes: expected_load(best_placement(16, 4, nodes, HELD), 4).experts for nodes in (3, 4)}
     rows: list[dict[str, Value]] = [
-        _goal("Tables 3 and 4: time of a token", "within 15 %", f"{whole:.1%} off at most", whole <= 0.15),
-        _goal("Tables 3 and 4: its parts", "within 25 %", f"{parts:.1%} off at most", parts <= 0.25),
+        _goal(
+            "Tables 3 and 4: time of a token, where not fitted",
+            "within 15 %",
+            f"{whole:.1%} off at most",
+            whole <= 0.15,
+        ),
+        _goal(
+            "Tables 3 and 4: its parts, where not fitted",
+            "within 25 %",
+            f"{parts:.1%} off at most",
+            parts <= 0.25,
+        ),
         _goal("Table 6, printed", "all but one", f"all but: {'; '.join(wrong)}", len(wrong) <= 1),
         _goal("placement, 4 nodes of 8", "<= 1.1605", f"{loads[4]:.4f}", loads[4] <= 1.1605),
         _goal("placement, 3 nodes of 8", "<= 2.02", f"{loads[3]:.4f}", loads[3] <= 2.02),

@@ -1,4 +1,4 @@
-"""`moesched reproduce twiddler`: its figures beside what our schedules come to on the virtual clock."""
+"""`moesched reproduce twiddler`: its figures beside our schedules on the virtual clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECTIONS = ("microbenchmarks", "generation", "prefill", "beams", "goals", "measu
 
 
 def reproduce_twiddler(only: Sequence[str], on_progress: Progress) -> Reproduction:
-    """Those sections that are named, or all."""
+    """Reproduce the named sections, or all."""
     started = time.perf_counter()
     paper = twiddler_paper()
     with benches(paper) as both:

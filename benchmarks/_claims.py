@@ -1,0 +1,274 @@
+"""The claims of docs/results.md: each a figure of a result file, and its bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+Result = dict[str, Any]
+
+
+class Claim(NamedTuple):
+    """A figure and its bar.
+
+    Attributes:
+        reached: whether the bar is; None if there is no bar.
+    """
+
+    words: str
+    figure: str
+    bar: str = ""
+    reached: bool | None = None
+
+
+def at_most(words: str, figure: float, bar: float, form: str = "{:g}") -> Claim:
+    """A figure that is not to be larger than its bar."""
+    return Claim(words, form.format(figure), f"≤ {form.format(bar)}", figure <= bar)
+
+
+def at_least(words: str, figure: float, bar: float, form: str = "{:g}") -> Claim:
+    """A figure that is not to be smaller than its bar."""
+    return Claim(words, form.format(figure), f"≥ {form.format(bar)}", figure >= bar)
+
+
+def all_of(words: str, count: int, total: int) -> Claim:
+    """A count that is to be all."""
+    return Claim(words, f"{count:,} of {total:,}", "all", count == total)
+
+
+def none_of(words: str, count: int, total: int) -> Claim:
+    """A count that is to be none."""
+    return Claim(words, f"{count:,} of {total:,}", "none", count == 0)
+
+
+def all_reduce(result: Result) -> Iterator[Claim]:
+    """Between two processes, over loopback."""
+    words = {
+        "plain_p50_seconds": "all-reduce of 24 KB, plain, submitted to the engine, median",
+        "curve_p50_seconds": "the same, encrypted",
+        "overhead_per_token_seconds": "40 encrypted exchanges of a token, beyond its products",
+    }
+    bars = result["measured_and_bar"]
+    for name, said in words.items():
+        measured, bar = bars[name]
+        yield at_most(said, 1e6 * measured, 1e6 * bar, "{:,.0f} µs")
+    ratio, bar = bars["grpc_over_zeromq_curve"]
+    yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
+
+
+def cluster_tokens(result: Result) -> Iterator[Claim]:
+    """Processes against one process."""
+    cases = result["cases"]
+    wrong = sum(not (case["tokens_equal"] and case["logits_equal"]) for case in cases)
+    yield none_of("runs of 2 to 4 processes with other tokens than one process", wrong, len(cases))
+
+
+def command_times(result: Result) -> Iterator[Claim]:
+    """From a command's start to its end."""
+    for each in result["commands"]:
+        if each["bar"]:
+            name = " ".join(each["command"].split()[:2])
+            yield at_most(f"`{name}`, Mixtral 8x7B on a T4", each["seconds"], each["bar"], "{:.1f} s")
+
+
+def damaged_policies(result: Result) -> Iterator[Claim]:
+    """Policies with a call dropped, repeated or swapped."""
+    total = sum(count for ends in result["ends"].values() for count in ends.values())
+    yield none_of("damaged policies that end with wrong tokens or hang", len(result["problems"]), total)
+
+
+def decision_time(result: Result) -> Iterator[Claim]:
+    """The policies' own time for a layer."""
+    cases = [each for policy in result["policies"].values() for each in policy.values()]
+    slow = sum(each["median_us"] > each["bar_us"] for each in cases)
+    words = "decisions above 50 µs a layer (8 experts) or 300 µs (128 experts), policies by batches"
+    yield none_of(words, slow, len(cases))
+
+
+def dispatch(result: Result) -> Iterator[Claim]:
+    """One request under policies that decide where experts run."""
+    equal = [each["tokens_equal"] for each in result["compared"]]
+    yield all_of("scenarios of one request with the same tokens under every policy", sum(equal), len(equal))
+
+
+def emulated(result: Result) -> Iterator[Claim]:
+    """MoE-Lightning's Tables 4 and 5 on an emulated T4."""
+    words = "emulated T4: CGOPipe, FlexGen, FlexGen with CPU attention, layer streaming in the paper's order"
+    yield Claim(words, "yes" if result["in_the_papers_order"] else "no", "yes", result["in_the_papers_order"])
+    yield Claim(
+        "emulated T4: CGOPipe over FlexGen, equal sizes", times(result["times_flexgen_with_equal_sizes"])
+    )
+    words = "emulated T4: CGOPipe over FlexGen, each with the planner's sizes"
+    yield Claim(words, times(result["times_flexgen_with_the_planners_plan"]))
+    yield Claim(
+        "emulated T4: bytes moved over bytes needed, CGOPipe", f"{result['bytes_moved_over_needed']:.3f}"
+    )
+
+
+def engine(result: Result) -> Iterator[Claim]:
+    """The engine's speed."""
+    names = {"built": "building the graph", "replayed": "replaying it"}
+    for name, words in names.items():
+        rate = result["tasks_per_second"][name]["median"]
+        figure = f"{rate:,.0f} tasks/s, {result['times_simpy'][name]}x SimPy"
+        yield Claim(f"simulation of CGOPipe, {words}", figure)
+    for name in ("chain on a worker thread", "chain across two worker threads"):
+        yield Claim(
+            f"empty tasks, {name}", f"{result['microseconds_per_task'][name]['median']:.1f} µs a task"
+        )
+
+
+def exactness(result: Result) -> Iterator[Claim]:
+    """Against Hugging Face, and from policy to policy."""
+    float32, policies = result["float32"], result["policies"]
+    counted = float32["positions"] - float32["left_out"]
+    yield none_of("wrong greedy tokens in float32 against Hugging Face", float32["wrong_tokens"], counted)
+    worst = max(each["ratio"] for each in result["bfloat16"]["all_positions"].values())
+    yield at_most("error of bfloat16 logits over Hugging Face's own", worst, 2.0, "{:.2f}")
+    if "beams" in result:
+        beams = result["beams"]
+        words = "beam searches whose best sequence is not Hugging Face's"
+        yield none_of(words, beams["other_sequences"], beams["searches"])
+    words = "runs of policies whose logits differ in a bit"
+    yield none_of(words, policies["runs_that_differ"], policies["runs"])
+
+
+def expert_kernel(result: Result) -> Iterator[Claim]:
+    """The CPU expert kernel."""
+    bars = result["bars"]
+    few = [each["share_of_stream"] for rows, each in result["alone"].items() if int(rows) <= 4]
+    words = "CPU expert kernel, up to 4 rows: share of the memory's bandwidth, least"
+    yield at_least(words, min(few), bars["share_of_stream_up_to_4_rows"], "{:.2f}")
+    ratios = [each["times_torch"] for each in result["alone"].values()]
+    yield at_least("CPU expert kernel over torch, up to 16 rows, least", min(ratios), 1.0, "{:.2f}x")
+    ratio = result["decode_1"]["ratio"]
+    yield at_least(
+        "`mixtral-0.8b` at batch 1, kernel over torch", ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x"
+    )
+
+
+def fidelity(result: Result) -> Iterator[Claim]:
+    """Replays and rankings."""
+    summary = result["summary"]
+    yield at_most(
+        "replay of a real run against its time, worst policy", summary["replays"]["value"], 1.0, "{:.2f} %"
+    )
+    for place, words in (("disk", "real disk"), ("emulated", "emulated, durations from the cost model")):
+        pairs = [summary[f"{place}_concordant_percent_{each}"] for each in ("decode", "total")]
+        worst = min(pairs, key=lambda pair: float(pair["value"]))
+        said = f"{worst['value']:g} % of {worst['of']} pairs"
+        yield Claim(
+            f"distinct schedules predicted in their order ({words})", said, "≥ 95 %", worst["reached"]
+        )
+        regret = max(summary[f"{place}_worst_regret_percent_{each}"]["value"] for each in ("decode", "total"))
+        yield at_most(f"regret of the predicted choice, worst setting ({words})", regret, 3.0, "{:.1f} %")
+
+
+def fuzz_transport(result: Result) -> Iterator[Claim]:
+    """Damaged frames: the benchmark ends with an error if one changes anything."""
+    senders = [each for each in result.values() if isinstance(each, dict) and "frames" in each]
+    frames = sum(each["frames"] for each in senders)
+    exchanges = sum(each["exchanges"] for each in senders)
+    yield Claim(
+        f"exchanges between {frames:,} damaged frames, each checked", f"{exchanges}", "none wrong", True
+    )
+
+
+def kill_a_node(result: Result) -> Iterator[Claim]:
+    """A node killed at a random step."""
+    words = f"runs with a killed node that end in {result['limit_seconds']:g} s with the same tokens, or by naming it"
+    yield all_of(words, result["as_promised"], result["runs"])
+
+
+def layer_estimate(result: Result) -> Iterator[Claim]:
+    """`twiddler_makespan`'s estimate of a layer."""
+    for where, error in result["median_error"].items():
+        words = f"`twiddler_makespan`'s estimate of a layer, median error ({where})"
+        yield at_most(words, 100 * error, 100 * result["bar"], "{:.1f} %")
+
+
+def makespan(result: Result) -> Iterator[Claim]:
+    """`twiddler_makespan` beside others, simulated."""
+    mean = times(result["times_twiddler_prefill_and_beams"])
+    yield Claim("simulated: `twiddler_makespan` over `twiddler`, prefill and beams, mean", mean)
+    least = result["times_twiddler_least"]
+    yield at_least("simulated: `twiddler_makespan` over `twiddler`, least", least, 1.0, "{:.2f}x")
+
+
+def offload_disk(result: Result) -> Iterator[Claim]:
+    """Decoding against the disk and against Hugging Face."""
+    for name, bar in result["summary"].items():
+        limit = str(bar["bar"]).replace("at most", "≤").replace("at least", "≥")
+        yield Claim(f"disk offloading: {name}", f"{bar['value']:.3f}", limit, bar["reached"])
+
+
+def packing(result: Result) -> Iterator[Claim]:
+    """Weights in many arrays beside weights in one."""
+    where = "Metal" if result["metal"] else "no Metal, where no gap is expected"
+    yield Claim(f"unstacked over prestacked weights ({where})", times(result["median_between_8_and_512_ms"]))
+
+
+def peak_memory(result: Result) -> Iterator[Claim]:
+    """Peak memory beside the system's high-water mark."""
+    words = "runs whose peak memory is predicted, never below, at most 5 % and 64 MB above"
+    yield all_of(words, result["holding"], len(result["runs"]))
+
+
+def plan_search(result: Result) -> Iterator[Claim]:
+    """The planner's choice against a grid."""
+    regret = 100 * result["worst_regret"]
+    yield Claim(
+        f"planner's choice below the best of a grid, worst of {len(result['cases'])}", f"{regret:.1f} %"
+    )
+    yield Claim("a search of the planner, Mixtral 8x7B", f"{result['search_seconds']:.1f} s")
+
+
+def prediction(result: Result) -> Iterator[Claim]:
+    """Predicted against measured."""
+    if "decode_within_bar" not in result:
+        worst = max(abs(each["error_percent"]["total"]) for each in result["runs"])
+        yield Claim(f"unseen runs, error of the total, worst of {len(result['runs'])}", f"{worst:.0f} %")
+        return
+    words = "unseen runs whose decode time is predicted within 5 % or twice their spread"
+    yield all_of(words, result["decode_within_bar"], result["cases"])
+    words = "unseen runs whose lanes are all predicted within 10 %"
+    yield all_of(words, result["lanes_within_bar"], result["cases"])
+
+
+def random_runs(result: Result) -> Iterator[Claim]:
+    """Random graphs and policies."""
+    wrong = sum(each["runs"] for each in result["runs_with"].values())
+    yield none_of("random runs with a wrong value, a hang or a broken rule", wrong, result["runs"])
+
+
+def reproduce(result: Result) -> Iterator[Claim]:
+    """A paper's tables beside ours."""
+    found = [claim for section in result["sections"] for claim in section["claims"]]
+    agree = sum(claim["agrees"] for claim in found)
+    reasons = sum(claim["agrees"] and bool(claim["because"]) for claim in found)
+    words = f"{result['paper']}: statements of the paper that agree"
+    yield all_of(f"{words}, {reasons} of them by construction or by errors that cancel", agree, len(found))
+    accuracy = result["accuracy"]
+    if accuracy is not None:
+        words = f"moe-lightning: median error of {accuracy['cells']} predicted cells"
+        yield at_most(words, 100 * accuracy["median_error"], 20.0, "{:.1f} %")
+        pairs = accuracy["pairs"]
+        yield all_of(
+            "moe-lightning: pairs of cells in the paper's order", pairs - len(accuracy["wrong"]), pairs
+        )
+
+
+def times(ratio: float) -> str:
+    """A ratio in words."""
+    return f"{ratio:.2f}x"
+
+
+CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
+    each.__name__: each
+    for each in (
+        all_reduce, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated, engine,
+        exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate, makespan, offload_disk,
+        packing, peak_memory, plan_search, prediction, random_runs, reproduce,
+    )
+}  # fmt: skip
+"""By benchmark."""

@@ -1,0 +1,48 @@
+"""The documentation's tables are those of the result files, but for marks of results that are older than the code."""
+
+from __future__ import annotations
+
+import pytest
+from _claims import Claim, at_least, at_most, none_of
+from _pages import DOCS, OLDER, pages
+from _tables import across, filled, markdown, plain, table_of
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("name", sorted(page.name for page in PAGES))
+def test_a_page_has_the_tables_of_its_results(name: str) -> None:
+    page = DOCS / name
+    assert page.read_text().replace(OLDER, "") == PAGES[page].replace(OLDER, "")
+
+
+def test_the_results_page_fits_two_screens_and_has_missed_bars_first() -> None:
+    lines = (DOCS / "results.md").read_text().splitlines()
+    assert len(lines) <= 110
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    missed = ["**" in row for row in rows]
+    assert missed == sorted(missed, reverse=True)
+
+
+def test_only_tables_that_are_known_are_written_anew() -> None:
+    page = "a\n<!-- table one -->\nold\n<!-- end -->\nb\n<!-- table two -->\nkept\n<!-- end -->\n"
+    assert filled(page, {"one": "new"}.get) == page.replace("old", "\nnew\n")
+
+
+def test_cells_are_short_and_say_yes_or_no() -> None:
+    written = markdown(["a", "b", "c"], [[1.50, False, None]])
+    assert written.splitlines() == ["| a | b | c |", "| --- | --- | --- |", "| 1.5 | **no** |  |"]
+    assert plain([{"of_a": 1, "error": -0.25}]).splitlines()[-1] == "| 1 | -25.0% |"
+    assert table_of([{"x": 1.234}], {"X": "{x:.1f} s"}).splitlines()[-1] == "| 1.2 s |"
+
+
+def test_rows_are_turned_into_columns() -> None:
+    rows = [{"machine": "m", "nodes": nodes, "rate": nodes / 2} for nodes in (2, 4)]
+    written = across(rows, ["machine"], "{nodes} nodes", "{rate:g}").splitlines()
+    assert written == ["| machine | 2 nodes | 4 nodes |", "| --- | --- | --- |", "| m | 1 | 2 |"]
+
+
+def test_a_claim_says_whether_its_bar_is_reached() -> None:
+    assert at_most("time", 3.0, 2.0, "{:.0f} s") == Claim("time", "3 s", "≤ 2 s", reached=False)
+    assert at_least("ratio", 3.0, 2.0).reached
+    assert [none_of("wrong", count, 9).reached for count in (0, 1)] == [True, False]
