@@ -1,4 +1,4 @@
-"""What one sees of a run while it goes on: a bar while weights load, then the text as it comes."""
+"""Progress of a run on the terminal: a bar while weights load, then the text as it comes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFRESHES_PER_SECOND = 8
 
 
 def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
-    """What suits these prompts; nothing on standard output where it is to hold JSON."""
+    """The display for these prompts; it leaves standard output empty where that is to hold JSON."""
     if json:
         return LoadingBar()
     if len(prompts) == 1:

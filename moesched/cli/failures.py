@@ -1,4 +1,4 @@
-"""What an error means to the one who typed the command: a line on standard error and an exit code."""
+"""Errors as users see them: a line on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _is_pythons(file: str) -> bool:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """Where the policy's method begins that had returned when its step was found incomplete."""
+    """The first line of the policy's method that returned before its step was complete."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)

@@ -50,7 +50,7 @@ def list_kind(
 
 
 def entries_of(kind: Kind) -> list[dict[str, Any]]:
-    """What there is of a kind: name, description, and the problem where it cannot load."""
+    """Everything of a kind: name, description, and the problem where it cannot load."""
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,

@@ -1,4 +1,4 @@
-"""What commands print: JSON, tables, and a progress bar for what takes longer than a second."""
+"""Output of commands: JSON, tables, and a progress bar for what takes longer than a second."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def print_report(report: JobReport) -> None:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """Where the KV cache lies."""
+    """The place of the KV cache, in words."""
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, else on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
@@ -141,7 +141,7 @@ def _print_members(members: Sequence[NodeReport]) -> None:
 
 
 def _print_emulation(emulation: Emulation) -> None:
-    """How well this machine kept up with the one that it imitated."""
+    """The quality of an emulation, as a table by lane."""
     from moesched.units import format_seconds
 
     columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]
@@ -187,7 +187,7 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """How much is done, of how much; `what` begins something else, which takes as long as it takes."""
+        """Set how much is done, of how much; `what` begins another activity, of unknown length."""
         self._done = done
         self._total = None if what else total or self._total
         self._what = what or self._what

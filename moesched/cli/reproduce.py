@@ -85,7 +85,7 @@ def reproduce(
 
 
 def print_reproduction(report: Reproduction) -> None:
-    """What was calibrated, each section, and how far the tables' cells are off."""
+    """Print what was calibrated, each section, and the errors of the tables' cells."""
     from moesched.cli.output import print_table
     from moesched.reproduce.report import AGREEMENT
 

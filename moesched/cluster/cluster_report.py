@@ -1,4 +1,4 @@
-"""What a run on several nodes came to: their reports as one, and their traces on one clock."""
+"""The results of a run on several nodes: their reports as one, and their traces on one clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cluster_report(
     interrupted: bool,
     lost: NodeLost | None,
 ) -> ClusterReport | None:
-    """What the nodes reported, as one; None where none of them came to that."""
+    """The nodes' reports as one; None where no node reported."""
     reports = {
         order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
         for order, found in _by_order(launch.finished, "report").items()
@@ -75,7 +75,7 @@ def write_traces(
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """What a node says of all its batches."""
+    """The report of a node on all its batches."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(
@@ -90,7 +90,7 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """What nodes sent of one sort: for each order the ranks in their order, and each one's pieces as they came."""
+    """The pieces of one sort that nodes sent: for each order, by rank, as they came."""
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in finished:
         if each.what == what:

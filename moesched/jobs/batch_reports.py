@@ -34,12 +34,21 @@ class BatchReports:
             self.all.append(error.report)
             self._untraced = self._untraced or error
 
+    def ended_early(self, number: int) -> bool:
+        """Whether that batch has no report, or one that says that it was interrupted or failed."""
+        if len(self.all) <= number:
+            return True
+        return self.all[number].interrupted or self.all[number].failure is not None
+
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
         """One report of all batches, also of those that did not run.
 
         Raises:
+            KeyboardInterrupt: not even the first batch has a report.
             NotTraced: a trace could not be written; the report comes with it.
         """
+        if not self.all:
+            raise KeyboardInterrupt
         report = merge_reports(self.all, requests=requests, batches=batches)
         report = msgspec.structs.replace(report, padded=padded)
         if self._untraced is not None:

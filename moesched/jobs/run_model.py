@@ -85,10 +85,8 @@ def run_model(
                     _run_batch, job, batch, devices, mine, sampling, texts, numbered(given.trace, number)
                 )
             texts.finish_all()
-            if len(reports.all) <= number or reports.all[-1].interrupted or reports.all[-1].failure:
+            if reports.ended_early(number):
                 break
-    if not reports.all:
-        raise KeyboardInterrupt
     return reports.merge(requests=len(encoded), batches=len(batches))
 
 

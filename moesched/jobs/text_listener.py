@@ -48,7 +48,7 @@ class TextListener:
             self.listener.finished(self._first + request, self._text(request, None))
 
     def _text(self, request: int, token: int | None) -> str:
-        """What one more token adds to the text, or the end of it."""
+        """The text that one more token adds, or the end of the text."""
         if self._streams is None or self.texts is None:
             return ""
         stream = self._streams[request]

@@ -108,7 +108,7 @@ class Candidate:
         return found
 
     def _around(self, seen: Seen) -> list[PolicyChoice]:
-        """What to try next, the highest bound first.
+        """The sizes to try next, the highest bound first.
 
         A fifth more or fewer micro-batches, or others as many requests, each with the same share of the KV cache on the
         accelerator; and a tenth of the micro-batches more or fewer there.
@@ -126,7 +126,7 @@ class Candidate:
         return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
 
     def _filled(self, point: Point) -> PolicyChoice | None:
-        """So many micro-batches, or the most that should fit, with as many weights kept as then fit."""
+        """That number of micro-batches, or the most that should fit, with as many weights kept as then fit."""
         shape = self._probe(point.size).shape(self.setting.cost)
         count, step = min(point.micro_batches, shape.most), 1
         while count > 0:
@@ -193,6 +193,6 @@ def _point(choice: PolicyChoice) -> Point:
 
 
 def _even_shares(requests: int) -> set[int]:
-    """Sizes of micro-batches that share out so many requests evenly, where a few of them hold all."""
+    """Sizes of micro-batches that share out the requests evenly, where a few micro-batches hold all."""
     shares = {-(-requests // count) for count in range(1, MOST_SHARES + 1)}
     return {share for share in shares if share <= SIZES[-1]}

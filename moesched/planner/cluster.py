@@ -1,4 +1,4 @@
-"""What `moesched plan --nodes` says: the bound of a token on a cluster, who should hold which experts, and what to cut.
+"""The proposal of `moesched plan --nodes`: a bound on the time of a token, which node holds which experts, what to cut.
 
 Each way to share a model out is bounded by Eq. 1 of the Apple silicon cluster paper (RACS'24), under the placement that
 it would have and the best assignment of each token's experts; nothing is simulated, and no workload is needed.
@@ -163,7 +163,7 @@ def plan_cluster(
 
 
 class _Bytes(NamedTuple):
-    """What a node holds: what all tokens need in every layer, one expert's in all layers, and what no layer has."""
+    """Bytes of weights: those that every token needs in each layer, one expert's in all layers, and the rest."""
 
     dense: int
     expert: int
@@ -171,7 +171,7 @@ class _Bytes(NamedTuple):
 
 
 class _Cluster:
-    """A model on so many equal nodes, whose memories may be used up to a budget."""
+    """A model on equal nodes, whose memories may be used up to a budget."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Cluster:
         return best_placement(experts, self.config.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Bytes of a node that holds so many experts."""
+        """Bytes of a node that holds that number of experts."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
@@ -346,7 +346,7 @@ def _nodes(nodes: int, config: ModelConfig) -> int:
 
 
 def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
-    """What may be taken of a node's accelerator memory."""
+    """Bytes that may be used of a node's accelerator memory."""
     memory = machine.accelerator.memory
     for name in budgets or {}:
         if name != memory:

@@ -1,4 +1,4 @@
-"""What a token takes at least on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24), for any model.
+"""A lower bound on the time per token on several nodes: Eq. 1 of the Apple silicon cluster paper (RACS'24).
 
     max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
 
@@ -17,7 +17,7 @@ from moesched.models.operations import Operations
 
 
 class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What the busiest node has of each layer for one token.
+    """The busiest node's share of each layer for one token.
 
     Attributes:
         experts: how many it runs, on average.
@@ -85,5 +85,5 @@ def attention_bytes(operations: Operations) -> int:
 
 
 def exchanged_bytes(operations: Operations) -> int:
-    """What a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
+    """Bytes that a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
     return operations.config.top_k * operations.hidden_bytes

@@ -1,4 +1,4 @@
-"""What `moesched plan` says: the plan, what it will reach, what bounds it, and what more of a resource would buy."""
+"""The proposal of `moesched plan`: the plan, its predicted rate, its bottleneck and gains from more resources."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan's schedule comes to on the virtual clock.
+    """Figures of the plan's schedule on the virtual clock.
 
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.

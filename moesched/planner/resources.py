@@ -1,4 +1,4 @@
-"""What the next unit of each resource would buy: the bound of a plan on a machine with a tenth more of one thing."""
+"""The gain from more of each resource: the bound of a plan on a machine with a tenth more of one of them."""
 
 from __future__ import annotations
 

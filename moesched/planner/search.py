@@ -72,7 +72,7 @@ def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
 
 
 def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> PolicyChoice | None:
-    """So many micro-batches with as many weights kept as fit; None where they do not fit."""
+    """`count` micro-batches with as many weights kept as fit; None where they do not fit."""
     fast = setting.machine.accelerator.memory
     free = {
         memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
@@ -88,7 +88,7 @@ def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident:
 
 
 def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
-    """What so many micro-batches take of each memory, without the weights."""
+    """Bytes that `count` micro-batches take of each memory, without the weights."""
     here = shape.resident or shape.each
     return {
         memory: shared + (count - resident) * shape.each.nbytes[memory] + resident * here.nbytes[memory]
@@ -137,7 +137,7 @@ class _Programme:
         return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
-        """How many micro-batches there are of each sort: some where the shape is taken, else none."""
+        """Variables for the number of micro-batches of each sort: zero unless the shape is chosen."""
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
         limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]
@@ -154,7 +154,7 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, shape: Shape, sort: Share) -> int:
-        """How many of them memories hold if nothing else but what they share is there."""
+        """The most of them that memories hold beside what they share."""
         rooms = [
             (self._setting.capacity(memory) - shape.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()

@@ -1,4 +1,4 @@
-"""Which policy is the best: bounds first, then schedules, the most promising first."""
+"""The search for the best policy: bounds first, then schedules, the most promising first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.planner.traits import KV_SHARE, Setting, splits_kv
 from moesched.settings import check_settings
 
 POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
-"""What is chosen from where no policy is named."""
+"""The policies to choose from where none is named."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -99,8 +99,12 @@ def plan_best(
     if not candidates:
         raise BadInput("; ".join(_reasons(refused)))
     seen = _look(candidates, on_progress)
+    on_progress("gain from more of each resource")
+    return _best_of(seen, refused)
+
+
+def _best_of(seen: Mapping[Candidate, Seen], refused: list[Refused]) -> Best:
     best = max(seen, key=lambda candidate: seen[candidate].throughput)
-    on_progress("what more of each resource would bring")
     sizes = seen[best]
     return Best(
         policy=best.name,

@@ -18,13 +18,13 @@ from moesched.steps.plan import KV_ROLES, Plan
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches a batch of a given size may be cut."""
 MOST_AT_ONCE = 8
-"""All requests are looked at as one batch where they are at most so many of the planner's batches."""
+"""All requests are tried as one batch where they fill at most this many of the planner's batches."""
 AS_FAST = 1.02
 """By what factor several batches must beat a single one."""
 BETTER = 1.001
 """By what factor smaller micro-batches must beat larger ones."""
 MOST_WORSE = 2
-"""So many counts in a row that are no better, and those beyond are not looked at."""
+"""After this many counts in a row that are no better, the search ends."""
 
 
 SMALLEST_CHUNK = 64
@@ -64,7 +64,7 @@ def choose_sizes(setting: Setting, wanted: SizeOptions, *, successive: bool = Tr
 
 
 def _smaller_chunks(tokens: int) -> list[int]:
-    """Powers of two below so many tokens, the largest first."""
+    """Powers of two below that number of tokens, the largest first."""
     return [
         1 << power for power in range(tokens.bit_length(), 5, -1) if SMALLEST_CHUNK <= 1 << power < tokens
     ]
@@ -114,7 +114,7 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """What a micro-batch may have in the KV cache: its share of what the plan has for it and leaves free.
+    """Tokens that a micro-batch may have in the KV cache: its share of the reserved and the free bytes.
 
     It is at least what the plan's largest micro-batch has, and the longest request alone.
     """

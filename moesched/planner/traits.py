@@ -1,4 +1,4 @@
-"""What a policy's plans are like, learned by having it plan: where its cache lies, what it keeps, what batches cost.
+"""Traits of a policy, learned from its plans: where the KV cache lies, which weights stay, what batches cost.
 
 Nothing here knows a policy by name, so that a user's own is planned for like those that ship.
 """
@@ -29,11 +29,11 @@ UNLIMITED = 1 << 60
 KV_SHARE = "kv_on_gpu"
 """The setting by which a policy is told the share of the KV cache that stays on the accelerator."""
 MANY = 5
-"""So many micro-batches share the rooms of those that are within a layer: from then on each costs the same bytes."""
+"""From this number of micro-batches on, each one more costs the same bytes: those within a layer share their rooms."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned for.
+    """Everything that a plan depends on, apart from the batch.
 
     Attributes:
         make: makes the policy, anew for each plan; one that splits the KV cache takes `kv_on_gpu`.
@@ -62,7 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
 
     def batch(self, micro_batches: int, size: int) -> Batch:
-        """So many full micro-batches of the first requests; the last one takes what there is."""
+        """Full micro-batches of the first requests; the last one takes the rest."""
         lengths = self.lengths[: micro_batches * size]
         sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
         return batch_of(lengths, self.new_tokens, sizes)
@@ -89,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_bytes(self) -> int:
-        """What all weights take in slots."""
+        """Bytes of all weights in slots."""
         return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))
 
     def capacity(self, memory: str) -> int:
@@ -103,7 +103,7 @@ def splits_kv(policy: type, machine: Machine) -> bool:
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """How a policy uses memories, whatever the batch.
+    """A policy's use of memories, whatever the batch.
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; attention, where the KV cache is split,
@@ -128,7 +128,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one micro-batch costs.
+    """The cost of one micro-batch.
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
@@ -225,7 +225,7 @@ class TraitProbe:
             self._resident = _Needs(plan, plan.cached_by("accelerator")[0], here)
 
     def shape(self, cost: CostModel) -> Shape:
-        """What micro-batches of this size cost."""
+        """The cost of micro-batches of this size."""
         return Shape(
             size=self._size,
             most=self._most,
@@ -236,7 +236,7 @@ class TraitProbe:
 
 
 class _Needs:
-    """What a plan's micro-batch asks of each lane in a layer, and its bytes by memory."""
+    """The work of a plan's micro-batch on each lane in a layer, and its bytes by memory."""
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int]) -> None:
         self._nbytes = nbytes

@@ -16,7 +16,7 @@ MOST_STEPS = 5
 
 
 class TrialRun(msgspec.Struct, frozen=True):
-    """What a run will come to.
+    """The predicted figures of a run.
 
     Attributes:
         prefill_seconds: from the end of loading to the last prompt's first token.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """What a run tells of itself. Every method does nothing here; a listener overrides those that it cares for."""
+    """Hears of a run's progress. Every method does nothing here; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
         """The run's device is there (of several ranks the first one), and no batch has begun: it can be watched."""
@@ -25,7 +25,7 @@ class Listener:
         """A batch is about to run by this plan."""
 
     def loading(self, done: int, total: int) -> None:
-        """So many of the pages that stay are loaded. Told by runs on a cluster, whose tasks nobody hears of here."""
+        """Resident pages are loaded, `done` of `total`. Called by cluster runs only, whose tasks are not reported."""
 
     def ended(self, task: Task) -> None:
         """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""

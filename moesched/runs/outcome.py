@@ -12,7 +12,7 @@ from moesched.steps.plan import Plan
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of a run when it is over. Times are nanoseconds.
+    """Raw results of a finished run. Times are nanoseconds.
 
     Attributes:
         loaded: when the weights that stay were loaded.
@@ -34,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """How long a lane was busy between the end of loading and the end of the run."""
+    """Use of a lane between the end of loading and the end of the run."""
 
     busy_seconds: float
     utilization: float
@@ -64,7 +64,7 @@ class EmulatedLane(msgspec.Struct, frozen=True):
 
 
 class Emulation(msgspec.Struct, frozen=True):
-    """How a machine was emulated by this one. All other times of a report are the emulated machine's.
+    """Quality of an emulation. All other times of a report are the emulated machine's.
 
     Attributes:
         dilation: how much slower time passed than on the emulated machine.
@@ -96,7 +96,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did, measured or predicted as `measured` says.
+    """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
         wall_seconds: what the run took here; all other times are those of the machine that it ran on, emulated or not.
