@@ -1,10 +1,13 @@
 # `make run` and `make test` need Python 3.11 or newer and make, nothing else: they set up .venv themselves, once.
+# `make run` installs what running needs; the first other target adds the tools of `.[dev]`.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-# Compiled with the installation where a C compiler is there.
+TOOLS := $(VENV)/installed-dev
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
+# Compiled during the installation where there is a C compiler.
 KERNEL := $(wildcard devices/products/expert_*.[ch])
 
 SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py tools/*.py)
@@ -14,40 +17,40 @@ RELAXED := --allow-untyped-calls --allow-untyped-decorators --allow-subclassing-
 
 .PHONY: help run test lint types format bench pages clean distclean
 
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
 
-run: $(INSTALLED) ## generate text with offloaded weights, compare the policies with their predictions, write traces to out/
+run: $(INSTALLED) ## generate text with offloaded weights, compare policies with their predictions, write traces to out/
 	$(BIN)/python examples/first_run.py
 
-test: lint types ## everything that must hold before a change goes in
+test: lint types ## run everything that must pass before a change goes in
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
-lint: $(INSTALLED) ## style, format, and who may import whom
+lint: $(TOOLS) ## check style, format, and the order of packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
-types: $(INSTALLED) ## mypy, strict
+types: $(TOOLS) ## check types with mypy, strict
 	$(BIN)/mypy
 	$(BIN)/mypy $(RELAXED) $(SCRIPTS)
 
-format: $(INSTALLED) ## rewrite the sources in the house's format
+format: $(TOOLS) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## run every benchmark; each writes its result with the machine in it
+bench: $(TOOLS) ## run every benchmark; each writes a result file
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_pages.py
 
 pages: $(INSTALLED) ## write the tables of the docs from the result files
 	$(BIN)/python benchmarks/_pages.py
 
-clean: ## remove what was built and written: wheels, caches, traces, generated models (out/)
+clean: ## remove wheels, caches, traces and generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv and the compiled CPU kernel
+distclean: clean ## remove .venv and the compiled CPU kernel, too
 	rm -rf $(VENV) devices/products/_expert_kernel*
 
 $(BIN)/python:
@@ -57,6 +60,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
 $(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e .
 	@$(BIN)/python -c 'from moesched.devices.products.expert_kernel import availability; print(availability())'
+	@touch $@
+
+$(TOOLS): $(INSTALLED)
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@

