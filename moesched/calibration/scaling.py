@@ -23,7 +23,7 @@ RESIDENT = "resident "
 
 
 class ProductRatio:
-    """How much longer products take in one dtype than in bfloat16, by the weights' size and the rows."""
+    """The time of products in one dtype relative to bfloat16, by the weights' size and the rows."""
 
     def __init__(self, operations: Iterable[CostPoint], dtype: DType) -> None:
         found: dict[tuple[str, str], list[CostPoint]] = {}

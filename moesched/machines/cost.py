@@ -1,7 +1,7 @@
 """Cost models: from the work of a task to time on a machine.
 
-The roofline takes the longer of computing and moving bytes. A calibrated machine knows what operations took when they
-were measured. Nothing is free: work that the machine does not describe is refused.
+The roofline takes the longer of computing and moving bytes. A calibrated machine has measured times of operations.
+Work that the machine does not describe is refused; nothing is free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 ONLY_MOVING = ("combine", "embed")
 MOST_FEW_ROWS = 16
-"""Up to so many rows a product takes as long as its weights are read, and so what it leaves of memory is little."""
+"""The most rows for which a product takes as long as reading its weights, and uses most of the memory bandwidth."""
 
 
 def cost_model(machine: Machine, dtype: str) -> CostModel:
@@ -89,7 +89,7 @@ class Calibrated:
     """Costs from a machine's table of measured operations: a work takes the sum of its parts.
 
     Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured.
-    Work that nothing is known of but its FLOPs and bytes is left to the roofline.
+    Work without parts is left to the roofline.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -114,10 +114,10 @@ class Calibrated:
             self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
 
     def work(self, work: Work) -> Demand:
-        """The sum of the parts' times, and what slows the work.
+        """The sum of the parts' times, and the slowing by other work.
 
         Raises:
-            BadInput: an operation was not measured, or the machine's peak rates say nothing of the work either.
+            BadInput: an operation was not measured, or the roofline does not cover the work.
         """
         if not work.parts:
             return self._roofline.work(work)
@@ -133,7 +133,7 @@ class Calibrated:
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: WorkPart) -> float:
-        """What one of a part's operations takes.
+        """The time of one of a part's operations.
 
         Raises:
             BadInput: the operation was not measured.
@@ -148,7 +148,7 @@ class Calibrated:
 
 
 def sort_of(work: Work) -> str:
-    """What a work with parts is, as far as others that run beside it are concerned."""
+    """The sort of a work with parts, which decides how it and others slow each other."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")
@@ -167,12 +167,11 @@ def _weights(part: WorkPart) -> float:
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Times at one x count by their median. Below the first point the first line goes on, down to half of the first time;
-    above the last, time grows as it did on the whole.
+    Of several times at one x the median counts. Below the first point the first line continues, down to half of the
+    first time; above the last point, time grows at the average slope.
 
     Args:
-        rising: where more was measured to be faster, all that this is true of take their median: what else ran made the
-            smaller one slow, or luck the larger one fast.
+        rising: more never takes less: neighbours that were measured to fall take their median, as noise explains them.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:
@@ -198,7 +197,7 @@ class Curve:
 class Surface:
     """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them.
 
-    More rows take no less time; larger weights may, since a device takes more cores from some size on.
+    More rows take no less time. Larger weights may, since a device uses more cores from some size on.
     """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:
@@ -213,7 +212,7 @@ class Surface:
 
 
 def _reading_experts(work: Work, processor: Processor) -> float:
-    """How long a processor reads the work's experts at the rate that was seen; 0 where none was."""
+    """The time of reading the work's experts at the processor's `expert_bandwidth`; 0 where it has none."""
     if processor.expert_bandwidth is None:
         return 0.0
     weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
@@ -221,9 +220,9 @@ def _reading_experts(work: Work, processor: Processor) -> float:
 
 
 def _rising(values: Iterable[float]) -> list[float]:
-    """The rising numbers that are closest to these: neighbours that fall become their median (isotonic regression).
+    """The closest rising numbers: neighbours that fall become their median (isotonic regression).
 
-    A median, since one that was measured far too slow would draw all its neighbours up.
+    A mean would let one outlier raise all its neighbours.
     """
     pools: list[list[float]] = []
     for value in values:

@@ -1,7 +1,7 @@
 """A group of equal accelerators written out: each with a processor, a memory and links of its own.
 
-What a profile says once, of one accelerator, is then said of each, so that costs, lanes and memories of all of them
-are found by their names like any other. Measured costs are the first one's alone: who asks for another's is refused.
+A profile describes one accelerator. Written out, each has its own names, by which costs, lanes and memories are found.
+Measured costs cover the first accelerator only; those of another are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moesched.machines import AcceleratorGroup, Link, Machine
 
 
 def numbered(name: str, number: int) -> str:
-    """What a thing of the first accelerator is called at another one: "gpu", "gpu 1", "gpu 2"."""
+    """The name at accelerator `number` for a name at the first: "gpu", "gpu 1", "gpu 2"."""
     return f"{name} {number}" if number else name
 
 

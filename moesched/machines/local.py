@@ -1,4 +1,4 @@
-"""This machine, as far as a look at it can tell: what to plan on before anybody has calibrated it."""
+"""This machine: its calibrated profile, or the sizes that the system reports with assumed rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASSUMED_FLOPS_PER_CORE = 50e9
 
 
 def cache_folder() -> Path:
-    """Where moesched keeps what can be made again: `$MOESCHED_CACHE`, or a folder in the user's cache."""
+    """The folder for files that can be made again: `$MOESCHED_CACHE`, or one in the user's cache."""
     given = os.environ.get("MOESCHED_CACHE")
     if given:
         return Path(given)
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def calibrated_file() -> Path:
-    """Where `moesched calibrate` leaves this machine's profile unless it is told otherwise."""
+    """The default file of `moesched calibrate`."""
     return cache_folder() / "machine.toml"
 
 
@@ -78,7 +78,7 @@ def unified_machine(
 
 
 def require_measured_here(machine: Machine) -> None:
-    """Whether a machine's costs, if they were measured, were measured on a processor like this one.
+    """Refuse a machine whose costs were measured on another kind of processor than this one.
 
     Raises:
         BadInput: they were measured on another one.
@@ -91,7 +91,7 @@ def require_measured_here(machine: Machine) -> None:
 
 
 def this_processor() -> str:
-    """What the processor calls itself, and how many of its cores may be used."""
+    """The processor's name and the number of usable cores."""
     return f"{_processor()}, {usable_cores()} cores"
 
 

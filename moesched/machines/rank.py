@@ -1,4 +1,4 @@
-"""A machine with several equal accelerators, as each of them has it when they work on one model together."""
+"""A machine with several equal accelerators, as one rank of a tensor-parallel model sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
     pieces that overlap, and is written to the host's memory and read there.
 
     Raises:
-        BadInput: the machine has not so many accelerators, was measured with one, or has no way between them.
+        BadInput: the machine has fewer accelerators, was measured with one, or has no link between them.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:
@@ -26,7 +26,7 @@ def rank_share(machine: Machine, ranks: int) -> Machine:
         return replace(machine, accelerator_group=AcceleratorGroup())
     if machine.cost_table:
         raise BadInput(
-            f"machine {machine.name} has measured costs, which say nothing of {ranks} accelerators at work together: "
+            f"machine {machine.name} has measured costs, which do not cover {ranks} accelerators together: "
             "use --tensor-parallel 1, or a profile without a cost_table"
         )
     own = machine.accelerator.memory

@@ -1,4 +1,4 @@
-"""Profiles: TOML files that ship with the package, by name, and those of one's own, by path."""
+"""Profiles: shipped TOML files, found by name, and the user's own, found by path."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def profile_names(package: str) -> list[str]:
     )
 
 
-def profile_text(package: str, what: str, name_or_file: str) -> bytes:
+def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
     """The text of a shipped profile, or of a file.
 
-    what: a profile of this package is, in words.
+    Args:
+        kind: the kind of profile, for messages.
 
     Raises:
         BadInput: neither exists, or the file cannot be read.
@@ -39,31 +40,31 @@ def profile_text(package: str, what: str, name_or_file: str) -> bytes:
         return (resources.files(package) / f"{name_or_file}.toml").read_bytes()
     path = Path(name_or_file)
     if not path.is_file():
-        raise BadInput(f"no {what} {name_or_file!r}: name a TOML file or one of {', '.join(names)}")
+        raise BadInput(f"no {kind} {name_or_file!r}: name a TOML file or one of {', '.join(names)}")
     try:
         return path.read_bytes()
     except OSError as error:
-        raise BadInput(f"cannot read {what} {path}: {error.strerror}: check its permissions") from error
+        raise BadInput(f"cannot read {kind} {path}: {error.strerror}: check its permissions") from error
 
 
-def decode_profile(text: bytes, what: str, where: str) -> dict[str, Any]:
+def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
     """The tables of a TOML text.
 
     Raises:
-        BadInput: it is no TOML; the message names `where`.
+        BadInput: it is not TOML; the message names `where`.
     """
     try:
         decoded: dict[str, Any] = msgspec.toml.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: not a {what}: {error}") from None
+        raise BadInput(f"{where}: not a {kind}: {error}") from None
     return decoded
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """The value at `key`; what is wrong with it is said with the whole key, which msgspec leaves out of tables.
+    """The value at `key`. Error messages name the whole key, which msgspec omits within tables.
 
     Raises:
-        BadInput: it lacks a figure or has one that cannot be; the message names `where` and the key.
+        BadInput: a figure is missing or impossible; the message names `where` and the key.
     """
     try:
         return msgspec.convert(raw, kind)

@@ -1,4 +1,4 @@
-"""Networks: what joins the nodes of a cluster, read from TOML profiles.
+"""Networks between the nodes of a cluster, read from TOML profiles.
 
 Every figure of a shipped profile states its source in the file.
 """
@@ -17,7 +17,7 @@ from moesched.machines.toml_library import (
 )
 
 NETWORK = "network"
-"""What carries exchanges between nodes: the name of a lane and of a resource."""
+"""The lane and the resource that carry exchanges between nodes."""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     description: str = ""
 
     def seconds(self, nbytes: float) -> float:
-        """What one exchange of so many bytes takes."""
+        """The time of one exchange of `nbytes` bytes."""
         return self.latency_seconds + nbytes / self.bandwidth
 
 

@@ -1,0 +1,86 @@
+"""The documentation names files, modules and commands that exist, and the README's policy runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from moesched import run_model
+from moesched.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "tiny-mixtral"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "moesched|devices|policies|transports|tests|examples|benchmarks|docs"
+FILE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]*[\w/]")
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+MODULE = re.compile(r"`(moesched(?:\.\w+)+)`")
+PLACEHOLDER = "MACHINE"
+
+
+def named_files(page: Path) -> set[str]:
+    """Paths in a page, as they stand from the root of the tree."""
+    found = set(FILE.findall(page.read_text(encoding="utf-8")))
+    return {
+        name for name in found if PLACEHOLDER not in name and ("." in Path(name).name or name.endswith("/"))
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    missing = {name for name in named_files(page) if not (ROOT / name).exists()}
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    missing |= {link for link in links if not (page.parent / link).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    assert [name for name in MODULE.findall(page.read_text(encoding="utf-8")) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    if importlib.util.find_spec(module) is None:
+        return False
+    if hasattr(import_module(module), attribute):
+        return True
+    return importlib.util.find_spec(name) is not None
+
+
+def test_every_stop_of_the_reading_order_and_every_place_to_look_is_named_by_its_file() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    for title in ("A reading order", "Where to look"):
+        section = design.split(f"## {title}\n")[1].split("\n## ")[0]
+        for row in section.splitlines()[4:]:
+            if row.startswith("|") and not row.startswith("| ---"):
+                assert FILE.search(row), row
+
+
+def test_every_method_that_a_place_to_look_names_is_defined_there() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = design.split("## Where to look\n")[1].split("\n## ")[0]
+    for row in section.splitlines():
+        code = "".join((ROOT / name).read_text() for name in FILE.findall(row) if (ROOT / name).is_file())
+        for name, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", row):
+            assert f"class {name}" in code and f"def {method}(" in code, row
+
+
+def test_the_readme_s_policy_generates_the_tokens_of_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "two_layers.py").write_text(readme.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["run", str(MODEL), "--policy", "two_layers:TwoLayers", "--budget", "host=9MB"]
+    options = ["--prompt", "Return a new", "--max-new-tokens", "8", "--trace", "out.json"]
+    assert main([*command, *options]) == 0
+    expected = run_model(MODEL, ["Return a new"], policy="resident", max_new_tokens=8)
+    assert expected.text is not None
+    assert expected.text[0] in capsys.readouterr().out
