@@ -32,6 +32,8 @@ from moesched.trace import read_trace
 from patience import PATIENCE_SECONDS
 from small_models import SMALL, small_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 NEW_TOKENS = 6
 TIMEOUT_SECONDS = 60.0
@@ -102,7 +104,7 @@ def test_processes_give_the_tokens_of_one(
 def test_one_node_alone_runs_any_policy(
     server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
 ) -> None:
-    arguments = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
+    arguments: dict[str, Any] = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
     assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
 
 
@@ -250,7 +252,7 @@ def seated(tmp_path: Path) -> Iterator[tuple[Path, Cluster]]:
 
 
 def run_seated(file: Path, server: ForkServer, model: Path, **more: Any) -> Any:
-    arguments = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS} | more
+    arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS} | more
     return run_cluster(
         model,
         PROMPTS,

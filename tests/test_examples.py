@@ -6,16 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import moesched
 from moesched.machines.local import unified_machine
 from moesched.machines.toml_text import machine_toml
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(script: str, *arguments: object) -> str:
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -75,19 +75,38 @@ def test_a_long_context_under_a_small_budget_runs(policy: str, gpu: int) -> None
     assert any(kind.kind == "cpu_attention" for kind in tight.kinds)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("policy", POLICIES + CACHES)
-def test_tokens_are_the_same_wherever_the_cache_lies(tmp_path: Path, policy: str, chunk: int | None) -> None:
-    model = small_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("kv") / "model")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
     choose = random.Random(2)
-    prompts = [[choose.randrange(256) for _ in range(40 + request)] for request in range(4)]
-    wanted: dict[str, Any] = {
-        "max_new_tokens": 5,
-        "batch_size": 4,
-        "micro_batch_size": 1,
-        "prefill_chunk": chunk,
-    }
-    expected = moesched.run_model(model, prompts, policy="resident", **wanted).tokens
+    return [[choose.randrange(256) for _ in range(40 + request)] for request in range(4)]
+
+
+@pytest.fixture(scope="module", params=[None, 16])
+def wanted(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of the runs; prompts whole, and in chunks."""
+    return {"max_new_tokens": 5, "batch_size": 4, "micro_batch_size": 1, "prefill_chunk": request.param}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, prompts: list[list[int]], wanted: dict[str, Any]) -> list[list[int]] | None:
+    """Tokens of a run with everything in fast memory."""
+    return moesched.run_model(model, prompts, policy="resident", **wanted).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES + CACHES)
+def test_tokens_are_the_same_wherever_the_cache_lies(
+    model: Path,
+    prompts: list[list[int]],
+    wanted: dict[str, Any],
+    expected: list[list[int]] | None,
+    policy: str,
+) -> None:
     on_two: dict[str, Any] = {
         "device": "emulated",
         "machine": "t4",
@@ -96,7 +115,7 @@ def test_tokens_are_the_same_wherever_the_cache_lies(tmp_path: Path, policy: str
     }
     budgets: dict[float, int] = {}
     for budget in range(250_000, 660_000, 17_000):
-        share = share_that_stays(model, prompts, policy, budget, chunk)
+        share = share_that_stays(model, prompts, policy, budget, wanted["prefill_chunk"])
         if share is not None:
             budgets.setdefault(share, budget)
     assert set(budgets) > {0.0, 1.0}
