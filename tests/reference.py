@@ -80,18 +80,7 @@ class Reference:
     ) -> Tensor:
         """One transformer layer."""
         config, prefix = self.config, f"layers.{layer}."
-        q_THd, k_TKd, v_TKd = kernels.project_qkv(
-            hidden_TD,
-            self.weights[prefix + "attention_norm"],
-            [block for part in "qkv" for block in self.blocks[prefix + part]],
-            *angles,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            eps=config.norm_eps,
-            norm_kind=config.norm,
-            qk_norms=self.qk_norms(prefix),
-            clip=config.clip_qkv,
-        )
+        q_THd, k_TKd, v_TKd = kernels.project_qkv(hidden_TD, self.attention_weights(prefix), angles, config)
         cache.append(layer, step, k_TKd, v_TKd)
         attended_TX = kernels.attention(q_THd, cache.views(layer, step), config.sliding_window)
         hidden_TD = kernels.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
@@ -100,11 +89,12 @@ class Reference:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)
 
-    def qk_norms(self, prefix: str) -> tuple[Tensor, Tensor] | None:
-        """The weights that queries and keys are normalised with."""
-        if self.config.qk_norm is None:
-            return None
-        return self.weights[prefix + "q_norm"], self.weights[prefix + "k_norm"]
+    def attention_weights(self, prefix: str) -> dict[str, list[Tensor]]:
+        """The row blocks of a layer's projections, and its norms."""
+        norms = ("attention_norm", "q_norm", "k_norm") if self.config.qk_norm else ("attention_norm",)
+        return {name: list(self.blocks[prefix + name]) for name in "qkv"} | {
+            name: [self.weights[prefix + name]] for name in norms
+        }
 
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""

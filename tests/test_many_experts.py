@@ -146,9 +146,14 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
     torch.manual_seed(4)
     x_TD, qkv, cos, sin = torch.randn(5, 12), torch.randn(40, 12), torch.ones(5, 1, 8), torch.zeros(5, 1, 8)
     norms = torch.rand(8 * together), torch.rand(8)
-    q_THd, k_TKd, v_TKd = kernels.project_qkv(
-        x_TD, torch.ones(12), [qkv], cos, sin, heads=3, kv_heads=1, eps=1e-6, qk_norms=norms
-    )
+    config = msgspec.structs.replace(SMALL["olmoe"], heads=3, kv_heads=1, norm_eps=1e-6, qk_norm="head")
+    weights = {
+        "attention_norm": [torch.ones(12)],
+        **{name: [part] for name, part in zip("qkv", qkv.split((24, 8, 8)), strict=True)},
+        "q_norm": [norms[0]],
+        "k_norm": [norms[1]],
+    }
+    q_THd, k_TKd, v_TKd = kernels.project_qkv(x_TD, weights, (cos, sin), config)
     plain = kernels.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
     groups = plain[:, :24].view(5, -1, 8 * together)
     scale = groups.square().mean(-1, keepdim=True).add(1e-6).rsqrt()

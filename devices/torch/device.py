@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,32 +24,29 @@ from ..products.linear import Tensor
 from ..products.packed_weights import cores_keep_bits, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.row_tiles import CODE_BYTES
-from ..products.team import Team, usable_cores, use_cores
+from ..products.team import Team, usable_cores
 from ..shared.page_reader import DTYPES
 from ..shared.token_ids import check_token_ids
-from . import kernels
-from .copies import indices, moved, wait_for_copies
+from .attention import Attention
+from .copies import wait_for_copies
+from .cores import Cores
 from .cuda_streams import CudaStreams
 from .first_bad_tensor import FirstBadTensor
 from .host_experts import HostExperts
 from .host_side import HOST, HostSide
-from .kernels import KVView
 from .kv_cache import BlockedKV
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
-from .next_tokens import Head, NextTokens
+from .next_tokens import Choice, Head, NextTokens
 from .node_side import NodeSide
 from .observers import DeviceObservers
 from .prompt_chunks import DeviceKV, chunk_states
 from .rank_side import RankSide
+from .verbs import Parts, Verb, verbs_of
 from .weights import WeightStore
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
-
-ONE_CORE_BYTES = 8 << 20
-ONE_CORE_PRODUCTS = 1 << 26
-"""Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
 
 
 class TorchDevice:
@@ -93,6 +90,7 @@ class TorchDevice:
         self._dtype = DTYPES[layout.dtype]
         transposed = self.config.transposed_down
         self._cores = usable_cores()
+        self._use_cores = Cores(self._cores, self._dtype)
         self._store = WeightStore(
             checkpoint,
             layout,
@@ -113,18 +111,7 @@ class TorchDevice:
         self._number = 0
         self._transport: Transport | None = None
         self._device_observers = DeviceObservers()
-        self._verbs_of_one_memory: dict[str, Callable[[Any], Any]] = {
-            "load": self._store.load,
-            "fetch": self._store.fetch,
-            "copy_to_pinned": self._store.fetch,
-            "embed": self._embed,
-            "pre_attention": self._pre_attention,
-            "attention": self._attention,
-            "cpu_attention": self._attention,
-            "post_attention": self._post_attention,
-            "route": self._route,
-        }
-        self._verbs = self._verbs_of_one_memory
+        self._verbs: dict[str, Verb] = {}
         self._cuda: CudaStreams | None = None
 
     @staticmethod
@@ -216,15 +203,7 @@ class TorchDevice:
             self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
         if plan.chunked:
             self._states += chunk_states(plan.chunks, self._states, prompts)
-        self._moe = self._moe_layer()
-        tokens = self._next_tokens(sampling) if plan.attends else None
-        self._verbs = {**self._verbs, **self._moe.verbs, **(tokens.verbs if tokens else {})}
-        if not plan.machine.unified:
-            self._verbs = {**self._verbs, **self._host_side(plan).verbs, **self._host_experts().verbs}
-        if self._transport is not None and tokens is not None and self.config.ranks > 1:
-            self._verbs = {**self._verbs, **self._verbs_of_a_rank(self._transport, tokens)}
-        if plan.nodes > 1:
-            self._verbs = {**self._verbs, **self._node_side(plan, tokens).verbs}
+        self._verbs = verbs_of(self._parts(plan, sampling))
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._accelerator)
 
@@ -260,7 +239,7 @@ class TorchDevice:
         """Give back what the batch before had allocated, but for weights that may stay."""
         self._store.let_go()
         self._states = []
-        self._verbs = self._verbs_of_one_memory
+        self._verbs = {}
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread."""
@@ -291,7 +270,36 @@ class TorchDevice:
         blocks = head.chunk(self._team.cores)
         return list(blocks) if tied else [self._store.arranged(block) for block in blocks]
 
-    def _host_side(self, plan: Plan) -> HostSide:
+    def _parts(self, plan: Plan, sampling: Sampling) -> Parts:
+        """The parts that run a batch's verbs."""
+        attention = self._attention()
+        moe = self._moe_layer(attention)
+        tokens = self._next_tokens(sampling) if plan.attends else None
+        split = not plan.machine.unified
+        return Parts(
+            self._store,
+            attention,
+            moe,
+            tokens,
+            self._host_side(plan, attention) if split else None,
+            self._host_experts(moe) if split else None,
+            self._rank_side(tokens) if tokens else None,
+            self._node_side(plan, attention, moe, tokens) if plan.nodes > 1 else None,
+        )
+
+    def _attention(self) -> Attention:
+        return Attention(
+            self.config,
+            self._accelerator,
+            self._states,
+            self._store.weights,
+            self._globals.get("embedding", torch.empty(0)),
+            self._products,
+            self._use_cores.use_for,
+            self._rank,
+        )
+
+    def _host_side(self, plan: Plan, attention: Attention) -> HostSide:
         return HostSide(
             self._accelerator,
             self._store.reader,
@@ -301,8 +309,7 @@ class TorchDevice:
             self._states,
             self._cached_on_host(plan),
             self._device_kv(plan),
-            self._attend,
-            self._attention,
+            attention,
         )
 
     def _cached_on_host(self, plan: Plan) -> frozenset[int]:
@@ -327,28 +334,28 @@ class TorchDevice:
                 found[number] = rooms[chunk.micro_batch]
         return found
 
-    def _moe_layer(self) -> MoELayer:
+    def _moe_layer(self, attention: Attention) -> MoELayer:
         return MoELayer(
             self.config,
             self._on_cpu,
             self._states,
             self._store.weights,
-            self._residual,
-            self._use_cores_for,
+            attention.residual,
+            self._use_cores.use_for,
             self._team if self._sharing else None,
             self._products,
             self._device_observers,
             self._first_request,
         )
 
-    def _host_experts(self) -> HostExperts:
+    def _host_experts(self, moe: MoELayer) -> HostExperts:
         return HostExperts(
             self.config,
             self._accelerator,
             self._states,
             self._store.weights,
-            self._use_cores_for,
-            self._moe,
+            self._use_cores.use_for,
+            moe,
             self._products,
             self._device_observers,
         )
@@ -359,129 +366,45 @@ class TorchDevice:
             Head(self._globals["final_norm"], self._head),
             self._accelerator,
             self._states,
-            self._use_cores_for,
+            self._use_cores.use_for,
             self._team if self._sharing else None,
             self._products,
-            sampling,
-            self._first_request,
-            self.logits if self._keep_logits else None,
+            Choice(sampling, self._first_request, self.logits if self._keep_logits else None),
             FirstBadTensor(self._store.reader, self.layout, self._accelerator).name,
         )
 
-    def _verbs_of_a_rank(
-        self, transport: Transport, tokens: NextTokens
-    ) -> Mapping[str, Callable[[Any], Any]]:
-        side = RankSide(
-            self._rank, transport, self.config.vocabulary, self._states, tokens.logits, tokens.draw
+    def _rank_side(self, tokens: NextTokens) -> RankSide | None:
+        if self._transport is None or self.config.ranks == 1:
+            return None
+        return RankSide(
+            self._rank, self._transport, self.config.vocabulary, self._states, tokens.logits, tokens.draw
         )
-        return {
-            **side.verbs,
-            "output_projection": self._project_output,
-            "post_attention": self._moe.run_all,
-            "route": self._moe.choose_experts,
-        }
 
-    def _node_side(self, plan: Plan, tokens: NextTokens | None) -> NodeSide:
+    def _node_side(
+        self, plan: Plan, attention: Attention, moe: MoELayer, tokens: NextTokens | None
+    ) -> NodeSide:
         assert self._transport is not None, "a device that is to be one of several nodes has to join them"
         return NodeSide(
             plan,
             self._transport,
             self._states,
-            self._moe,
+            moe,
             self._accelerator,
             self._dtype,
-            self._project_output,
-            tokens.verbs["sample"] if tokens else None,
+            attention.project_output,
+            tokens.sample_next if tokens else None,
         )
 
     def _kv_slot(self, plan: Plan) -> Tensor:
         elements = plan.kv_slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
-    # -- a micro-batch through a layer -------------------------------------------------------------
-
-    def _use_cores_for(self, tokens: int, weights: int) -> None:
-        """Let torch use all cores for a product, given its rows and weights, if that pays.
-
-        What decides is the shape alone, never the lane or what else runs: that may show in the bits of float32.
-        """
-        small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._dtype.itemsize <= ONE_CORE_BYTES
-        use_cores(1 if small else self._cores)
-
     def _searches(self, plan: Plan, requests: Sequence[int], sampling: Sampling) -> list[BeamSearch]:
         if plan.batch.beams == 1:
             return []
         return [BeamSearch(sampling, self.config.stop_tokens, plan.batch.new_tokens) for _ in requests]
 
-    def _embed(self, task: Task) -> None:
-        use_cores(1)
-        state = self._states[task.micro_batch]
-        state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
-        positions_T = moved(state.step.positions_T, self._accelerator)
-        state.angles = kernels.rotary(positions_T, self.config.head_dim, self.config.rope_theta)
-        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
-        state.hidden_TD = kernels.embed(ids_T, self._globals["embedding"])
-
-    def _pre_attention(self, task: Task) -> None:
-        state, weights, config = (
-            self._states[task.micro_batch],
-            self._store.weights(task.operands),
-            self.config,
-        )
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self._use_cores_for(len(state.hidden_TD), config.hidden * width)
-        state.qkv = kernels.project_qkv(
-            state.hidden_TD,
-            weights["attention_norm"][0],
-            weights["q"] + weights["k"] + weights["v"],
-            *state.angles,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            eps=config.norm_eps,
-            norm_kind=config.norm,
-            qk_norms=(weights["q_norm"][0], weights["k_norm"][0]) if config.qk_norm else None,
-            clip=config.clip_qkv,
-            linear=self._products.linear,
-        )
-
-    def _attention(self, task: Task) -> None:
-        state = self._states[task.micro_batch]
-        q_THd, k_TKd, v_TKd = state.qkv
-        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
-        state.attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
-        del state.qkv
-
-    def _attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
-        seen = sum(state.step.past) + len(q_THd)
-        self._use_cores_for(max(state.step.new), 2 * seen * self.config.kv_heads * self.config.head_dim)
-        return kernels.attention(q_THd, views, self.config.sliding_window)
-
-    def _post_attention(self, task: Task) -> dict[int, int]:
-        self._project_output(task)
-        return self._moe.run_all(task)
-
-    def _route(self, task: Task) -> dict[int, int]:
-        self._project_output(task)
-        return self._moe.choose_experts(task)
-
-    def _project_output(self, task: Task) -> None:
-        state, weights, config = (
-            self._states[task.micro_batch],
-            self._store.weights(task.operands),
-            self.config,
-        )
-        self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
-        state.hidden_TD = kernels.output_projection(
-            state.attended_TX, weights["o"], self._residual(state), self._products.linear
-        )
-        if self._on_cpu or not task.step:
-            del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
-
     @property
     def _rank(self) -> int:
         """This rank, where the model is cut; 0 on a node, which has all of every matrix."""
         return self._number if self.config.ranks > 1 else 0
-
-    def _residual(self, state: MicroBatchState) -> Tensor:
-        """The residual that this rank adds to a sum over ranks: rank 0 the hidden states, the others zeros."""
-        return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)

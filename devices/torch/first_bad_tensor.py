@@ -63,7 +63,7 @@ class FirstBadTensor:
             weights = self._weights(self._layout.dense(layer))
             yield from _named(weights)
             weights = _within_layer(weights)
-            qkv = self._project(state, hidden_TD, weights)
+            qkv = kernels.project_qkv(hidden_TD, weights, state.angles, config)
             for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
                 yield f"the {name} of layer {layer}", tensor
             q_THd, k_TKd, v_TKd = qkv
@@ -100,23 +100,6 @@ class FirstBadTensor:
         yield f"weight {head_name}", head
         last_SD = hidden_TD[moved(state.step.last_S, self._accelerator)]
         yield "the logits", kernels.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
-
-    def _project(
-        self, state: MicroBatchState, hidden_TD: Tensor, weights: Weights
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        return kernels.project_qkv(
-            hidden_TD,
-            weights["attention_norm"][0],
-            weights["q"] + weights["k"] + weights["v"],
-            *state.angles,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            eps=config.norm_eps,
-            norm_kind=config.norm,
-            qk_norms=(weights["q_norm"][0], weights["k_norm"][0]) if config.qk_norm else None,
-            clip=config.clip_qkv,
-        )
 
     def _route(self, x_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         config = self._config

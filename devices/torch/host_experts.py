@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -53,19 +52,14 @@ class HostExperts:
         self._there = there
         self._products = products
         self._device_observers = device_observers
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "offload_routed": self._offload,
-            "run_expert": self._run_expert,
-            "load_routed": self._load,
-        }
 
-    def _offload(self, task: Task) -> None:
+    def offload_routed(self, task: Task) -> None:
         """Copy each token's hidden state once, out of the row of its first expert, and which rows are whose."""
         state = self._states[task.micro_batch]
         x_TD = state.x_nD.index_select(0, state.grouping.rows_Tk[:, 0])
         state.on_host = HostRows(moved(x_TD, HOST), moved(state.grouping.tokens_n, HOST))
 
-    def _run_expert(self, task: Task) -> None:
+    def run_expert(self, task: Task) -> None:
         if not isinstance(task, HostKernel):
             self._there.run_expert(task)
             return
@@ -77,7 +71,7 @@ class HostExperts:
         self._use_cores_for(len(rows), self._expert_weights)
         apply_expert(x_nD, y_nD, rows, task.expert, weights, self._products)
 
-    def _load(self, task: Task) -> None:
+    def load_routed(self, task: Task) -> None:
         """Copy the rows of the experts that ran here; those of neighbours in one piece."""
         state = self._states[task.micro_batch]
         assert state.on_host is not None, "the step saw to it that an expert ran here"

@@ -16,13 +16,13 @@ from moesched.tasks import PageTransfer, Task
 from ..products.linear import Tensor
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
+from .attention import Attention
 from .copies import copied, locked, wait_for_copies
 from .kernels import KVView
 from .micro_batch import MicroBatchState
 from .prompt_chunks import DeviceKV
 
 HOST = torch.device("cpu")
-Attend = Callable[[MicroBatchState, Tensor, Sequence[KVView]], Tensor]
 
 
 class HostSide:
@@ -35,8 +35,7 @@ class HostSide:
         kv_slots: room for keys and values that are loaded from the host's KV cache.
         cached_here: the micro-batches whose KV cache is on the host, by index.
         at_hand: keys and values of prompts in chunks, by the micro-batches of prefill, of those cached here.
-        attend: a micro-batch's attention from queries and views of the cache.
-        attend_there: the `attention` of those whose KV cache is on the accelerator.
+        attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class HostSide:
         states: Sequence[MicroBatchState],
         cached_here: Container[int],
         device_kv: Mapping[int, DeviceKV],
-        attend: Attend,
-        attend_there: Callable[[Task], None],
+        attention: Attention,
     ) -> None:
         self._accelerator = accelerator
         self._slot = slot
@@ -59,22 +57,12 @@ class HostSide:
         self._states = states
         self._cached_here = cached_here
         self._device_kv = device_kv
-        self._attend = attend
-        self._attend_there = attend_there
+        self._there = attention
+        self._attend = attention.attend
         self._reader = reader
         self._home = home
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "copy_to_pinned": self._bring,
-            "fetch": self._bring,
-            "offload_qkv": self._offload_qkv,
-            "cpu_attention": self._cpu_attention,
-            "load_hidden": self._load_hidden,
-            "offload_kv": self._offload_kv,
-            "attention": self._attention,
-            "load_kv": self._load_kv,
-        }
 
-    def _bring(self, task: PageTransfer) -> None:
+    def bring(self, task: PageTransfer) -> None:
         """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
@@ -94,7 +82,7 @@ class HostSide:
             held = _read(self._reader, page)
             target[: len(held)].copy_(held)
 
-    def _load_kv(self, task: Task) -> None:
+    def load_kv(self, task: Task) -> None:
         """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""
         state = self._states[task.micro_batch]
         views = state.cache.views(task.layer, state.step)
@@ -108,9 +96,9 @@ class HostSide:
             loaded.append(KVView(keys_there, values_there, new))
         self._loaded[task.operands] = loaded
 
-    def _attention(self, task: Task) -> None:
+    def attention(self, task: Task) -> None:
         if task.micro_batch not in self._cached_here:
-            self._attend_there(task)
+            self._there.attention(task)
         elif task.operands is None:
             self._attend_to_prompt(task)
         else:
@@ -150,14 +138,14 @@ class HostSide:
             start = end
         state.attended_TX = self._attend(state, q_THd, views)
 
-    def _offload_qkv(self, task: Task) -> None:
+    def offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         state.qkv_on_host = (copied(q_THd, HOST), copied(k_TKd, HOST), copied(v_TKd, HOST))
         if self._accelerator.type == "cpu":
             del state.qkv  # on CUDA the copy may be still to come
 
-    def _cpu_attention(self, task: Task) -> None:
+    def cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv_on_host
         state.cache.append(task.layer, state.step, k_TKd, v_TKd)
@@ -165,12 +153,12 @@ class HostSide:
         state.attended_on_host = self._ready(attended_TX)
         del state.qkv_on_host
 
-    def _load_hidden(self, task: Task) -> None:
+    def load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         state.attended_TX = copied(state.attended_on_host, self._accelerator)
         del state.attended_on_host
 
-    def _offload_kv(self, task: Task) -> None:
+    def offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)

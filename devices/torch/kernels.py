@@ -12,13 +12,13 @@ is a transpose, or packed (see `packed_weights.py`). Hidden states have the weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from moesched.models.config import NormKind
+from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
 
 from ..products.linear import Blocks, Linear, Tensor, linear
@@ -88,32 +88,28 @@ def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
 
 def project_qkv(
     hidden_TD: Tensor,
-    norm_D: Tensor,
-    qkv: Blocks,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    norm_kind: NormKind = "rms",
-    qk_norms: tuple[Tensor, Tensor] | None = None,
-    clip: float | None = None,
+    weights: Mapping[str, Blocks],
+    angles: tuple[Tensor, Tensor],
+    config: ModelConfig,
     linear: Linear = linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
-    qkv: the row blocks of q, then those of k, then those of v. qk_norms: weights that queries and keys are normalised
-    with, each as many entries together as the weight has. clip: the largest magnitude that all of them keep then.
-    linear: what multiplies.
+    Args:
+        weights: a layer's row blocks by name: attention_norm, q, k, v, and q_norm and k_norm where it has them.
+        angles: cosines and signed sines as `rotary` gives them.
+        linear: multiplies by weights.
     """
-    x_TX = linear(norm(hidden_TD, norm_D, eps, norm_kind), qkv)
-    if qk_norms is not None:
-        x_TX = _normalise_heads(x_TX, heads, kv_heads, qk_norms, eps)
-    if clip is not None:
-        x_TX = x_TX.clamp(-clip, clip)
+    heads, kv_heads = config.heads, config.kv_heads
+    x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
+    x_TX = linear(x_TD, [*weights["q"], *weights["k"], *weights["v"]])
+    if config.qk_norm:
+        qk_norms = weights["q_norm"][0], weights["k_norm"][0]
+        x_TX = _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
+    if config.clip_qkv is not None:
+        x_TX = x_TX.clamp(-config.clip_qkv, config.clip_qkv)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
-    turned = apply_rotary(x_TXd[:, : heads + kv_heads], cos_T1d, sin_T1d)
+    turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles)
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
     q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # which lets go of all that they are parts of
     return q_THd, k_TKd, v_TKd

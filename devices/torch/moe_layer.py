@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -76,12 +76,6 @@ class MoELayer:
         self._products = products
         self._device_observers = device_observers
         self._first_request = first_request
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "preview_route": self.preview_route,
-            "run_expert": self.run_expert,
-            "warm_expert": self.warm_expert,
-            "combine": self.combine,
-        }
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +30,19 @@ class Head(NamedTuple):
     blocks: list[Tensor]
 
 
+class Choice(NamedTuple):
+    """The way tokens are chosen from logits.
+
+    Attributes:
+        first_request: the number of requests in the batches before.
+        kept: a list that logits (S, V) are added to with their sequences, if any.
+    """
+
+    sampling: Sampling
+    first_request: int
+    kept: list[tuple[tuple[int, ...], Tensor]] | None
+
+
 class NextTokens:
     """Runs the verbs that end a step, and the one that has beams go on from their parents.
 
@@ -37,8 +50,7 @@ class NextTokens:
         accelerator: where the hidden states are.
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         team: whose cores share out the blocks of the LM head, if they do.
-        first_request: how many requests came in the batches before.
-        kept: where logits (S, V) are left with their sequences, if anywhere.
+        choice: how tokens are chosen.
         first_bad: says where the bad numbers of a step began.
     """
 
@@ -51,9 +63,7 @@ class NextTokens:
         use_cores_for: UseCores,
         team: Team | None,
         products: Products,
-        sampling: Sampling,
-        first_request: int,
-        resident: list[tuple[tuple[int, ...], Tensor]] | None,
+        choice: Choice,
         first_bad: Callable[[MicroBatchState], str],
     ) -> None:
         self._config = config
@@ -63,11 +73,8 @@ class NextTokens:
         self._use_cores_for = use_cores_for
         self._team = team
         self._products = products
-        self._sampling = sampling
-        self._first_request = first_request
-        self._resident = resident
+        self._choice = choice
         self._first_bad = first_bad
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {"sample": self._sample, "reorder": self._reorder}
 
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
@@ -96,27 +103,27 @@ class NextTokens:
     def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
         ends = range(len(state.sequences)) if state.ends is None else state.ends
-        if self._resident is not None:
-            self._resident.append((tuple(state.sequences[end] for end in ends), logits_SV))
+        if self._choice.kept is not None:
+            self._choice.kept.append((tuple(state.sequences[end] for end in ends), logits_SV))
         positions = [state.step.past[end] + state.step.new[end] for end in ends]
         mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
         rows = len(positions) // len(mine)
-        requests = [self._first_request + request for request in mine for _ in range(rows)]
+        requests = [self._choice.first_request + request for request in mine for _ in range(rows)]
         whole = state.whole
         places = [whole.requests.index(request) for request in mine]
         if whole.searches:
             require_finite(logits_SV.numpy(), requests, positions)
             return _advance(whole, places, logits_SV)
-        tokens = sample(logits_SV.numpy(), self._sampling, requests, positions)
+        tokens = sample(logits_SV.numpy(), self._choice.sampling, requests, positions)
         for place, token in zip(places, tokens, strict=True):
             whole.new[place] = [token]
         return tokens
 
-    def _sample(self, task: Task) -> list[int] | list[Standing]:
+    def sample_next(self, task: Task) -> list[int] | list[Standing]:
         state = self._states[task.micro_batch]
         return self.draw(task, self.logits(state))
 
-    def _reorder(self, task: Task) -> None:
+    def reorder(self, task: Task) -> None:
         """Have every beam go on from the one that it came from."""
         use_cores(1)
         state = self._states[task.micro_batch]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,20 +43,15 @@ class RankSide:
         self._states = states
         self._head = head
         self._draw = draw
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "all_reduce": self._all_reduce,
-            "logits": self._logits,
-            "sample": self._sample,
-        }
 
-    def _all_reduce(self, task: Collective) -> None:
+    def all_reduce(self, task: Collective) -> None:
         """Sum what all ranks have in part, in float32, by way of the host's memory."""
         state, name = self._states[task.micro_batch], REDUCED[task.operands]
         part: Tensor = getattr(state, name)
         total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
         setattr(state, name, torch.from_numpy(total).to(part.device, part.dtype))
 
-    def _logits(self, task: Task) -> None:
+    def logits(self, task: Task) -> None:
         """Logits over the whole vocabulary, zero where other ranks have the rows."""
         state = self._states[task.micro_batch]
         part_SV = self._head(state)
@@ -64,5 +59,5 @@ class RankSide:
         state.logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
         state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
 
-    def _sample(self, task: Task) -> Any:
+    def sample(self, task: Task) -> Any:
         return self._draw(task, self._states[task.micro_batch].logits_SV)

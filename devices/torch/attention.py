@@ -1,0 +1,99 @@
+"""The first half of a layer on torch: queries, keys and values, attention over the KV cache, its output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.tasks import Task
+
+from ..products.linear import Tensor
+from ..products.products import Products
+from ..products.team import use_cores
+from . import kernels
+from .copies import indices, moved
+from .kernels import KVView
+from .micro_batch import MicroBatchState
+from .moe_layer import UseCores, WeightsOf
+
+
+class Attention:
+    """Runs the verbs before the experts, for KV caches in the memory where the kernels run.
+
+    Args:
+        accelerator: the device of the hidden states.
+        weights: the tensors of a view.
+        embedding_VD: empty on a node that does not attend.
+        products: multiplies by weights.
+        use_cores_for: sets the number of cores for a product, given its rows and weights.
+        rank: this one of the ranks that the model is cut over.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        accelerator: torch.device,
+        states: Sequence[MicroBatchState],
+        weights: WeightsOf,
+        embedding_VD: Tensor,
+        products: Products,
+        use_cores_for: UseCores,
+        rank: int,
+    ) -> None:
+        self._config = config
+        self._accelerator = accelerator
+        self._states = states
+        self._weights = weights
+        self._embedding_VD = embedding_VD
+        self._products = products
+        self._use_cores_for = use_cores_for
+        self._rank = rank
+
+    def embed(self, task: Task) -> None:
+        """Extend the cache by the new tokens and look up their embeddings."""
+        use_cores(1)
+        config, state = self._config, self._states[task.micro_batch]
+        state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
+        positions_T = moved(state.step.positions_T, self._accelerator)
+        state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
+        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
+        state.hidden_TD = kernels.embed(ids_T, self._embedding_VD)
+
+    def pre_attention(self, task: Task) -> None:
+        """Project the hidden states to queries, keys and values."""
+        config, state = self._config, self._states[task.micro_batch]
+        weights = self._weights(task.operands)
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._use_cores_for(len(state.hidden_TD), config.hidden * width)
+        state.qkv = kernels.project_qkv(state.hidden_TD, weights, state.angles, config, self._products.linear)
+
+    def attention(self, task: Task) -> None:
+        """Store keys and values in the cache, and attend over it."""
+        state = self._states[task.micro_batch]
+        q_THd, k_TKd, v_TKd = state.qkv
+        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
+        state.attended_TX = self.attend(state, q_THd, state.cache.views(task.layer, state.step))
+        del state.qkv
+
+    def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
+        """Attention of new queries over keys and values wherever they lie: (T, H * d)."""
+        seen = sum(state.step.past) + len(q_THd)
+        self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
+        return kernels.attention(q_THd, views, self._config.sliding_window)
+
+    def project_output(self, task: Task) -> None:
+        """Bring attention's output back to the hidden size and add the residual."""
+        config, state = self._config, self._states[task.micro_batch]
+        weights = self._weights(task.operands)
+        self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
+        state.hidden_TD = kernels.output_projection(
+            state.attended_TX, weights["o"], self.residual(state), self._products.linear
+        )
+        if self._accelerator.type == "cpu" or not task.step:
+            del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
+
+    def residual(self, state: MicroBatchState) -> Tensor:
+        """The residual that this rank adds to a sum over ranks: rank 0 the hidden states, the others zeros."""
+        return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)

@@ -1,0 +1,24 @@
+"""The number of cores for each product on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from ..products.team import use_cores
+
+ONE_CORE_BYTES = 8 << 20
+ONE_CORE_PRODUCTS = 1 << 26
+"""Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
+
+
+class Cores:
+    """Chooses by shape alone, never by lane or load: the number of cores may show in the bits of float32."""
+
+    def __init__(self, cores: int, dtype: torch.dtype) -> None:
+        self._cores = cores
+        self._itemsize = dtype.itemsize
+
+    def use_for(self, tokens: int, weights: int) -> None:
+        """Let torch use all cores on this thread for a product, given its rows and weights, if that pays."""
+        small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._itemsize <= ONE_CORE_BYTES
+        use_cores(1 if small else self._cores)

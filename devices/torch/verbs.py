@@ -1,0 +1,86 @@
+"""The table of verbs: the implementation of each one, by the machine and the ranks or nodes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from moesched.tasks import Task
+
+from .attention import Attention
+from .host_experts import HostExperts
+from .host_side import HostSide
+from .moe_layer import MoELayer
+from .next_tokens import NextTokens
+from .node_side import NodeSide
+from .rank_side import RankSide
+from .weights import WeightStore
+
+Verb = Callable[[Any], Any]
+
+
+class Parts(NamedTuple):
+    """The parts of a batch that run verbs.
+
+    Attributes:
+        tokens: None on a node that does not attend.
+        host, host_experts: None on a machine with one memory.
+        rank: None unless the model is cut over ranks.
+        node: None unless nodes share the experts.
+    """
+
+    store: WeightStore
+    attention: Attention
+    moe: MoELayer
+    tokens: NextTokens | None
+    host: HostSide | None
+    host_experts: HostExperts | None
+    rank: RankSide | None
+    node: NodeSide | None
+
+
+def verbs_of(parts: Parts) -> dict[str, Verb]:
+    """The implementation of every verb of a batch."""
+    store, attention, moe, tokens, host, host_experts, rank, node = parts
+    verbs: dict[str, Verb] = {
+        "load": store.load,
+        "fetch": host.bring if host else store.fetch,
+        "copy_to_pinned": host.bring if host else store.fetch,
+        "embed": attention.embed,
+        "pre_attention": attention.pre_attention,
+        "attention": host.attention if host else attention.attention,
+        "cpu_attention": host.cpu_attention if host else attention.attention,
+        "output_projection": attention.project_output,
+        "post_attention": moe.run_all if rank else _after(attention.project_output, moe.run_all),
+        "route": moe.choose_experts if rank else _after(attention.project_output, moe.choose_experts),
+        "preview_route": moe.preview_route,
+        "run_expert": host_experts.run_expert if host_experts else moe.run_expert,
+        "warm_expert": moe.warm_expert,
+        "combine": moe.combine,
+    }
+    if tokens:
+        verbs |= {"sample": tokens.sample_next, "reorder": tokens.reorder}
+    if host:
+        verbs |= {
+            "offload_qkv": host.offload_qkv,
+            "load_hidden": host.load_hidden,
+            "offload_kv": host.offload_kv,
+            "load_kv": host.load_kv,
+        }
+    if host_experts:
+        verbs |= {"offload_routed": host_experts.offload_routed, "load_routed": host_experts.load_routed}
+    if rank:
+        verbs |= {"all_reduce": rank.all_reduce, "logits": rank.logits, "sample": rank.sample}
+    if node:
+        verbs |= node.verbs  # sums and exchanges over nodes instead of `combine`, `route` and `sample` here
+    return verbs
+
+
+def _after(first: Callable[[Task], None], then: Verb) -> Verb:
+    """One verb that is two."""
+
+    def both(task: Task) -> Any:
+        first(task)
+        return then(task)
+
+    return both
