@@ -123,7 +123,7 @@ def decode(
     split = split_batch(lengths, steps, micro_batch)
     plan = plan_run(local_machine(), model.layout, split, chosen, budgets, device.slot_bytes)
     report = run(plan, chosen, device, prompts, observers=[uses])
-    kept = [page for fixed in plan.resident for page in fixed.pages()]
+    kept = [page for fixed in plan.weights.resident for page in fixed.pages()]
     check_count(device, kept, uses)
     streamed = set(range(len(model.layout.pages))) - {page.id for page in kept}
     counted = range(1, steps)[COUNTED]

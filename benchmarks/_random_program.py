@@ -77,6 +77,7 @@ class Rank:
         self.pages = [Page(n, 0, n, 0, (), 10) for n in range(7)]
         home = self.memories[0]
         self.pool = Pool("pool", home, choose.randint(1, 4), 10, choose.choice(("ring", "lru", "none")))
+        self.pool.reserve()
         self.views: Views[Any] = Views(home, lambda key: tuple(self.pages[n] for n in key))
         engine.watch(self.memories, [self.pool], [self.views])
         self._secrets = list(graph.secrets)

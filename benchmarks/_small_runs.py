@@ -118,6 +118,7 @@ def fast_memory(
     """A budget for all that must be in fast memory, and for a share of the weights."""
     plan = Plan(machine, device.layout, batch, slot_bytes=device.slot_bytes)
     plan.place_kv("accelerator")
+    plan.check()
     fast = plan.memory("accelerator")
     return {fast.name: fast.used + int(weights * sum(map(device.slot_bytes, device.layout.pages)))}
 

@@ -188,11 +188,11 @@ class Link:
         ends = [report.load_seconds]
         for seconds in report.step_seconds:
             ends.append(ends[-1] + seconds)
-        kept = {page.id for each in plan.resident for page in each.pages()}
+        kept = {page.id for each in plan.weights.resident for page in each.pages()}
         streamed = sum(page.nbytes for page in plan.layout.pages if page.id not in kept)
         attended = 0
-        if not plan.kv_slots:
-            requests = sum(len(plan.batch.micro_batches[number]) for number in plan.cached_by("host"))
+        if not plan.kv.slots:
+            requests = sum(len(plan.batch.micro_batches[number]) for number in plan.kv.held_by("host"))
             tokens = requests * (plan.batch.new_tokens - 1)
             attended = tokens * len(plan.layers) * plan.operations.attention_bytes
         return {

@@ -100,8 +100,8 @@ def disk_figures(decoded: Decoded, bandwidth: float) -> dict[str, Any]:
         "accelerator_lane_utilization": decoded.utilization["accelerator"],
         "load_seconds": report.load_seconds,
         "prefill_seconds": report.prefill_seconds,
-        "kept_bytes": sum(page.nbytes for fixed in plan.resident for page in fixed.pages()),
-        "buffer_bytes": sum(len(pool.slots) * pool.slot_bytes for pool in plan.pools),
+        "kept_bytes": sum(page.nbytes for fixed in plan.weights.resident for page in fixed.pages()),
+        "buffer_bytes": sum(len(pool.slots) * pool.slot_bytes for pool in plan.weights.pools),
         "peak_bytes": report.peak_bytes["host"],
         "steps": decoded.steps,
     }

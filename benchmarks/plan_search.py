@@ -162,7 +162,7 @@ def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Ite
             "policy": name,
             "micro_batch_size": size,
             "batch_size": len(batch.prompts),
-            "kv_on_gpu": round(plan.kv_on_gpu, 3),
+            "kv_on_gpu": round(plan.kv.on_gpu, 3),
             "tokens_per_second": round(trial_run(plan, policy, setting.cost).tokens_per_second(batch), 2),
         }
 

@@ -83,7 +83,7 @@ class NumpyDevice:
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Forget the batch before and take in the prompts."""
-        if not plan.machine.unified or plan.chunked or plan.batch.beams > 1:
+        if not plan.machine.unified or plan.batch.chunked or plan.batch.beams > 1:
             raise BadInput(
                 "device NumpyDevice has one memory, whole prompts and no beams: use --device torch"
             )

@@ -51,7 +51,7 @@ class Policy(Protocol):
 class Pipelined(Protocol):
     """A policy class that declares whether it gives each of several accelerators layers of its own.
 
-    With True it sees the whole machine, and its `plan` calls `Plan.pipeline`. Without a declaration it does not.
+    With True it sees the whole machine, and its plan has a stage per accelerator.
     """
 
     pipelines: bool

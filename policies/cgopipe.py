@@ -29,7 +29,7 @@ class CGOPipe:
         plan.limit_in_flight(2)
         split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
-        self.pinned = self._staging(plan) if plan.has_pinned else None
+        self.pinned = self._staging(plan) if plan.machine.roles.pinned else None
 
     def _staging(self, plan: Plan) -> Pool:
         """Pinned pages: as many as the buffer has, or as fit, but no fewer than stream of a layer."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.dispatch.node_placement import assign_by_rows, best_placement
+from moesched.dispatch.node_placement import Placement, assign_by_rows, best_placement
 from moesched.dispatch.node_steps import (
     LeastRecent,
     NodeExperts,
     experts_that_fit,
-    plan_dense,
     run_own,
     warm_spare,
 )
@@ -42,13 +41,14 @@ class EpBalanced(NodeExperts):
         self.most = experts
 
     def plan(self, plan: Plan) -> None:
-        plan_dense(plan, decentralised=self.decentralised)
-        config = plan.layout.config
-        room = self.most if self.most > 0 else experts_that_fit(plan, decentralised=self.decentralised)
-        held = min(config.experts, max(room, -(-config.experts // plan.nodes)))
-        self.placement = best_placement(config.experts, config.top_k, plan.nodes, held)
-        plan.place_experts(self.placement)
-        self.recent = LeastRecent(self.placement[plan.node]) if plan.machine.wired_memory else None
+        super().plan(plan)
+        self.recent = LeastRecent(self.placement[plan.nodes.index]) if plan.machine.wired_memory else None
+
+    def _placement(self, plan: Plan) -> Placement:
+        config, nodes = plan.layout.config, plan.nodes.count
+        room = self.most if self.most > 0 else experts_that_fit(plan, centralised=not self.decentralised)
+        held = min(config.experts, max(room, -(-config.experts // nodes)))
+        return best_placement(config.experts, config.top_k, nodes, held)
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)

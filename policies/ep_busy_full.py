@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.dispatch.node_placement import assign, mirrored
-from moesched.dispatch.node_steps import NodeExperts, plan_dense, run_own
-from moesched.steps.plan import Plan
+from moesched.dispatch.node_placement import assign
+from moesched.dispatch.node_steps import NodeExperts, run_own
 from moesched.steps.step import Step
 
 
@@ -17,11 +16,6 @@ class EpBusyFull(NodeExperts):
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
             does all that, and exchanges twice.
     """
-
-    def plan(self, plan: Plan) -> None:
-        self.placement = mirrored(plan.layout.config.experts, plan.nodes)
-        plan_dense(plan, decentralised=self.decentralised)
-        plan.place_experts(self.placement)
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         own = run_own(step, i, j, assign(routed, self.placement))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.dispatch.node_placement import assign, mirrored
-from moesched.dispatch.node_steps import NodeExperts, plan_dense, run_own
-from moesched.steps.plan import Plan
+from moesched.dispatch.node_placement import assign
+from moesched.dispatch.node_steps import NodeExperts, run_own
 from moesched.steps.step import Step
 
 
@@ -19,11 +18,6 @@ class EpNaive(NodeExperts):
 
     def __init__(self, decentralised: bool = False) -> None:
         super().__init__(decentralised)
-
-    def plan(self, plan: Plan) -> None:
-        self.placement = mirrored(plan.layout.config.experts, plan.nodes)
-        plan_dense(plan, decentralised=self.decentralised)
-        plan.place_experts(self.placement)
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         run_own(step, i, j, assign(routed, self.placement))

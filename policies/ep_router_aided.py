@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moesched.dispatch.node_placement import assign, mirrored
-from moesched.dispatch.node_steps import LeastRecent, NodeExperts, plan_dense, run_own, warm_spare
+from moesched.dispatch.node_placement import assign
+from moesched.dispatch.node_steps import LeastRecent, NodeExperts, run_own, warm_spare
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -23,10 +23,8 @@ class EpRouterAided(NodeExperts):
     """
 
     def plan(self, plan: Plan) -> None:
-        self.placement = mirrored(plan.layout.config.experts, plan.nodes)
-        plan_dense(plan, decentralised=self.decentralised)
-        plan.place_experts(self.placement)
-        self.recent = LeastRecent(self.placement[plan.node])
+        super().plan(plan)
+        self.recent = LeastRecent(self.placement[plan.nodes.index])
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign(routed, self.placement)

@@ -22,7 +22,6 @@ class FlexGenPipeline:
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
-        plan.pipeline()
         plan.place_kv("host")
         plan.reserve_kv_buffers(2)
         self.stages = plan.stages

@@ -29,7 +29,7 @@ class ThreeTiers(CGOPipe):
         """Of the pages that stream, as many as the host can hold, of every layer as many as of the others."""
         if (
             plan.machine.unified
-            or not plan.has_pinned
+            or not plan.machine.roles.pinned
             or plan.machine.roles.weights == plan.memory("host").name
         ):
             return []

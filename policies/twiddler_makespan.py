@@ -30,8 +30,9 @@ class TwiddlerMakespan(Twiddler):
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
-        plan.run_resident_experts_on_host()
-        self.resident_on_host = plan.resident_experts_on_host
+        if plan.declared.experts_on_host:
+            plan.run_experts_on_host(resident=True)
+        self.resident_on_host = plan.declared.resident_experts_on_host
         self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
         self.decided = lru_cache(REMEMBERED)(self._decided)
 

@@ -79,6 +79,7 @@ def make_plan(
     batch = split_batch([prompt] * requests, new_tokens, micro_batch_size)
     plan = Plan(load_machine(machine), weight_layout(SHAPES[shape]), batch, budgets)
     policy.plan(plan)
+    plan.check()
     return plan
 
 

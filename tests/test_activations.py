@@ -33,7 +33,7 @@ def test_no_more_micro_batches_are_within_a_layer_than_the_plan_has_room_for(pol
     for _, change in events:
         within += change
         most = max(most, within)
-    assert run.plan.in_flight == 2
+    assert run.plan.declared.in_flight == 2
     assert 1 <= most <= 2
 
 
@@ -41,8 +41,9 @@ class Wide(LayerStreaming):
     """Begins a layer for all micro-batches before it ends it for one."""
 
     def plan(self, plan: Plan) -> None:
-        super().plan(plan)
-        plan.in_flight = 3
+        plan.limit_in_flight(3)
+        plan.place_kv("accelerator")
+        self.buffer = plan.pool("accelerator", "layers", 2 * len(plan.layout.layer(0)), plan.layout.pages)
 
     def _schedule(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -56,27 +57,29 @@ def test_a_schedule_with_more_of_them_is_refused_at_its_own_line() -> None:
         OverBudget, match=r"pre_attention: mb3 finds no room: .* within a layer to 3"
     ) as refused:
         virtual_run(Wide(), requests=8)
-    assert any(entry.name == "_schedule" for entry in refused.traceback)
+    assert any(entry.name == "_submit" for entry in refused.traceback)
 
 
-def test_the_limit_is_said_before_memory_is_given_away() -> None:
-    class Late(LayerStreaming):
+def test_two_limits_contradict_each_other() -> None:
+    class Undecided(LayerStreaming):
         def plan(self, plan: Plan) -> None:
             super().plan(plan)
-            plan.limit_in_flight(4)
+            plan.limit_in_flight(3)
 
-    with pytest.raises(PolicyError, match=r"limit_in_flight: .* call it before place_kv"):
-        make_plan(Late())
+    with pytest.raises(
+        PolicyError, match=r"limit_in_flight: the limit is 2 already: declare one limit, not 3"
+    ):
+        make_plan(Undecided(), requests=8)
 
 
 def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
     sizes: dict[str, Any] = {"requests": 64, "prompt": 400, "micro_batch_size": 4}
     shared = make_plan(make_policy("layer_streaming"), **sizes)
     each = make_plan(make_policy("expert_streaming"), **sizes)
-    assert (shared.in_flight, each.in_flight) == (2, 16)
+    assert (shared.declared.in_flight, each.declared.in_flight) == (2, 16)
     reserved = [
         plan.memory("accelerator").used
-        - sum(slot.nbytes for pool in (*plan.pools, *plan.resident) for slot in pool.slots)
+        - sum(slot.nbytes for pool in (*plan.weights.pools, *plan.weights.resident) for slot in pool.slots)
         for plan in (shared, each)
     ]
     in_decode = 16 * layer_bytes(OPERATIONS, 4)

@@ -217,7 +217,7 @@ def test_with_room_for_all_experts_none_is_left_to_the_host() -> None:
     policy: Any = make_policy("twiddler")
     plan = Case(name="roomy", machine=T4).plan(policy)
     assert len(policy.at_gpu) == 12
-    assert not plan.experts_on_host
+    assert not plan.declared.experts_on_host
     assert {task.lane.name for task in run_on_symbols(policy, plan).tasks if task.step > 0} == {"accelerator"}
 
 

@@ -46,7 +46,7 @@ class EverySecond:
         plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         self.device_kv = plan.machine.unified
-        if self.device_kv or not plan.weights_on_host:
+        if self.device_kv or not plan.machine.weights_on_host:
             plan.keep(experts, "host")
         self.slots = None if self.device_kv else plan.pool("accelerator", "visitors", 4, experts)
 
@@ -195,8 +195,10 @@ class Unplanned(EverySecond):
     """Forgets to say so in its plan."""
 
     def plan(self, plan: Plan) -> None:
-        super().plan(plan)
-        plan.experts_on_host = False
+        plan.place_kv("accelerator")
+        plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
+        experts = [page for page in plan.layout.pages if page.expert >= 0]
+        self.slots = plan.pool("accelerator", "visitors", 4, experts)
 
 
 class Elsewhere(EverySecond):

@@ -42,7 +42,7 @@ def test_as_much_of_the_cache_stays_as_fits_and_never_less_with_more_memory(
     policy: str, chunk: int | None
 ) -> None:
     least = next(mb for mb in range(200, 400, 4) if fits(policy, mb * 1_000_000, chunk))
-    shares = [planned(policy, (least + more) * 1_000_000, chunk).kv_on_gpu for more in range(0, 60, 4)]
+    shares = [planned(policy, (least + more) * 1_000_000, chunk).kv.on_gpu for more in range(0, 60, 4)]
     assert shares[0] == 0.0
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
@@ -139,4 +139,4 @@ def share_that_stays(
             )
         except moesched.BadInput:
             return None
-    return plan.kv_on_gpu
+    return plan.kv.on_gpu

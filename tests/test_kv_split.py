@@ -28,7 +28,8 @@ from moesched.plugins import find, make_policy
 from moesched.policies.flexgen import FlexGen
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
-from moesched.steps.plan import Plan, Role
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from small_models import SMALL, small_model
 
@@ -102,7 +103,7 @@ def test_keys_and_values_move_only_where_the_host_has_them(
 ) -> None:
     chosen = make_policy(policy, {"kv_on_gpu": 0.5})
     plan = Case(name="split", machine=T4, prompts=(3,) * 4, micro_batch_size=1).plan(chosen)
-    resident = set(plan.cached_by("accelerator"))
+    resident = set(plan.kv.held_by("accelerator"))
     ended = run_on_symbols(chosen, plan)
     assert ended.tokens == ended.expected
     common = {"embed", "pre_attention", "post_attention", "sample"}
@@ -127,16 +128,16 @@ def test_each_memory_reserves_the_cache_that_it_holds_and_no_other(
     share: float, micro_batches: int, prompt: int
 ) -> None:
     none, some = (planned(each, micro_batches, prompt) for each in (0.0, share))
-    here = some.cached_by("accelerator")
+    here = some.kv.held_by("accelerator")
     assert len(here) == round(share * micro_batches)
-    assert sorted(here + some.cached_by("host")) == list(some.micro_batches)
+    assert sorted(here + some.kv.held_by("host")) == list(some.micro_batches)
     each = len(some.layers) * some.operations.kv_bytes * some.batch.tokens_at_end(some.batch.micro_batches[0])
     assert none.memory("host").used - some.memory("host").used == len(here) * each
     assert without_weights(some) - without_weights(none) == len(here) * each
 
 
 def without_weights(plan: Plan) -> int:
-    pools = (*plan.pools, *plan.resident)
+    pools = (*plan.weights.pools, *plan.weights.resident)
     fast = plan.memory("accelerator")
     return fast.used - sum(slot.nbytes for pool in pools if pool.memory is fast for slot in pool.slots)
 
@@ -144,7 +145,7 @@ def without_weights(plan: Plan) -> int:
 @settings(max_examples=30, deadline=None)
 @given(share=st.floats(0, 1), micro_batches=st.integers(1, 40))
 def test_caches_on_the_accelerator_lie_evenly_among_the_others(share: float, micro_batches: int) -> None:
-    here = planned(share, micro_batches).cached_by("accelerator")
+    here = planned(share, micro_batches).kv.held_by("accelerator")
     for start in range(micro_batches):
         for length in range(1, micro_batches - start + 1):
             held = sum(start <= number < start + length for number in here)
@@ -152,8 +153,8 @@ def test_caches_on_the_accelerator_lie_evenly_among_the_others(share: float, mic
 
 
 def test_room_to_load_into_is_only_kept_for_what_the_host_has() -> None:
-    assert planned(0.5, 4, policy="flexgen").kv_slots == 2
-    assert planned(1.0, 4, policy="flexgen").kv_slots == 0
+    assert planned(0.5, 4, policy="flexgen").kv.slots == 2
+    assert planned(1.0, 4, policy="flexgen").kv.slots == 0
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class Placing(FlexGen):
             (("host", [0, 1]), ("accelerator", [1])),
             "place_kv: the KV cache of mb1 is the host's already: place each once",
         ),
-        ((("accelerator", [0]),), "says nothing of the KV cache of mb1: call plan.place_kv"),
+        ((("accelerator", [0]),), "has no place for the KV cache of mb1: call plan.place_kv"),
     ],
 )
 def test_a_micro_batchs_cache_is_placed_once(placed: tuple[tuple[Role, list[int]], ...], says: str) -> None:

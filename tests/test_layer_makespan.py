@@ -228,7 +228,7 @@ def test_a_choice_on_a_machine_whose_host_has_no_copies_leaves_kept_experts_wher
     plan = Case(name="unified", machine=load_machine("cpu-nvme"), weights=1.5).plan(policy)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
-    assert not plan.resident_experts_on_host
+    assert not plan.declared.resident_experts_on_host
     assert not any(isinstance(task, HostKernel) for task in ended.tasks if task.verb == "run_expert")
 
 

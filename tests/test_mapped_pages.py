@@ -73,7 +73,7 @@ def generate(model: Path, policy: str, *, direct: bool, dtype: str | None = None
     weights = sum(map(device.slot_bytes, layout.pages))
     budget = {"host": layout.globals_bytes + weights // 2 + 600_000}
     plan = plan_run(local_machine(), layout, batch, chosen, budget, device.slot_bytes)
-    assert plan.pools, "nothing streams"
+    assert plan.weights.pools, "nothing streams"
     run(plan, chosen, device, PROMPTS)
     return device
 

@@ -26,6 +26,7 @@ class Bench:
         self.memory = Memory("gpu", capacity)
         self.pool = Pool("weights", self.memory, slots, 10, replacement)
         self.views: Views[tuple[int, ...]] = Views(self.memory, lambda key: tuple(PAGES[n] for n in key))
+        self.pool.reserve()
         self.engine.watch([self.memory], [self.pool])
 
     def fetch(self, *numbers: int) -> Task:
@@ -249,6 +250,7 @@ def test_on_a_halting_engine_a_page_whose_transfer_failed_is_that_failure() -> N
 def test_kept_pages_take_a_slot_of_their_own_size_and_need_no_edges() -> None:
     memory = Memory("gpu", 100)
     kept = Fixed("kept", memory, PAGES[:2], [10, 20])
+    kept.reserve()
     views: Views[tuple[int, ...]] = Views(memory, lambda key: tuple(PAGES[n] for n in key))
     view = views.show((0, 1), Script(gpu="ready_first").engine)
     assert memory.used == 30

@@ -48,10 +48,8 @@ class Scripted:
         self.centralised = centralised
 
     def plan(self, plan: Plan) -> None:
-        if self.centralised:
-            plan.centralise()
         plan.place_kv("accelerator")
-        plan.place_experts(self.placement)
+        plan.place_experts(self.placement, centralised=self.centralised)
 
     async def prefill(self, step: Step) -> None:
         if step.attends:
@@ -107,7 +105,7 @@ def test_prompts_in_chunks_pass_all_nodes(decentralised: bool) -> None:
         for node, each in enumerate(made)
     ]
     ended = run_on_symbols(policy, plan, peers=peers)
-    assert plan.chunked
+    assert plan.batch.chunked
     assert ended.tokens == ended.expected
 
 
@@ -278,8 +276,9 @@ def test_experts_that_do_not_fit_a_node_are_refused_with_the_bytes_and_the_node(
     lopsided = ({0}, {0, 1, 2, 3})
     case.plan(Scripted(leave_out_its_own, lopsided))
     said = (
-        r"policy Scripted does not fit: 4 experts of each layer beside what every token needs need [\d,]+ bytes of "
-        r"host, which has [\d,]+ free of its budget of [\d,]+: [\d,]+ bytes too few, on node 1 of 2: raise --budget"
+        r"policy Scripted does not fit: a share of 4 experts of each layer, with what every token uses, needs [\d,]+ "
+        r"bytes of host, which has [\d,]+ free of its budget of [\d,]+: [\d,]+ bytes too few, "
+        r"on node 1 of 2: raise --budget"
     )
     with pytest.raises(BadInput, match=said):
         case.plan(Scripted(leave_out_its_own, lopsided), node=1)
@@ -292,9 +291,9 @@ def test_a_policy_for_one_machine_is_refused_on_several() -> None:
 
 def test_nodes_that_do_not_attend_keep_nothing_but_experts() -> None:
     first, second = (NODES.plan(make_policy("ep_naive"), node) for node in range(2))
-    assert (first.attends, second.attends) == (True, False)
-    assert {page.expert for page in second.pages} == {2, 3}
-    assert {page.expert for page in first.pages} == {-1, 0, 1}
+    assert (first.nodes.attends, second.nodes.attends) == (True, False)
+    assert {page.expert for page in second.nodes.pages(second.layout)} == {2, 3}
+    assert {page.expert for page in first.nodes.pages(first.layout)} == {-1, 0, 1}
     assert second.memory("accelerator").used < first.memory("accelerator").used
 
 

@@ -20,7 +20,8 @@ from moesched.runs import hardware
 from moesched.runs.outcome import Report
 from moesched.runs.planning import make_lanes, plan_run
 from moesched.runs.simulation import simulate
-from moesched.steps.plan import Plan, Role
+from moesched.steps.plan import Plan, stage_of
+from moesched.steps.reservations import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
@@ -55,7 +56,7 @@ def case(machine: Machine, *, layers: int = 7, micro_batches: int = 5, weights: 
 def test_a_pipeline_gives_each_accelerator_a_range_of_layers_a_memory_and_lanes() -> None:
     plan = case(FOUR).plan(make_policy("flexgen_pipeline"))
     assert plan.stages == (range(2), range(2, 4), range(4, 6), range(6, 7))
-    assert [plan.stage_of(layer) for layer in plan.layers] == [0, 0, 1, 1, 2, 2, 3]
+    assert [stage_of(plan.stages, layer) for layer in plan.layers] == [0, 0, 1, 1, 2, 2, 3]
     assert [memory.name for memory in plan.accelerators] == ["gpu", "gpu 1", "gpu 2", "gpu 3"]
     assert {memory.capacity for memory in plan.accelerators} == {plan.memories["gpu"].capacity}
     lanes = make_lanes(plan).keys()
@@ -83,33 +84,12 @@ def test_the_links_of_the_first_accelerator_are_written_out_for_the_others() -> 
     assert written_out(ONE, 1).memories == ONE.memories
 
 
-class Late:
-    """Reserves memory before it asks for a pipeline."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.memory("accelerator").reserve("something", 1)
-        plan.pipeline()
-
-
-class Everywhere(Late):
-    """Wants one pool for pages of both stages."""
-
-    def plan(self, plan: Plan) -> None:
-        plan.pipeline()
+def test_one_pool_for_pages_of_two_stages_is_refused() -> None:
+    plan = Plan(TWO, case(TWO).layout(), split_batch([2] * 4, 3, 1), pipelined=True)
+    with pytest.raises(
+        PolicyError, match=r"pages of stages \[0, 1\] together: keep and pool each stage's by itself"
+    ):
         plan.pool("accelerator", "all", 2, plan.layout.pages)
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        (Late(), "pipeline: memory was reserved already: call it before all else"),
-        (Everywhere(), r"pages of stages \[0, 1\] together: keep and pool each stage's by itself"),
-    ],
-)
-def test_what_a_pipeline_cannot_be_is_refused(policy: Late, says: str) -> None:
-    layout = case(TWO).layout()
-    with pytest.raises(PolicyError, match=says):
-        policy.plan(Plan(TWO, layout, split_batch([2] * 4, 3, 1)))
 
 
 def test_no_device_runs_a_pipeline() -> None:
@@ -150,11 +130,12 @@ def test_a_batch_of_fewer_micro_batches_than_stages_goes_through_as_well(micro_b
 class AllVerbs:
     """A pipeline that keeps all weights, runs expert by expert, and attends where the cache is."""
 
+    pipelines = True
+
     def __init__(self, kv: Role) -> None:
         self.kv = kv
 
     def plan(self, plan: Plan) -> None:
-        plan.pipeline()
         plan.place_kv(self.kv)
         for layers in plan.stages:
             plan.keep([page for i in layers for page in plan.layout.layer(i)])
@@ -191,7 +172,7 @@ def test_every_verb_of_a_layer_runs_at_the_layers_stage(kv: Role, clock: Clock) 
     ended = run_on_symbols(policy, case(TWO, weights=1.2).plan(policy), clock)
     assert ended.tokens == ended.expected
     for task in ended.tasks:
-        second = ended.plan.stage_of(max(task.layer, 0)) == 1 or task.verb == "sample"
+        second = stage_of(ended.plan.stages, max(task.layer, 0)) == 1 or task.verb == "sample"
         if task.lane.name not in ("host", "gpu->gpu 1", "join") and task.step >= 0:
             assert task.lane.name.replace("->host", "").endswith(" 1") == second, f"{task!r}"
 
@@ -243,7 +224,7 @@ class Scaled:
         self.plan = plan_run(machine, LAYOUT, split_batch([77] * 256, 4, 64), policy)
         self.report: Report = simulate(self.plan, policy, observers=[watch])
         self.tasks = watch.tasks
-        kept = {page.id for fixed in self.plan.resident for page in fixed.pages()}
+        kept = {page.id for fixed in self.plan.weights.resident for page in fixed.pages()}
         self.streamed = [
             sum(page.nbytes for page in LAYOUT.layer(i) if page.id not in kept) for i in self.plan.layers
         ]
@@ -263,7 +244,7 @@ class Scaled:
         changes: list[tuple[int, int, int]] = []
         for task in self.tasks:
             if task.verb in ("fetch", "load_kv", "pre_attention", "attention", "post_attention"):
-                stage = self.plan.stage_of(task.layer)
+                stage = stage_of(self.plan.stages, task.layer)
                 changes += [(task.start, 1, stage), (task.end, -1, stage)]
         running = [0] * len(self.plan.stages)
         active, last = 0.0, start

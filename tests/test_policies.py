@@ -16,7 +16,8 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.seams import Policy
-from moesched.steps.plan import Plan, Role
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
@@ -113,7 +114,7 @@ class Homeless(Forgetful):
 
 def test_a_plan_without_a_place_for_the_cache_is_refused() -> None:
     layout = weight_layout(SHAPES["mixtral-8x7b"])
-    with pytest.raises(PolicyError, match=r"says nothing of the KV cache: call plan.place_kv"):
+    with pytest.raises(PolicyError, match=r"has no place for the KV cache: call plan\.place_kv"):
         plan_run(load_machine("t4"), layout, split_batch([8], 2, 1), Homeless())
 
 
@@ -130,7 +131,7 @@ def test_a_slot_holds_every_page_that_streams_though_one_layer_has_larger_ones(n
     )
     policy.plan(plan)
     largest = max(map(plan.slot_bytes, layout.pages))
-    assert plan.pools and all(pool.slot_bytes == largest for pool in plan.pools)
+    assert plan.weights.pools and all(pool.slot_bytes == largest for pool in plan.weights.pools)
 
 
 # -- Algorithm 1 -----------------------------------------------------------------------------------

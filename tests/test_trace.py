@@ -86,7 +86,7 @@ def test_pages_held_grow_with_the_slots_that_are_filled_and_stay_when_they_are_o
     held = [sample.pages for sample in samples]
     slots = [
         slot
-        for pool in [*streamed_run.plan.resident, *streamed_run.plan.pools]
+        for pool in [*streamed_run.plan.weights.resident, *streamed_run.plan.weights.pools]
         for slot in pool.slots
         if slot.memory == "gpu"
     ]

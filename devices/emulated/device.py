@@ -191,7 +191,9 @@ class EmulatedDevice:
         if self._asked:
             return Dilations(self._asked, self._asked)
         rehearsed = rehearse(self._checkpoint, self.layout, plan, self._cost)
-        prefill, decode = (plan.ranks * least_dilation(rehearsed[kind]) for kind in ("prefill", "decode"))
+        prefill, decode = (
+            plan.layout.config.ranks * least_dilation(rehearsed[kind]) for kind in ("prefill", "decode")
+        )
         return Dilations(prefill, decode)
 
     def _count_prefilled(self) -> None:

@@ -21,7 +21,8 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Device, Exchange, Policy
-from moesched.steps.plan import KV_ROLES, Plan, Role
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import KV_ROLES, Role
 from moesched.steps.step import Step
 from moesched.steps.works import Kind
 from moesched.tasks import Task
@@ -58,7 +59,7 @@ def rehearse(
     if config.ranks > 1:
         device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
-    policy = _OneLayer([role for role in KV_ROLES if plan.cached_by(role)], plan.experts_on_host)
+    policy = _OneLayer([role for role in KV_ROLES if plan.kv.held_by(role)], plan.declared.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
     with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
@@ -101,10 +102,12 @@ class _OneLayer:
             plan.place_kv(self._kv_roles[j // 2 % len(self._kv_roles)], [j])
         pages = plan.layout.layer(0)
         self._buffer = plan.pool("accelerator", "weights", len(pages), pages)
-        self._pinned = plan.pool("pinned", "staging", len(pages), pages) if plan.has_pinned else None
+        self._pinned = (
+            plan.pool("pinned", "staging", len(pages), pages) if plan.machine.roles.pinned else None
+        )
         if self._experts_on_host:
             plan.run_experts_on_host()
-            if not plan.weights_on_host:
+            if not plan.machine.weights_on_host:
                 plan.keep([page for page in pages if page.expert >= 0], "host")
 
     async def prefill(self, step: Step) -> None:

@@ -160,15 +160,17 @@ class MlxDevice:
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self._verbs, self._exchanges = {}, {}  # and with them all that the batch before had
         self._limit_memory(plan)
-        self._weights.begin(plan.pools, [page for pool in plan.resident for page in pool.pages()])
+        self._weights.begin(
+            plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()]
+        )
         batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
         first = plan.batch.first_request
         moe = MlxMoELayer(self.config, batches, self._weights.show, self._observer, first)
         self._verbs |= moe.verbs
         project_output = None
-        if plan.attends:
+        if plan.nodes.attends:
             project_output = self._begin_to_attend(plan, batches, moe, sampling)
-        if plan.nodes > 1:
+        if plan.nodes.count > 1:
             assert self._transport is not None, "a device that is to be one of several nodes has to join them"
             sample = self._verbs.get("sample")
             side = MlxNodeSide(plan, self._transport, batches, moe, project_output, sample)

@@ -56,8 +56,8 @@ class MlxNodeSide:
             "combine": self._add_residual,
             **exchanges.token_verbs,
         }
-        if plan.centralised:
-            self.verbs["route"] = self._route_for_all if plan.attends else self._take_rows
+        if plan.nodes.centralised:
+            self.verbs["route"] = self._route_for_all if plan.nodes.attends else self._take_rows
 
     def _partial_sum(self, task: Task) -> None:
         """The weighted sum (T, D) of what this node's own experts made, float32."""

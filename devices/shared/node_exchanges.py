@@ -43,7 +43,7 @@ class NodeExchanges:
         on_host: Callable[[Any], Array],
         sample: Callable[[Task], list[int]] | None,
     ) -> None:
-        self._node = plan.node
+        self._node = plan.nodes.index
         self._transport = transport
         self._told = told
         self._on_host = on_host
@@ -54,8 +54,8 @@ class NodeExchanges:
             "broadcast": self._broadcast,
         }
         self.token_verbs: Mapping[str, Callable[[Any], Any]] = {}
-        if plan.centralised:
-            self.token_verbs = {"sample": self._sample_for_all if plan.attends else self._take_tokens}
+        if plan.nodes.centralised:
+            self.token_verbs = {"sample": self._sample_for_all if plan.nodes.attends else self._take_tokens}
 
     def _all_reduce(self, task: Collective) -> None:
         told = self._told[task.micro_batch]

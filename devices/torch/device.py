@@ -16,7 +16,8 @@ from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.requests.beams import BeamSearch
 from moesched.requests.sampling import Sampling
 from moesched.seams import ActivationObserver, RoutingObserver, Transport
-from moesched.steps.plan import KV_ROLES, Plan
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import KV_ROLES
 from moesched.tasks import Task
 
 from ..products.bfloat16_support import has_bfloat16
@@ -190,7 +191,7 @@ class TorchDevice:
         self._store.accelerator = self._accelerator  # which of several GPUs, if there are any
         if not self._started:
             self._start(plan)
-        if plan.attends and not self._head:
+        if plan.nodes.attends and not self._head:
             self._globals = {name: self._store.read_global(name) for name in ("embedding", "final_norm")}
             self._head = self._split_head()
         self._store.begin(plan)
@@ -199,9 +200,11 @@ class TorchDevice:
             MicroBatchState(requests, prompts, self._searches(plan, requests, sampling), plan.batch.beams)
             for requests in plan.batch.micro_batches
         ]
-        for role in KV_ROLES if plan.attends else ():
-            self._open_cache(plan, plan.cached_by(role), self._accelerator if role == "accelerator" else HOST)
-        if plan.chunked:
+        for role in KV_ROLES if plan.nodes.attends else ():
+            self._open_cache(
+                plan, plan.kv.held_by(role), self._accelerator if role == "accelerator" else HOST
+            )
+        if plan.batch.chunked:
             self._states += chunk_states(plan.chunks, self._states, prompts)
         self._verbs = verbs_of(self._parts(plan, sampling))
         # Streams do not wait for the default one, on which all this was filled.
@@ -274,7 +277,7 @@ class TorchDevice:
         """The parts that run a batch's verbs."""
         attention = self._attention()
         moe = self._moe_layer(attention)
-        tokens = self._next_tokens(sampling) if plan.attends else None
+        tokens = self._next_tokens(sampling) if plan.nodes.attends else None
         split = not plan.machine.unified
         return Parts(
             self._store,
@@ -284,7 +287,7 @@ class TorchDevice:
             self._host_side(plan, attention) if split else None,
             self._host_experts(moe) if split else None,
             self._rank_side(tokens) if tokens else None,
-            self._node_side(plan, attention, moe, tokens) if plan.nodes > 1 else None,
+            self._node_side(plan, attention, moe, tokens) if plan.nodes.count > 1 else None,
         )
 
     def _attention(self) -> Attention:
@@ -305,7 +308,7 @@ class TorchDevice:
             self._store.reader,
             self._store.home(plan),
             self._store.bytes,
-            [self._kv_slot(plan) for _ in range(plan.kv_slots)],
+            [self._kv_slot(plan) for _ in range(plan.kv.slots)],
             self._states,
             self._cached_on_host(plan),
             self._device_kv(plan),
@@ -314,7 +317,7 @@ class TorchDevice:
 
     def _cached_on_host(self, plan: Plan) -> frozenset[int]:
         """The micro-batches whose KV cache is there, chunks of prefill included."""
-        wholes = plan.cached_by("host")
+        wholes = plan.kv.held_by("host")
         chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
         return frozenset([*wholes, *chunks])
 
@@ -323,7 +326,7 @@ class TorchDevice:
         rooms: dict[int, DeviceKV] = {}
         found: dict[int, DeviceKV] = {}
         for number, chunk in plan.chunks.items():
-            if chunk.before < 0 and not chunk.last and plan.kv_roles[chunk.micro_batch] == "host":
+            if chunk.before < 0 and not chunk.last and plan.kv.roles[chunk.micro_batch] == "host":
                 whole = self._states[chunk.micro_batch]
                 lengths = {
                     sequence: plan.batch.prompts[request]
@@ -396,7 +399,7 @@ class TorchDevice:
         )
 
     def _kv_slot(self, plan: Plan) -> Tensor:
-        elements = plan.kv_slot_bytes // self._dtype.itemsize
+        elements = plan.kv.slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
     def _searches(self, plan: Plan, requests: Sequence[int], sampling: Sampling) -> list[BeamSearch]:

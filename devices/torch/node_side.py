@@ -39,7 +39,7 @@ class NodeSide:
         project_output: Callable[[Task], None],
         sample: Callable[[Task], Any] | None,
     ) -> None:
-        self._node = plan.node
+        self._node = plan.nodes.index
         self._top_k = plan.layout.config.top_k
         self._states = states
         self._moe = moe
@@ -53,8 +53,8 @@ class NodeSide:
             **exchanges.verbs,
             **exchanges.token_verbs,
         }
-        if plan.centralised:
-            self.verbs["route"] = self._route_for_all if plan.attends else self._take_rows
+        if plan.nodes.centralised:
+            self.verbs["route"] = self._route_for_all if plan.nodes.attends else self._take_rows
 
     def _partial_sum(self, task: Task) -> None:
         """The weighted sum (T, D) of what this node's own experts made, float32."""

@@ -77,14 +77,14 @@ class WeightStore:
         """Allocate what a batch's plan says, for pages that `load` and `fetch` bring; some that stay may be here."""
         fast = plan.memory("accelerator")
         missing = self._resident.retain(
-            page for pool in plan.resident if pool.memory is fast for page in pool.pages()
+            page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
         )
         if self._mapping and plan.machine.unified:
             self._mapped = self._mapped or MappedPages(self._checkpoint, self._layout, self.reader)
         else:
-            self._arenas = {pool: self._arena(pool, plan) for pool in plan.pools}
+            self._arenas = {pool: self._arena(pool, plan) for pool in plan.weights.pools}
         if missing:
-            self._resident.expect(missing, self._staging(missing, plan.staged))
+            self._resident.expect(missing, self._staging(missing, plan.weights.load_buffers))
         self._host = "" if plan.machine.unified else plan.memory("host").name
 
     def let_go(self) -> None:
@@ -108,13 +108,15 @@ class WeightStore:
     def home(self, plan: Plan) -> dict[int, Tensor]:
         """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
         fast, host = plan.memory("accelerator"), plan.memory("host")
-        if plan.home is not None:
-            pages = plan.home.pages()
+        if plan.weights.home is not None:
+            pages = plan.weights.home.pages()
         elif plan.machine.roles.weights == host.name:
-            resident = {page.id for pool in plan.resident if pool.memory is fast for page in pool.pages()}
-            pages = [page for page in plan.pages if page.id not in resident]
+            resident = {
+                page.id for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
+            }
+            pages = [page for page in plan.nodes.pages(plan.layout) if page.id not in resident]
         else:
-            pages = [page for pool in plan.resident if pool.memory is host for page in pool.pages()]
+            pages = [page for pool in plan.weights.resident if pool.memory is host for page in pool.pages()]
         self._home = bring_home(self._home, self.reader, pages)
         return self._home
 

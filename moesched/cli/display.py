@@ -47,7 +47,7 @@ class LoadingBar(Listener):
         """Begin the bar."""
         self.close()
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
-        self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.resident)
+        self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
         self._bar = Bar("loading weights").__enter__()
         self._bar.update(0, self._pages or None)
 

@@ -129,7 +129,7 @@ class NodeJob:
             except BadInput as error:
                 problem = error
             else:
-                return sizes, [sorted(held) for held in plans[0].placement]
+                return sizes, [sorted(held) for held in plans[0].nodes.placement]
         raise problem
 
     def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
@@ -221,7 +221,7 @@ class _Loading:
     """Counts the pages that stay, as they are loaded."""
 
     def __init__(self, plan: Plan, told: Callable[[int, int], object]) -> None:
-        self._total = sum(len(resident.slots) for resident in plan.resident)
+        self._total = sum(len(resident.slots) for resident in plan.weights.resident)
         self._done = 0
         self._told = told
 

@@ -89,7 +89,7 @@ def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixe
     Returns:
         what keeps them there; None where weights come from that memory anyhow.
     """
-    if plan.weights_on_host and not plan.machine.unified:
+    if plan.machine.weights_on_host and not plan.machine.unified:
         return None
     pages = plan.layout.pages
     return plan.keep(

@@ -22,7 +22,7 @@ def all_fit(plan: Plan) -> bool:
 
 def host_has_experts(plan: Plan) -> bool:
     """Whether a host with a memory of its own has all experts there, or room for them."""
-    if plan.machine.unified or plan.weights_on_host:
+    if plan.machine.unified or plan.machine.weights_on_host:
         return not plan.machine.unified
     return sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0) <= plan.free("host")
 
@@ -39,7 +39,8 @@ class ExpertPool:
     def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         slots = room * len(plan.layout.expert(0, 0))
-        self._pool = plan.pool("accelerator", "experts", slots, experts, "none")
+        first = [page for expert in filled for page in plan.layout.expert(*expert)]
+        self._pool = plan.pool("accelerator", "experts", slots, experts, "none", first)
         self._source = leave_on_host(plan) if on_host else None
         layout = plan.layout
         self._pages = {
@@ -47,7 +48,6 @@ class ExpertPool:
             for i in plan.layers
             for expert in range(layout.config.experts)
         }
-        plan.fill(self._pool, [page for expert in filled for page in plan.layout.expert(*expert)])
 
     def fetch(self, step: Step, expert: Expert) -> None:
         """Bring in an expert that is needed now."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from moesched.dispatch.node_placement import Placement, mirrored
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -22,6 +24,16 @@ class NodeExperts(ABC):
 
     def __init__(self, decentralised: bool = True) -> None:
         self.decentralised = decentralised
+
+    def plan(self, plan: Plan) -> None:
+        plan.limit_in_flight(2)
+        plan.place_kv("accelerator")
+        self.placement = self._placement(plan)
+        plan.place_experts(self.placement, centralised=not self.decentralised)
+
+    def _placement(self, plan: Plan) -> Placement:
+        """The experts that each node holds: by default each half of them on every second node, as in the paper."""
+        return mirrored(plan.layout.config.experts, plan.nodes.count)
 
     async def prefill(self, step: Step) -> None:
         if step.attends:
@@ -44,23 +56,18 @@ class NodeExperts(ABC):
         """Say who runs which of a micro-batch's experts, and run this node's."""
 
 
-def plan_dense(plan: Plan, *, decentralised: bool) -> None:
-    """Say where all is that experts are beside."""
-    if not decentralised:
-        plan.centralise()
-    plan.limit_in_flight(2)
-    plan.place_kv("accelerator")
+def experts_that_fit(plan: Plan, *, centralised: bool) -> int:
+    """Experts of every layer that the first node has room for, beside all else; others have as much room or more.
 
-
-def experts_that_fit(plan: Plan, *, decentralised: bool) -> int:
-    """How many experts of every layer the first node has room for, beside all else; others have as much or more."""
-    budgets = {memory.name: memory.capacity for memory in plan.memories.values()}
-    first = Plan(plan.machine, plan.layout, plan.batch, budgets, plan.slot_bytes, plan.nodes)
-    plan_dense(first, decentralised=decentralised)
+    Raises:
+        OverBudget: the first node has no room for all else.
+    """
+    first = replace(plan.nodes, index=0, centralised=centralised)
     dense, expert = plan.layout.dense, plan.layout.expert
     beside = sum(plan.slot_bytes(page) for i in plan.layers for page in dense(i))
     each = sum(plan.slot_bytes(page) for i in plan.layers for page in expert(i, 0))
-    return max(0, first.free("accelerator") - beside) // each
+    free = plan.free("accelerator", given=replace(plan.declared, nodes=first))
+    return max(0, free - beside) // each
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:

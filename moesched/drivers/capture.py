@@ -129,7 +129,7 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
         step.close()
         return Template(engine.take(), engine.lanes, edges)
 
-    for kept in run_state.plan.resident:
+    for kept in run_state.plan.weights.resident:
         run_state.load(kept)
     run_state.fill()
     steps = [Template(engine.take(), engine.lanes, edges)]

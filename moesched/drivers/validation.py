@@ -61,7 +61,7 @@ def watching(run_state: RunState) -> Iterator[None]:
         yield
         return
     views = [each for stage in run_state.stages for each in stage.views]
-    engine.watch(plan.memories.values(), [*plan.pools, *plan.resident], views)
+    engine.watch(plan.memories.values(), [*plan.weights.pools, *plan.weights.resident], views)
     try:
         yield
     except (PolicyError, TaskFailed, TaskCancelled):

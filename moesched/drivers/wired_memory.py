@@ -88,7 +88,7 @@ def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
     query, key, element = operations.query_width, operations.key_width, operations.element
     vocabulary = config.vocabulary * operations.hidden_bytes
     experts = operations.expert_bytes * (config.layers if prestacked else 1)
-    if not plan.attends:
+    if not plan.nodes.attends:
         return {"expert": experts}
     return {
         "expert": experts,

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from moesched.runs.listeners import KindMeter, kind_use
-from moesched.runs.outcome import Dilations, EmulatedLane, Emulation, LaneUse, Report
+from moesched.runs.outcome import (
+    Dilations,
+    EmulatedLane,
+    Emulation,
+    LaneUse,
+    Report,
+    bytes_of_all_ranks,
+)
 from moesched.steps.plan import Plan
 from moesched.trace.summary import KindUse
 from moesched.trace.whole_file import whole_file
@@ -110,7 +117,9 @@ def job_report(
     return JobReport(
         **fields,
         dtype=dtype,
-        budget_bytes={name: plan.in_all(memory, memory.capacity) for name, memory in plan.memories.items()},
+        budget_bytes={
+            name: bytes_of_all_ranks(plan, memory, memory.capacity) for name, memory in plan.memories.items()
+        },
         kinds=kinds.kinds(),
         bytes_read=bytes_read,
     )

@@ -33,6 +33,7 @@ from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing
+from moesched.steps.plan import lanes_contend
 from moesched.trace.whole_file import require_writable
 
 
@@ -105,7 +106,7 @@ def _simulate(
 ) -> JobReport:
     listener = given.listener or Listener()
     plan, policy = job.plan(batch, room_for)
-    if replay and (plan.contended or plan.nodes > 1):
+    if replay and (lanes_contend(plan) or plan.nodes.count > 1):
         raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
     peers = [Rank(*job.plan(batch, room_for, node)) for node in range(1, job.nodes)]
     listener.planned(plan)

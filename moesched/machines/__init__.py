@@ -229,6 +229,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether accelerator and host share one memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
 
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether the weights come from the memory that the host computes from."""
+        return self.roles.weights == self.host.memory
+
     def peak(self, processor: str, dtype: str) -> float:
         """FLOP/s of one of its processors in a dtype.
 

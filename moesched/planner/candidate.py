@@ -13,6 +13,7 @@ from moesched.errors import BadInput
 from moesched.planner.search import PolicyChoice, best, costed, filled, least
 from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
 from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.runs.outcome import bytes_of_all_ranks
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
@@ -169,8 +170,10 @@ class Candidate:
             micro_batch_size=size,
             batch_size=len(batch.prompts),
             weights_on_gpu=resident_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
-            kv_on_gpu=plan.kv_on_gpu,
-            peak_bytes={name: plan.in_all(memory, memory.peak) for name, memory in plan.memories.items()},
+            kv_on_gpu=plan.kv.on_gpu,
+            peak_bytes={
+                name: bytes_of_all_ranks(plan, memory, memory.peak) for name, memory in plan.memories.items()
+            },
             trial_run=seen,
             throughput=seen.tokens_per_second(batch),
         )

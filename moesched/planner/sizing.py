@@ -13,7 +13,8 @@ from moesched.planner.traits import Setting
 from moesched.planner.trial_run import trial_run
 from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of
-from moesched.steps.plan import KV_ROLES, Plan
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import KV_ROLES
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches a batch of a given size may be cut."""
@@ -122,7 +123,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
     shares = []
     for role in KV_ROLES:
-        if cached := plan.cached_by(role):
+        if cached := plan.kv.held_by(role):
             tokens = sum(at_end[number] for number in cached) + plan.free(role) // token
             shares.append(tokens // len(cached) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS)
     alone = cached_tokens_of_beams(max(setting.lengths), setting.new_tokens, setting.beams)

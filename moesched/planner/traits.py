@@ -186,13 +186,13 @@ def learn(setting: Setting) -> Traits:
     streamed = (_weight_bytes(least) - resident_bytes(least)) / len(least.layers)
     pools = _pool_bytes(least)
     return Traits(
-        attention_on_gpu=roomy.kv_on_gpu == 1 or roomy.kv_slots > 0,
-        ffn_on_gpu=not roomy.experts_on_host,
-        kv_on_gpu=roomy.kv_on_gpu == 1,
+        attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
+        ffn_on_gpu=not roomy.declared.experts_on_host,
+        kv_on_gpu=roomy.kv.on_gpu == 1,
         keeps=resident_share / weights,
         streams=resident_share == 0 or tight is not None,
         buffer=pools / streamed if streamed else 0.0,
-        fetch=0.0 if roomy.experts_on_host else max(_hop_seconds(least, setting.cost)),
+        fetch=0.0 if roomy.declared.experts_on_host else max(_hop_seconds(least, setting.cost)),
         stages=stages,
     )
 
@@ -222,7 +222,7 @@ class TraitProbe:
             plan = plan_of(count, 1)
             more = _used(plan)
             here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
-            self._resident = _Needs(plan, plan.cached_by("accelerator")[0], here)
+            self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here)
 
     def shape(self, cost: CostModel) -> Shape:
         """The cost of micro-batches of this size."""
@@ -256,11 +256,11 @@ class _Needs:
         self._accelerator = [works["pre_attention"]]
         self._host: list[Work] = []
         self._link: list[Work] = []
-        if plan.experts_on_host:
+        if plan.declared.experts_on_host:
             self._experts_there(plan, run_state, works)
         else:
             self._accelerator.append(works["post_attention"])
-        if batch.kv.on_accelerator or plan.kv_slots:
+        if batch.kv.on_accelerator or plan.kv.slots:
             self._accelerator.append(works["attention"])
             self._link += [works["load_kv"]] if "load_kv" in works else []
         else:
@@ -299,7 +299,7 @@ def resident_bytes(plan: Plan) -> int:
     fast = plan.accelerators
     stay = sum(
         slot.nbytes
-        for resident_share in plan.resident
+        for resident_share in plan.weights.resident
         if resident_share.memory in fast
         for slot in resident_share.slots
     )
@@ -313,13 +313,13 @@ def _weight_bytes(plan: Plan) -> int:
 def _pool_bytes(plan: Plan) -> int:
     """Bytes of the slots that weights pass through; a cache's that are filled before the first step are none."""
     fast = plan.memory("accelerator")
-    slots = sum(slot.nbytes for pool in plan.pools if pool.memory is fast for slot in pool.slots)
+    slots = sum(slot.nbytes for pool in plan.weights.pools if pool.memory is fast for slot in pool.slots)
     return slots - _filled_bytes(plan)
 
 
 def _filled_bytes(plan: Plan) -> int:
     fast = plan.memory("accelerator")
-    return sum(len(pages) * pool.slot_bytes for pool, pages in plan.filled if pool.memory is fast)
+    return sum(len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory is fast)
 
 
 def _used(plan: Plan) -> dict[str, int]:
@@ -328,7 +328,7 @@ def _used(plan: Plan) -> dict[str, int]:
     Of several accelerators that count for one, whose name is the first one's, it is the one that needs the most.
     """
     used = {name: memory.used for name, memory in plan.memories.items()}
-    for pool in (*plan.resident, *plan.pools):
+    for pool in (*plan.weights.resident, *plan.weights.pools):
         used[pool.memory.name] -= sum(slot.nbytes for slot in pool.slots)
     first, *others = (memory.name for memory in plan.accelerators)
     used[first] = max([used[first], *(used.pop(name) for name in others)])
@@ -341,7 +341,7 @@ def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
     run_state = RunState(plan, Engine(lanes.values()), lanes)
     roles = plan.machine.roles
     fast = [memory.name for memory in plan.accelerators]
-    by_way_of = {pool.memory.name for pool in plan.pools} - {*fast}
+    by_way_of = {pool.memory.name for pool in plan.weights.pools} - {*fast}
     stops = [roles.weights, *by_way_of, fast[0]]
     pages = plan.layout.layer(0)
     return [

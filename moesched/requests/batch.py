@@ -35,6 +35,11 @@ class Batch(msgspec.Struct, frozen=True):
         return chunks_of(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
+    def chunked(self) -> bool:
+        """Whether a prompt is cut into several micro-batches of prefill."""
+        return len(self.chunks()) > len(self.micro_batches)
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens in the KV cache at the end, in whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))

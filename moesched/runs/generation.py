@@ -78,7 +78,7 @@ class Generation:
         return self.tokens
 
     async def _load(self) -> None:
-        loads = [task for resident in self._run.plan.resident for task in self._run.load(resident)]
+        loads = [task for resident in self._run.plan.weights.resident for task in self._run.load(resident)]
         await self._wait_for(loads)
         await self._wait_for(self._run.fill())  # slots may have helped to load what stays
         self.busy_loading = {name: lane.busy for name, lane in self._run.lanes.items()}

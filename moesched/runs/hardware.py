@@ -63,7 +63,7 @@ def run(
     except KeyboardInterrupt:
         interrupted = True
     except TaskFailed as error:
-        failure = _failure_of(error, one_of_several=plan.nodes > 1 and not peers)
+        failure = _failure_of(error, one_of_several=plan.nodes.count > 1 and not peers)
         if failure is None:
             raise
     if recorder is not None:
@@ -78,7 +78,7 @@ def run(
         interrupted=interrupted,
         failure=failure,
         emulation=device.emulation() if isinstance(device, Emulates) else None,
-        own_bytes=plan.ranks * device.own_bytes if isinstance(device, HasOwnBytes) else 0,
+        own_bytes=plan.layout.config.ranks * device.own_bytes if isinstance(device, HasOwnBytes) else 0,
         peers=[each.plan for each in peers],
     )
 

@@ -8,7 +8,13 @@ from statistics import fmean
 import msgspec
 
 from moesched.seams import Policy
+from moesched.steps.memory import Memory
 from moesched.steps.plan import Plan
+
+ALLOCATOR_BYTES = 32_000_000
+ALLOCATOR_WORKSPACES = 1.5
+"""Memory that the C library keeps after kernels released it, in bytes and in workspaces: each thread has a store of its
+own. Measured with glibc; returning large pieces at once made kernels two to three times slower."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,12 +185,14 @@ def make_report(
         throughput_tokens_per_second=_rate(sum(counts), last - loaded),
         step_seconds=[after - before for before, after in zip([loaded, *ends], ends, strict=False)],
         peak_bytes={
-            memory.name: plan.in_all(memory, max(each.memories[memory.name].peak for each in (plan, *peers)))
+            memory.name: bytes_of_all_ranks(
+                plan, memory, max(each.memories[memory.name].peak for each in (plan, *peers))
+            )
             for memory in plan.memories.values()
         },
-        tensor_parallel=plan.ranks,
-        nodes=plan.nodes,
-        process_bytes=plan.process_bytes + own_bytes if plan.machine.unified or emulation else None,
+        tensor_parallel=plan.layout.config.ranks,
+        nodes=plan.nodes.count,
+        process_bytes=_process_bytes(plan) + own_bytes if plan.machine.unified or emulation else None,
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
             for name, nanoseconds in outcome.busy.items()
@@ -200,18 +208,29 @@ def make_report(
     )
 
 
+def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
+    """Bytes of a memory that all ranks take, of which this one takes `nbytes`: they share all but accelerators'."""
+    return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
+
+
+def _process_bytes(plan: Plan) -> int:
+    """Bytes that a process takes at its peak, beyond what it took before, if all memories are the host's."""
+    kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * plan.reservations.sizes.workspace)
+    return plan.layout.config.ranks * (sum(memory.peak for memory in plan.memories.values()) + kept_back)
+
+
 def _plan_report(plan: Plan) -> PlanReport:
-    resident = sum(len(each.slots) for each in plan.resident)
+    resident = sum(len(each.slots) for each in plan.weights.resident)
     return PlanReport(
         batch_size=len(plan.batch.prompts),
         micro_batch_size=max(len(requests) for requests in plan.batch.micro_batches),
         new_tokens=plan.batch.new_tokens,
         resident_pages=resident,
-        streamed_pages=len(plan.pages) - resident,
-        kv_on_gpu=plan.kv_on_gpu,
+        streamed_pages=len(plan.nodes.pages(plan.layout)) - resident,
+        kv_on_gpu=plan.kv.on_gpu,
         discipline=plan.discipline,
         beams=plan.batch.beams,
-        prefill_chunk=plan.batch.prefill_chunk if plan.chunked else None,
+        prefill_chunk=plan.batch.prefill_chunk if plan.batch.chunked else None,
     )
 
 

@@ -11,7 +11,7 @@ from moesched.machines.group import numbered
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
-from moesched.seams import Policy, is_expert_parallel
+from moesched.seams import Policy, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane
 
@@ -36,7 +36,7 @@ def plan_run(
     if nodes > 1:
         _require_node(machine, layout, policy, nodes)
     try:
-        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node)
+        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node, pipelined=is_pipelined(policy))
         policy.plan(plan)
         plan.check()
     except OverBudget as error:
@@ -72,13 +72,13 @@ def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[
     """
     accelerators = [numbered("accelerator", stage) for stage in range(len(plan.stages))]
     names = [*accelerators, "host", *dict.fromkeys(link.lane for link in plan.machine.links)]
-    if plan.ranks > 1:
+    if plan.layout.config.ranks > 1:
         names.append(INTERCONNECT)
     kinds = kinds or {}
     lanes = {
         name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
         for name in names
     }
-    if plan.nodes > 1:
+    if plan.nodes.count > 1:
         lanes[NETWORK] = Lane(NETWORK, "in_order")
     return lanes

@@ -18,7 +18,7 @@ from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Observer, Policy, Routing
-from moesched.steps.plan import Plan
+from moesched.steps.plan import Plan, lanes_contend
 from moesched.trace import LastSteps, Recorder
 
 
@@ -54,7 +54,7 @@ def simulate(
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]
     if replay:
-        if (plan.contended if sharing is None else sharing) or plan.machine.wired_memory is not None:
+        if (lanes_contend(plan) if sharing is None else sharing) or plan.machine.wired_memory is not None:
             raise BadInput("replay needs fixed durations, and with sharing they depend on concurrent tasks")
         outcome = _replay(ranks[0], cost, observers, recorder)
     else:

@@ -15,6 +15,7 @@ from moesched.runs.assembly import assemble, close_at_end, observers_of
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import CostModel, Observer
+from moesched.steps.plan import lanes_contend
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Task
 from moesched.trace import LastSteps, Recorder
 
@@ -58,7 +59,7 @@ class VirtualRun:
         self._driver = VirtualDriver(
             [each.engine for each in self.rank_runs],
             cost or cost_model(plan.machine, plan.layout.dtype),
-            sharing=plan.contended if sharing is None else sharing,
+            sharing=lanes_contend(plan) if sharing is None else sharing,
             perform=self._on_devices(ranks)
             if ranks[0].hardware is not None
             else {Decision: decisions or simulated_decisions(plan)},

@@ -82,12 +82,20 @@ class Memory:
             )
         self.peak = max(self.peak, nbytes)
 
-    def _take(self, what: str, nbytes: int) -> list[Task]:
-        if nbytes > self.free_bytes:
+    def require_free(self, what: str, nbytes: int, free: int) -> None:
+        """Check that something fits the bytes that are free.
+
+        Raises:
+            OverBudget: it does not.
+        """
+        if nbytes > free:
             raise OverBudget(
-                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(self.free_bytes, 0):,} free of its "
-                f"budget of {self.capacity:,}: {nbytes - self.free_bytes:,} bytes too few"
+                f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(free, 0):,} free of its "
+                f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few"
             )
+
+    def _take(self, what: str, nbytes: int) -> list[Task]:
+        self.require_free(what, nbytes, self.free_bytes)
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         fresh = min(nbytes, self._fresh)
@@ -127,13 +135,12 @@ class Pool:
     """Page slots of one size in one memory, allocated once and outliving steps.
 
     An empty slot is taken first. When there is none, a `ring` overwrites the page that came longest ago, `lru` the one
-    used longest ago, and `none` refuses.
+    used longest ago, and `none` refuses. Its bytes are taken by `reserve`.
     """
 
     def __init__(
         self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring"
     ) -> None:
-        memory.reserve(f"pool {name} of {slots} slots", slots * slot_bytes)
         self.name = name
         self.memory = memory
         self.slot_bytes = slot_bytes
@@ -144,6 +151,24 @@ class Pool:
 
     def __contains__(self, page: Page) -> bool:
         return page.id in self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its slots."""
+        return len(self.slots) * self.slot_bytes
+
+    def claims(self, free: int) -> Iterable[tuple[str, int]]:
+        """The bytes to reserve for it, each with its name; `free` bytes are left for them."""
+        return [(f"pool {self.name} of {len(self.slots)} slots", self.nbytes)]
+
+    def reserve(self) -> None:
+        """Take its bytes of the memory for as long as the run lasts.
+
+        Raises:
+            OverBudget: they are more than are free.
+        """
+        for what, nbytes in self.claims(self.memory.free_bytes):
+            self.memory.reserve(what, nbytes)
 
     @property
     def empty_slots(self) -> int:
@@ -234,18 +259,28 @@ class Pool:
 
 
 class Fixed(Pool):
-    """Pages that stay in a memory for the whole run, each in a slot of just its size."""
+    """Pages that stay in a memory for the whole run, each in a slot of exactly its size."""
 
     def __init__(self, name: str, memory: Memory, pages: Iterable[Page], sizes: Iterable[int]) -> None:
         super().__init__(name, memory, 0, 0, "none")
-        sizes = tuple(sizes)
-        fits = sum(sizes) <= memory.free_bytes
-        if fits:
-            memory.reserve(f"{len(sizes)} pages, kept in {memory.name}", sum(sizes))
         for page, size in zip(pages, sizes, strict=True):
-            if not fits:
-                memory.reserve(f"page {describe(page)}, kept in {memory.name}", size)
             self._hold(page, size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its slots."""
+        return sum(slot.nbytes for slot in self.slots)
+
+    def claims(self, free: int) -> Iterable[tuple[str, int]]:
+        """All pages as one, or, where they do not fit, page by page."""
+        total = self.nbytes
+        if total <= free:
+            return [(f"{len(self.slots)} pages, kept in {self.memory.name}", total)]
+        return [
+            (f"page {describe(slot.page)}, kept in {self.memory.name}", slot.nbytes)
+            for slot in self.slots
+            if slot.page is not None
+        ]
 
     def _hold(self, page: Page, size: int) -> None:
         slot = Slot(self, len(self.slots), size, fixed=True)
@@ -255,7 +290,7 @@ class Fixed(Pool):
 
 
 class Home(Fixed):
-    """Pages in the memory that weights come from, whose bytes are reserved there: nothing loads or moves them."""
+    """Pages in the memory that weights come from. Nothing loads or moves them, and they claim no further bytes."""
 
     def __init__(self, memory: Memory, pages: Iterable[Page]) -> None:
         super().__init__("home", memory, (), ())

@@ -52,13 +52,13 @@ class NodeTasks(SplitVerbs):
         micro_batches: int,
     ) -> None:
         split: dict[str, Split] = {"combine": self._reduce}
-        if plan.centralised:
+        if plan.nodes.centralised:
             split = {"route": self._send, "combine": self._add_up, "sample": self._send}
-        if not plan.attends:
+        if not plan.nodes.attends:
             split = {"route": self._take_rows, "combine": self._hand_in, "sample": self._take_tokens}
         super().__init__(engine, works, split)
         self._lane = network
-        self._nodes = plan.nodes
+        self._nodes = plan.nodes.count
         self._operations = works.operations
         self._sums = [Block(f"sums mb{index}") for index in range(micro_batches)]
 

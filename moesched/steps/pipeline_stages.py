@@ -64,7 +64,7 @@ class PipelineStage:
             "accelerator": Views(fast, lambda key: layout.expert(*key)),
             "host": Views(host, lambda key: layout.expert(*key)),
         }
-        self.empty_kv_slots = deque(range(number * plan.kv_slots, (number + 1) * plan.kv_slots))
+        self.empty_kv_slots = deque(range(number * plan.kv.slots, (number + 1) * plan.kv.slots))
         self.onward: tuple[tuple[str, str], ...] = ()
         if not last:
             self.onward = _way(machine, fast.name, plan.memory("accelerator", number + 1).name)

@@ -45,7 +45,9 @@ class RunState:
         self.lanes = lanes
         self.unified = plan.machine.unified
         self.stages = [PipelineStage(plan, number, lanes) for number in range(len(plan.stages))]
-        self.stage_of = [self.stages[plan.stage_of(layer)] for layer in plan.layers]
+        self.stage_of = [
+            stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
+        ]
         self.works = Works(plan, lanes, self.stages, age)
         self.micro_batches = [
             whole_micro_batch(
@@ -53,17 +55,17 @@ class RunState:
                 requests,
                 len(plan.layers),
                 unified=self.unified,
-                kv_on_accelerator=plan.kv_roles[index] == "accelerator",
+                kv_on_accelerator=plan.kv.roles[index] == "accelerator",
             )
             for index, requests in enumerate(plan.batch.micro_batches)
         ]
-        self.prefill_batches = self._chunks() if plan.chunked else self.micro_batches
+        self.prefill_batches = self._chunks() if plan.batch.chunked else self.micro_batches
         for batch, chunk in zip(self.prefill_batches, plan.chunks.values(), strict=True):
             batch.chunk = chunk
-        slots = plan.kv_slots * len(self.stages)
+        slots = plan.kv.slots * len(self.stages)
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
-        self.limited = plan.in_flight is not None and plan.in_flight < len(self.prefill_batches)
-        self.rooms = deque(Block(f"room {number}") for number in range(plan.in_flight or 0))
+        self.limited = plan.declared.in_flight < len(self.prefill_batches)
+        self.rooms = deque(Block(f"room {number}") for number in range(plan.declared.in_flight))
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.submit = self._submitter()
 
@@ -117,7 +119,7 @@ class RunState:
         """Submit the transfers that bring pages to pools where they are to be before the first step."""
         return [
             self._bring(page, pool.assign(page, self.engine), "fetch")
-            for pool, pages in self.plan.filled
+            for pool, pages in self.plan.weights.filled
             for page in pages
         ]
 
@@ -127,7 +129,7 @@ class RunState:
         Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
         """
         plan = self.plan
-        for pool in (*plan.pools, *plan.resident):
+        for pool in (*plan.weights.pools, *plan.weights.resident):
             for slot in pool.slots:
                 slot.forget()
         for stage in self.stages:
@@ -150,8 +152,8 @@ class RunState:
     def _submitter(self) -> Callable[..., Task]:
         plan, engine = self.plan, self.engine
         count = len(self.micro_batches) + len(self.prefill_batches)
-        if plan.ranks > 1:
+        if plan.layout.config.ranks > 1:
             return RankTasks(engine, self.lanes[INTERCONNECT], self.works, count).submit
-        if plan.nodes > 1:
+        if plan.nodes.count > 1:
             return NodeTasks(engine, self.lanes[NETWORK], plan, self.works, count).submit
         return engine.submit

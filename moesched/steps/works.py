@@ -119,7 +119,7 @@ class Works:
         flops, nbytes, parts = amount
         there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
         on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
-        loads = index and plan.kv_slots and not (plan.machine.unified or batch.kv.on_accelerator)
+        loads = index and plan.kv.slots and not (plan.machine.unified or batch.kv.on_accelerator)
         for stage, works in zip(self._stages, batch.works_at, strict=True):
             accelerator = stage.processors["accelerator"]
             works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
@@ -133,7 +133,7 @@ def _resident(plan: Plan) -> ResidentShare:
     """The share of the weights that stays in the accelerators' memories."""
     resident = {True: 0, False: 0}
     fast = plan.accelerators
-    for fixed in plan.resident:
+    for fixed in plan.weights.resident:
         if fixed.memory in fast:
             for page in fixed.pages():
                 resident[page.expert < 0] += page.nbytes

@@ -34,9 +34,9 @@ class Adversarial:
         plan.place_kv("host", kv_on_host)
         plan.place_kv("accelerator", set(plan.micro_batches) - kv_on_host)
         plan.reserve_kv_buffers(choose.randint(0, 3))
-        self.kv_slots = plan.kv_slots
+        self.kv_slots = plan.kv.slots
         self.unified = plan.machine.unified
-        self.host_has_weights = plan.weights_on_host and not self.unified
+        self.host_has_weights = plan.machine.weights_on_host and not self.unified
         self.experts_on_host = (self.unified or self.host_has_weights) and choose.random() < 0.5
         if self.experts_on_host:
             plan.run_experts_on_host()

@@ -75,7 +75,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         fast = empty.memory("accelerator")
         cache = batch.cache_tokens * layout.config.layers * empty.operations.kv_bytes
         weights = int(self.weights * sum(page.nbytes for page in layout.pages))
-        budgets = {fast.name: fast.used + cache + weights}
+        needed = empty.reservations.needed_by_all(empty.nodes)
+        used = sum(each.nbytes for each in needed if each.memory == fast.name)
+        budgets = {fast.name: used + cache + weights}
         return plan_run(self.machine, layout, batch, policy, budgets, nodes=self.nodes, node=node)
 
     def config(self) -> ModelConfig:

@@ -84,11 +84,11 @@ class SymbolicDevice:
         self._batch = plan.batch
         self._chunks = plan.chunks
         self._unified = plan.machine.unified
-        self._offloads_kv = set() if plan.machine.unified else set(plan.cached_by("host"))
+        self._offloads_kv = set() if plan.machine.unified else set(plan.kv.held_by("host"))
         self._memory_of = {
             numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
         }
-        for slot in plan.home.slots if plan.home else ():
+        for slot in plan.weights.home.slots if plan.weights.home else ():
             self._data[slot] = slot.page.id if slot.page is not None else 0
         for index, requests in enumerate(plan.batch.micro_batches):
             self._data["tokens", index] = first_tokens(requests)
@@ -183,7 +183,7 @@ class SymbolicDevice:
         data.write(self._hidden(task), combine(hidden, outputs))
 
     def _route(self, task: Task, data: _Access) -> dict[int, int]:
-        if not self._plan.attends:
+        if not self._plan.nodes.attends:
             return choose_experts(self._config, data.read(("normed", task.micro_batch)), self._tokens(task))
         hidden, routed = self._routed(task, data, data.weights(task.operands))
         data.write(self._hidden(task), hidden)
@@ -217,7 +217,7 @@ class SymbolicDevice:
         data.weights(task.operands)
 
     def _partial_sum(self, task: Task, data: _Access) -> None:
-        own = [expert for expert, node in task.operands.items() if node == self._plan.node]
+        own = [expert for expert, node in task.operands.items() if node == self._plan.nodes.index]
         self._post(task, SUM, {e: data.read(("output", e, task.micro_batch)) for e in own})
 
     def _all_reduce(self, task: Task, data: _Access) -> None:
@@ -226,12 +226,12 @@ class SymbolicDevice:
                 data.write(("output", e, task.micro_batch), output)
 
     def _gather(self, task: Task, data: _Access) -> None:
-        if self._plan.attends:
+        if self._plan.nodes.attends:
             self._all_reduce(task, data)
 
     def _broadcast(self, task: Task, data: _Access) -> None:
         name = "normed" if task.operands == ROWS else "tokens"
-        if self._plan.attends:
+        if self._plan.nodes.attends:
             data.read((name, task.micro_batch))
         else:
             data.write((name, task.micro_batch), self._posted(task)[0])
@@ -243,7 +243,7 @@ class SymbolicDevice:
         data.write(self._hidden(task), combine(hidden, [data.read(("output", e, j)) for e in routed]))
 
     def _sample(self, task: Task, data: _Access) -> list[int]:
-        if not self._plan.attends:
+        if not self._plan.nodes.attends:
             told: Any = data.read(("tokens", task.micro_batch))
             return list(told)
         key = ("tokens", self._whole(task))
@@ -261,7 +261,7 @@ class SymbolicDevice:
         """Leave for the other nodes what this one brings to an exchange."""
         with self._lock:
             about = (what, task.step, task.layer, task.micro_batch)
-            self._board.setdefault(about, {})[self._plan.node] = value
+            self._board.setdefault(about, {})[self._plan.nodes.index] = value
 
     def _posted(self, task: Task) -> list[Any]:
         """The values brought to the exchange, in the order of the nodes."""

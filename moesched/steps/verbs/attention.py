@@ -78,7 +78,7 @@ class AttentionVerbs(Verbs):
         stage = state.stage_of[layer]
         if not stage.empty_kv_slots:
             raise OverBudget(
-                f"load_kv: all {state.plan.kv_slots} slots for keys and values are taken: call attention for one "
+                f"load_kv: all {state.plan.kv.slots} slots for keys and values are taken: call attention for one "
                 "of them first, or plan.reserve_kv_buffers more"
             )
         buffer = kv.loaded[layer] = stage.empty_kv_slots.popleft()
@@ -138,7 +138,7 @@ class AttentionVerbs(Verbs):
         if not rooms:
             raise OverBudget(
                 f"pre_attention: mb{micro_batch} finds no room: the plan limits the micro-batches within a layer to "
-                f"{self._state.plan.in_flight}: finish one of them first, or raise plan.limit_in_flight"
+                f"{self._state.plan.declared.in_flight}: finish one of them first, or raise plan.limit_in_flight"
             )
         return rooms.popleft()
 

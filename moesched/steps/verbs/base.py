@@ -29,12 +29,12 @@ class Verbs:
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
         self._base = index * run_state.stride
-        self.nodes, self.node = plan.nodes, plan.node
-        self.attends = plan.attends
+        self.nodes, self.node = plan.nodes.count, plan.nodes.index
+        self.attends = plan.nodes.attends
         self.kind: Kind = "decode" if index else "prefill"
         self.index = index
         self.last = last
-        self.chunked = not index and plan.chunked
+        self.chunked = not index and plan.batch.chunked
         self.layers = plan.layers
         self.micro_batches = range(len(self._batches))
         self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]

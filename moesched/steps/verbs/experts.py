@@ -65,7 +65,7 @@ class ExpertVerbs(Verbs):
         owners: nodes by expert.
         """
         batch = self._at(ASSIGN, layer, micro_batch)
-        placement = self._state.plan.placement
+        placement = self._state.plan.nodes.placement
         if not placement:
             raise PolicyError(
                 "assign: the plan places no experts on nodes: leave it out, or call place_experts"
@@ -86,7 +86,7 @@ class ExpertVerbs(Verbs):
         The experts need not be known: it may be called as soon as `route` was.
         """
         batch = self._at(OFFLOAD_ROUTED, layer, micro_batch)
-        if not self._state.plan.experts_on_host:
+        if not self._state.plan.declared.experts_on_host:
             raise PolicyError(
                 "offload_routed: the plan has no room for experts on the host: call plan.run_experts_on_host"
             )
@@ -187,7 +187,7 @@ class ExpertVerbs(Verbs):
         if routing.pending is None:
             if routed.state != DONE:
                 raise OutOfOrder(f"run_expert: await route({layer}, {batch.index}) before its experts")
-            if self._state.plan.placement:
+            if self._state.plan.nodes.placement:
                 raise OutOfOrder(
                     f"run_expert: say which node runs which experts of L{layer} mb{batch.index} before: assign them"
                 )
@@ -206,7 +206,7 @@ class ExpertVerbs(Verbs):
     def _require_outputs(self, layer: int, batch: MicroBatch) -> None:
         """Check that all experts of a micro-batch have run, and that their outputs are on the accelerator."""
         routing = batch.routing
-        if self._state.plan.placement and routing.owners is None:
+        if self._state.plan.nodes.placement and routing.owners is None:
             raise OutOfOrder(
                 f"combine: the experts of L{layer} mb{batch.index} were not assigned: assign them"
             )

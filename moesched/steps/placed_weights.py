@@ -1,0 +1,87 @@
+"""Where a plan puts the model's pages: those that stay in a memory, and the pools that the others pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from moesched.models.layout import Page
+from moesched.steps.memory import Fixed, Home, Memory, Pool
+
+LOAD_BUFFERS = 4
+"""Pages that are being loaded at once, at most, before the first step; fewer where memory is short."""
+
+
+class PlacedWeights:
+    """Pools and pages that stay, in the order in which they were declared.
+
+    Attributes:
+        resident: pages that stay; each is loaded before the first step.
+        pools: slots that pages pass through.
+        filled: pages that are brought to a pool before the first step.
+        home: pages that the host computes with where weights come from; None where it runs no experts.
+        load_buffers: pages that are being loaded at once.
+    """
+
+    def __init__(self) -> None:
+        self.resident: list[Fixed] = []
+        self.pools: list[Pool] = []
+        self.filled: list[tuple[Pool, tuple[Page, ...]]] = []
+        self.home: Home | None = None
+        self.load_buffers = LOAD_BUFFERS
+        self._in_order: list[Pool] = []
+
+    def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:
+        """A pool, with pages that are there before the first step."""
+        self.pools.append(pool)
+        self._in_order.append(pool)
+        if filled:
+            self.filled.append((pool, tuple(filled)))
+
+    def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
+        """Pages that stay in a memory."""
+        resident = self.hold(memory, pages, sizes)
+        self._in_order.append(resident)
+        return resident
+
+    def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
+        """Pages that stay in a memory where their bytes are reserved already."""
+        resident = Fixed(f"kept {len(self.resident)}", memory, pages, sizes)
+        self.resident.append(resident)
+        return resident
+
+    def claims(self, memory: Memory, free: int) -> Iterator[tuple[str, int]]:
+        """What they take of a memory of which `free` bytes are left: each claim's name and bytes."""
+        for pool in self._in_order:
+            if pool.memory is memory:
+                for what, nbytes in pool.claims(free):
+                    yield what, nbytes
+                    free -= nbytes
+
+    def reserve(self) -> None:
+        """Reserve the bytes of all of them.
+
+        Raises:
+            OverBudget: one does not fit.
+        """
+        for pool in self._in_order:
+            pool.reserve()
+
+    def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
+        """Have the host compute with the pages that stay nowhere else, and with those whose ids are in `both`."""
+        elsewhere = {page.id for resident in self.resident for page in resident.pages()} - set(both)
+        self.home = Home(memory, (page for page in pages if page.id not in elsewhere))
+
+    def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
+        """Count the pages that are being loaded to where they stay, unless a pool of that memory has slots for them.
+
+        global_bytes: of the weights outside the layers, which are loaded first.
+
+        Raises:
+            OverBudget: there is no memory for one of them.
+        """
+        sizes = [slot.nbytes for each in self.resident if each.memory is memory for slot in each.slots]
+        if not sizes or any(pool.memory is memory and len(pool.slots) > 1 for pool in self.pools):
+            return
+        loaded, largest = sum(sizes) + global_bytes, max(sizes)
+        self.load_buffers = min(LOAD_BUFFERS, max(1, (memory.capacity - loaded) // largest))
+        memory.require("weights while they are loaded", loaded + self.load_buffers * largest)

@@ -1,0 +1,250 @@
+"""Bytes that a plan takes of each memory: a pure function of the model, the machine, the batch and the declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from moesched.machines import Machine
+from moesched.machines.group import numbered
+from moesched.models.config import ITEM_BYTES
+from moesched.models.layout import Page, WeightLayout
+from moesched.models.operations import Operations
+from moesched.requests.batch import Batch
+from moesched.steps.batch_bytes import BatchBytes
+
+Role = Literal["accelerator", "host", "pinned"]
+
+KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
+"""The memories that may hold a KV cache."""
+
+
+class Reservation(NamedTuple):
+    """Bytes taken of one memory for the whole run; `what` completes "... needs N bytes"."""
+
+    memory: str
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """This node's part of a model whose experts several nodes share.
+
+    Attributes:
+        count: number of nodes.
+        index: which of them this is, from 0.
+        placement: the experts that each node holds, the same in all layers; empty without expert parallelism.
+        centralised: only the first node has attention, router and sampling.
+    """
+
+    count: int = 1
+    index: int = 0
+    placement: tuple[frozenset[int], ...] = ()
+    centralised: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether this node has attention, router and sampling."""
+        return self.index == 0 or not self.centralised
+
+    def pages(self, layout: WeightLayout) -> tuple[Page, ...]:
+        """The pages that this node uses: without a placement, all of them."""
+        if not self.placement:
+            return layout.pages
+        held = self.placement[self.index]
+        return tuple(
+            page for page in layout.pages if (page.expert in held if page.expert >= 0 else self.attends)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a policy has declared of its plan so far, besides pools and pages that stay.
+
+    It is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
+
+    Attributes:
+        in_flight: micro-batches that are within a layer at once in prefill, at most.
+        kv_roles: the memory that holds each micro-batch's KV cache; None where none is declared yet.
+        kv_buffers: micro-batches whose keys and values of one layer may be loaded to the accelerator at once.
+        experts_on_host: the host runs experts, too.
+        resident_experts_on_host: also those that stay in an accelerator's memory.
+        nodes: this node's part, where several nodes share the experts.
+        settled: the memory is reserved, and nothing more can be declared.
+    """
+
+    in_flight: int
+    kv_roles: tuple[Role | None, ...]
+    kv_buffers: int = 0
+    experts_on_host: bool = False
+    resident_experts_on_host: bool = False
+    nodes: NodeShare = NodeShare()
+    settled: bool = False
+
+
+class KVPlan(NamedTuple):
+    """Where the KV cache lives.
+
+    Attributes:
+        roles: the memory that holds each micro-batch's cache; None where none is declared.
+        slots: buffers beside each accelerator for one layer's keys and values of a micro-batch, from the host.
+        slot_bytes: size of each; 0 where accelerator and host share a memory.
+    """
+
+    roles: tuple[Role | None, ...]
+    slots: int
+    slot_bytes: int
+
+    def held_by(self, role: Role) -> list[int]:
+        """The micro-batches whose KV cache a memory holds."""
+        return [number for number, holder in enumerate(self.roles) if holder == role]
+
+    @property
+    def on_gpu(self) -> float:
+        """The share of the micro-batches whose KV cache the accelerator holds: r_c of MoE-Lightning."""
+        return len(self.held_by("accelerator")) / len(self.roles)
+
+
+class Reservations:
+    """Sizes of whatever the declarations of a plan need, and the memories that have to hold it.
+
+    Args:
+        machine: with its accelerators written out, one for each stage.
+        stages: the layers of each stage of a pipeline; one without.
+        slot_bytes: bytes of a page in a slot of the device.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        layout: WeightLayout,
+        batch: Batch,
+        stages: Sequence[range],
+        slot_bytes: Callable[[Page], int],
+    ) -> None:
+        self._machine = machine
+        self._layout = layout
+        self._batch = batch
+        self._stages = stages
+        self._slot_bytes = slot_bytes
+        self._operations = Operations(layout.config, layout.dtype)
+        self._chunks = batch.chunks()
+        self.sizes = BatchBytes(batch, self._chunks, self._operations)
+        fast, self._host = machine.accelerator.memory, machine.host.memory
+        self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
+
+    def of(self, declared: Declared) -> list[Reservation]:
+        """All of them, in the order in which they are made."""
+        return [
+            *self.needed_by_all(declared.nodes),
+            *self._within_layers(declared),
+            *self._kv_cache(declared),
+            *self._kv_buffers(declared),
+            *self._host_experts(declared),
+            *self._node_weights(declared.nodes),
+        ]
+
+    def needed_by_all(self, nodes: NodeShare) -> Iterator[Reservation]:
+        """The reservations that do not depend on a policy, but for activations within a layer."""
+        if nodes.count == 1:
+            yield from self._all_weights(nodes)
+        sizes = self.sizes
+        for fast, nbytes in zip(
+            self._accelerators, global_bytes(self._layout, len(self._stages)), strict=True
+        ):
+            yield Reservation(fast, "embedding, final norm and LM head", nbytes * nodes.attends)
+            yield Reservation(fast, "hidden states of all micro-batches", sizes.staying)
+            yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
+
+    def kv(self, declared: Declared) -> KVPlan:
+        """Where the KV cache lives, and the buffers that it is loaded to."""
+        loaded = [
+            requests
+            for requests, role in zip(self._batch.micro_batches, declared.kv_roles, strict=True)
+            if role != "accelerator"
+        ]
+        slots = declared.kv_buffers if loaded else 0
+        longest = max(map(self._batch.longest_at_end, loaded)) if slots and not self._machine.unified else 0
+        return KVPlan(declared.kv_roles, slots, longest * self._operations.kv_bytes)
+
+    def cache_bytes(self, micro_batch: int, layers: int) -> int:
+        """Bytes of a micro-batch's KV cache of so many layers, at its longest."""
+        tokens = self._batch.tokens_at_end(self._batch.micro_batches[micro_batch])
+        return tokens * layers * self._operations.kv_bytes
+
+    def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
+        """All weights that this node uses, where they come from the memory that the host computes from."""
+        if self._machine.weights_on_host:
+            yield Reservation(
+                self._host, "all weights", sum(map(self._slot_bytes, nodes.pages(self._layout)))
+            )
+
+    def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
+        """Activations within a layer: in prefill of the micro-batches in flight, in decode of all of them."""
+        sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
+        for fast in self._accelerators:
+            what = f"activations of {count} micro-batches within a layer"
+            yield Reservation(fast, what, sizes.in_prefill(count))
+            if count < len(self._chunks) or self._batch.chunked:
+                yield Reservation(fast, "activations of all micro-batches in decode", sizes.in_decode)
+        if nodes.count > 1:
+            for memory in dict.fromkeys((*self._accelerators, self._host)):
+                yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
+
+    def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
+        """The KV caches that have a place, and one layer's keys and values of chunked prompts that lie elsewhere."""
+        for role in KV_ROLES:
+            chosen = [number for number, holder in enumerate(declared.kv_roles) if holder == role]
+            if not chosen:
+                continue
+            tokens = sum(self._batch.tokens_at_end(self._batch.micro_batches[number]) for number in chosen)
+            tokens *= declared.nodes.attends
+            here = role == "accelerator"
+            memories = self._accelerators if here else [self._host]
+            layers = self._stages if here else [range(self._layout.config.layers)]
+            for memory, range_of_layers in zip(memories, layers, strict=True):
+                nbytes = tokens * len(range_of_layers) * self._operations.kv_bytes
+                yield Reservation(memory, f"KV cache of {tokens} tokens", nbytes)
+            prompts = 0 if here or self._machine.unified else self.sizes.device_kv(chosen)
+            if prompts:
+                for fast in self._accelerators:
+                    yield Reservation(fast, "keys and values of a layer of prompts in chunks", prompts)
+
+    def _kv_buffers(self, declared: Declared) -> Iterator[Reservation]:
+        kv = self.kv(declared)
+        if kv.slot_bytes:
+            for fast in self._accelerators:
+                yield Reservation(fast, f"{kv.slots} slots for keys and values", kv.slots * kv.slot_bytes)
+
+    def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
+        """Rows that go to experts on the host, the outputs that come back, and workspace."""
+        if not declared.experts_on_host or self._machine.unified:
+            return
+        rows = self.sizes.host_rows(declared.in_flight)
+        yield Reservation(self._host, "rows of experts on the host", rows)
+        yield Reservation(self._host, "workspace of experts on the host", self.sizes.host_workspace)
+        for fast in self._accelerators:
+            yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
+
+    def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
+        """The pages of a node of several, which stay in its accelerator's memory."""
+        if not nodes.placement:
+            return
+        if nodes.count > 1:
+            yield from self._all_weights(nodes)
+        beside = ", with what every token uses," if nodes.attends else ""
+        what = f"a share of {len(nodes.placement[nodes.index])} experts of each layer{beside}"
+        nbytes = sum(map(self._slot_bytes, nodes.pages(self._layout)))
+        yield Reservation(self._accelerators[0], what, nbytes)
+
+
+def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
+    """Bytes of the embedding, the final norm and the LM head at each stage: the first embeds, the last samples."""
+    if stages == 1:
+        return [layout.globals_bytes]
+    config = layout.config
+    embedding = config.vocabulary * config.hidden * ITEM_BYTES[layout.dtype]
+    head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
+    return [embedding, *[0] * (stages - 2), head]
