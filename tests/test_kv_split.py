@@ -16,6 +16,7 @@ from moesched.cli.main import main
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, PolicyError
+from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.toml_text import machine_toml
@@ -289,7 +290,7 @@ def test_sizes_that_nobody_gave_come_with_a_share_unless_the_sizes_were_given() 
     where = asking("cgopipe", WEAK_HOST)
     sizes = choose_sizes(where, successive=False)
     assert sizes.kv_on_gpu is not None and 0 < sizes.kv_on_gpu < 1
-    assert choose_sizes(where, batch_size=8, micro_batch_size=2).kv_on_gpu is None
+    assert choose_sizes(where, SizeOptions(batch_size=8, micro_batch_size=2)).kv_on_gpu is None
 
 
 def test_a_simulation_without_sizes_has_the_planners_share(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import moesched
 from moesched.errors import BadInput
+from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.local import unified_machine
@@ -81,16 +82,16 @@ def test_a_cache_that_is_full_ends_a_batch() -> None:
 
 def test_given_sizes_stay_as_they_are() -> None:
     where = asking("resident", [4] * 10)
-    assert choose_sizes(where, batch_size=6, micro_batch_size=2) == BatchSizes(6, 2)
-    assert choose_sizes(asking("resident", [4] * 3), batch_size=6) == BatchSizes(3, 3)
-    assert choose_sizes(where, micro_batch_size=3)[:2] == (10, 3)
+    assert choose_sizes(where, SizeOptions(batch_size=6, micro_batch_size=2)) == BatchSizes(6, 2)
+    assert choose_sizes(asking("resident", [4] * 3), SizeOptions(batch_size=6)) == BatchSizes(3, 3)
+    assert choose_sizes(where, SizeOptions(micro_batch_size=3))[:2] == (10, 3)
 
 
 def test_a_given_batch_is_cut_into_micro_batches_that_overlap_best() -> None:
-    sizes = choose_sizes(asking("cgopipe", [64] * 96, T4, gpu=700 * 10**6), batch_size=96)
+    sizes = choose_sizes(asking("cgopipe", [64] * 96, T4, gpu=700 * 10**6), SizeOptions(batch_size=96))
     assert sizes.batch_size == 96
     assert sizes.micro_batches > 1, "the host attends for one while the accelerator computes for others"
-    unified = choose_sizes(asking("resident", [64] * 96), batch_size=96)
+    unified = choose_sizes(asking("resident", [64] * 96), SizeOptions(batch_size=96))
     assert unified == BatchSizes(96, 96)
 
 
@@ -98,7 +99,7 @@ def test_micro_batches_of_a_given_batch_get_smaller_until_it_fits() -> None:
     roomy = asking("layer_streaming", [2000] * 12, T4)
     plan, _ = roomy.plan(roomy.batch(4, 3))
     tight = asking("layer_streaming", [2000] * 12, T4, gpu=plan.memory("accelerator").used)
-    sizes = choose_sizes(tight, batch_size=12)
+    sizes = choose_sizes(tight, SizeOptions(batch_size=12))
     assert sizes.batch_size == 12
     assert sizes.micro_batch_size <= 3
     tight.plan(tight.batch(sizes.micro_batches, sizes.micro_batch_size))
@@ -111,9 +112,9 @@ def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> 
 
 def test_a_size_below_one_is_told() -> None:
     with pytest.raises(BadInput, match="--batch-size is 0: give 1 or more"):
-        choose_sizes(asking("resident", [4]), batch_size=0)
+        choose_sizes(asking("resident", [4]), SizeOptions(batch_size=0))
     with pytest.raises(BadInput, match="--micro-batch-size is -1: give 1 or more"):
-        choose_sizes(asking("resident", [4]), micro_batch_size=-1)
+        choose_sizes(asking("resident", [4]), SizeOptions(micro_batch_size=-1))
 
 
 def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts() -> None:

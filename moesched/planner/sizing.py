@@ -32,7 +32,9 @@ SMALLEST_CHUNK = 64
 """Prompts are cut into chunks of no fewer tokens than that where nobody asks for it."""
 
 
-def choose_sizes(setting: Setting, wanted: SizeOptions, *, successive: bool = True) -> BatchSizes:
+def choose_sizes(
+    setting: Setting, wanted: SizeOptions | None = None, *, successive: bool = True
+) -> BatchSizes:
     """The wanted sizes, and for those that are None the ones that the planner finds best.
 
     Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
@@ -45,6 +47,7 @@ def choose_sizes(setting: Setting, wanted: SizeOptions, *, successive: bool = Tr
         BadInput: a wanted size is below 1, or not even one request fits; the message names the memory and the missing
             bytes.
     """
+    wanted = wanted or SizeOptions()
     wanted.require_positive()
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     chunks: list[int | None] = [setting.prefill_chunk]
