@@ -11,7 +11,7 @@ from moesched.transports.frames import HEADER, Frame, Kind, pack
 
 
 def fuzzed_frames(count: int, seed: int) -> Iterator[bytes]:
-    """So many of them, none of which a rank may take for one of its exchange."""
+    """Bad frames, none of which a rank may mistake for one of its exchange."""
     random = Random(seed)
     for _ in range(count):
         yield DAMAGES[random.randrange(len(DAMAGES))](random)

@@ -23,9 +23,9 @@ OPERATIONS = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
 def test_no_more_micro_batches_are_within_a_layer_than_the_plan_has_room_for(policy: str) -> None:
     run = virtual_run(policy, requests=12, prompt=200, micro_batch_size=2, budgets=FORTY_PERCENT)
     spans: dict[tuple[int, int], list[int]] = {}
-    for task in run.recording.slices:
-        if task.step == 0 and task.verb in ("pre_attention", "post_attention", "offload_kv"):
-            spans.setdefault((task.layer, task.micro_batch), []).extend((task.start, task.end))
+    for each in run.recording.slices:
+        if each.step == 0 and each.task.verb in ("pre_attention", "post_attention", "offload_kv"):
+            spans.setdefault((each.task.layer, each.task.micro_batch), []).extend((each.start, each.end))
     events = sorted(
         (at, change) for ends in spans.values() for at, change in ((min(ends), 1), (max(ends), -1))
     )

@@ -27,5 +27,5 @@ def test_compare_wants_two_files_of_ours(command: Any, tmp_path: Path) -> None:
     refused(command("compare", tmp_path / "other.json"), "1 run given: name two")
     refused(
         command("compare", tmp_path / "other.json", tmp_path / "other.json"),
-        r"other\.json is no run's report",
+        r"other\.json is not the report of a run",
     )

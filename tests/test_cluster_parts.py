@@ -34,7 +34,7 @@ from moesched.cluster.slowness import STEPS_IN_A_ROW, SlowNodes
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
-from moesched.trace import LaneName, MemorySample, Recording, Slice, merge_recordings
+from moesched.trace import LaneName, MemorySample, Recording, Slice, TaskInfo, merge_recordings
 from patience import PATIENCE_SECONDS
 from small_models import small_model
 
@@ -266,7 +266,7 @@ def _join_while_heard(link: ControlLink, control: Control) -> None:
 def recording(origin: int, *spans: tuple[int, int]) -> Recording:
     lane = LaneName(0, "accelerator")
     slices = [
-        Slice(number, lane, "k", "k", "Kernel", "", "", 0, 0, 0, -1, start, end, 0.0, 0.0)
+        Slice(number, lane, TaskInfo("k", "k", "Kernel", "", ""), 0, start, end)
         for number, (start, end) in enumerate(spans)
     ]
     producers = [tuple(range(max(0, number - 1), number)) for number in range(len(spans))]

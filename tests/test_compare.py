@@ -11,7 +11,7 @@ from moesched.analysis.compare import Comparison, Row, compare, side_of_recordin
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
-from moesched.trace import About, LaneName, LastSteps, Recording, Slice, summarize, write_trace
+from moesched.trace import About, LaneName, LastSteps, Recording, Slice, TaskInfo, summarize, write_trace
 from runs import FORTY_PERCENT, make_plan, virtual_run
 
 PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
@@ -123,11 +123,11 @@ def test_the_table_is_text_and_the_json_has_every_figure() -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"not JSON", "is no JSON object"),
-        (b"[1, 2]", "is no JSON object"),
-        (b"{}", "is no run's report: Object missing required field `lanes`"),
-        (b'{"lanes": 3}', "is no run's report: Expected `object`"),
-        (b'{"traceEvents": []}', "is no trace of moesched"),
+        (b"not JSON", "is not a JSON object"),
+        (b"[1, 2]", "is not a JSON object"),
+        (b"{}", "is not the report of a run: Object missing required field `lanes`"),
+        (b'{"lanes": 3}', "is not the report of a run: Expected `object`"),
+        (b'{"traceEvents": []}', "is not a trace of moesched"),
         (b"\x1f\x8b\x00", "cannot read"),
     ],
 )
@@ -149,25 +149,8 @@ def recording(**lengths: int) -> Recording:
     """Transfers of 1,000 bytes each on one link, one after another, by verb and nanoseconds."""
     link, slices, now = LaneName(0, "link"), [], 0
     for number, (verb, length) in enumerate(lengths.items()):
-        slices.append(
-            Slice(
-                number,
-                link,
-                verb,
-                verb,
-                "PageTransfer",
-                "copy",
-                "a->b",
-                0,
-                -1,
-                -1,
-                -1,
-                now,
-                now + length,
-                0,
-                1000,
-            )
-        )
+        task = TaskInfo(verb, verb, "PageTransfer", "copy", "a->b", nbytes=1000)
+        slices.append(Slice(number, link, task, 0, now, now + length))
         now += length
     return Recording([link], slices, [()] * len(slices), [])
 

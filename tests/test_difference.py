@@ -10,7 +10,17 @@ import pytest
 from moesched.analysis.compare import compare, side_of_recording
 from moesched.analysis.difference import Cause, Difference, explain_difference
 from moesched.errors import BadInput
-from moesched.trace import About, LaneName, Recording, Slice, check_trace, read_trace, summarize, write_trace
+from moesched.trace import (
+    About,
+    LaneName,
+    Recording,
+    Slice,
+    TaskInfo,
+    check_trace,
+    read_trace,
+    summarize,
+    write_trace,
+)
 from runs import FORTY_PERCENT, realtime_run, virtual_run
 
 PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
@@ -243,7 +253,7 @@ def one_task(verb: str, nanoseconds: int, step: int = 1) -> Recording:
 
 
 def slice_of(number: int, lane: LaneName, verb: str, start: int, end: int, step: int = 1) -> Slice:
-    return Slice(number, lane, verb, verb, "Kernel", verb, "", step, -1, -1, -1, start, end, 0.0, 0.0)
+    return Slice(number, lane, TaskInfo(verb, verb, "Kernel", verb, ""), step, start, end)
 
 
 def in_order_of_ends(

@@ -158,7 +158,7 @@ def test_it_passes_the_suite_of_devices(machine: Machine) -> None:
 
 def test_no_task_takes_less_than_the_emulated_machine_would(piped: Watched) -> None:
     cost = Roofline(piped.machine, "float32")
-    assert {each.verb for each in piped.slices} >= {
+    assert {each.task.verb for each in piped.slices} >= {
         "copy_to_pinned",
         "fetch",
         "offload_qkv",
@@ -166,16 +166,16 @@ def test_no_task_takes_less_than_the_emulated_machine_would(piped: Watched) -> N
         "load_hidden",
     }
     for each in piped.slices:
-        work = Work(each.kind, each.resource, each.flops, each.nbytes)
-        assert each.end - each.start >= round(cost.work(work).seconds * 1e9), each.label
+        work = Work(each.task.kind, each.task.resource, each.task.flops, each.task.nbytes)
+        assert each.end - each.start >= round(cost.work(work).seconds * 1e9), each.task.label
 
 
 def test_a_link_carries_no_more_than_its_bandwidth(piped: Watched) -> None:
     links = {f"{link.source}->{link.destination}": link for link in piped.machine.links}
-    transfers = [each for each in piped.slices if each.resource in links]
+    transfers = [each for each in piped.slices if each.task.resource in links]
     assert transfers
     for each in transfers:
-        assert each.nbytes / ((each.end - each.start) / 1e9) <= links[each.resource].bandwidth
+        assert each.task.nbytes / ((each.end - each.start) / 1e9) <= links[each.task.resource].bandwidth
 
 
 def test_lanes_really_overlap(piped: Watched) -> None:

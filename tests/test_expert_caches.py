@@ -31,7 +31,7 @@ Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
 
 
 def with_rates(link: float, cpu: float) -> Machine:
-    """A T4 whose link carries so many bytes per second, and whose CPU computes so many FLOP/s."""
+    """A T4 with a link of this bandwidth in bytes per second, and a CPU of this peak in FLOP/s."""
     links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
     processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
     return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})
@@ -45,7 +45,7 @@ BALANCED = with_rates(link=1e9, cpu=1e9)
 class Scripted:
     """A routing that says which experts a step's tokens take in each layer, whatever the micro-batch.
 
-    Where it gives counts, so many tokens take each expert.
+    Counts, where given, are the tokens of each expert.
     """
 
     def __init__(self, choices: Choices) -> None:

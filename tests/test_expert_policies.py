@@ -111,7 +111,7 @@ def test_a_profile_of_another_shape_and_a_placement_that_is_none_are_refused(tmp
 
 
 def with_rates(link: float, cpu: float) -> Machine:
-    """A T4 whose link carries so many bytes per second, and whose CPU computes so many FLOP/s."""
+    """A T4 with a link of this bandwidth in bytes per second, and a CPU of this peak in FLOP/s."""
     links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
     processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
     return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})

@@ -37,7 +37,7 @@ def ticking_run() -> Recording:
 
 def test_a_recording_knows_how_long_threads_took_to_wake_and_the_policy_to_submit() -> None:
     first, second = ticking_run().slices
-    assert (second.start - first.end, second.thought, second.dispatch) == (2 * TICK, TICK, TICK)
+    assert (second.start - first.end, second.submit_delay, second.dispatch) == (2 * TICK, TICK, TICK)
 
 
 def test_a_replay_with_handovers_takes_as_long_as_the_run() -> None:
@@ -62,8 +62,8 @@ def test_going_on_with_the_next_task_is_another_kind_than_waking_another_lane() 
 def test_what_the_policy_did_before_the_first_task_is_no_part_of_the_run() -> None:
     recording = chain(["gpu", "gpu"])
     for each in recording.slices:
-        each.thought = 1000
-    assert [each.thought for each in mean_handovers(recording)] == [0, 1000]
+        each.submit_delay = 1000
+    assert [each.submit_delay for each in mean_handovers(recording)] == [0, 1000]
 
 
 def test_a_prediction_has_no_handovers() -> None:
@@ -76,7 +76,7 @@ def test_a_trace_keeps_the_handovers(policy: str, tmp_path: Path) -> None:
     run = realtime_run(policy, budgets=FORTY_PERCENT)
     write_trace(tmp_path / "trace.json", run.recording, run.about)
     read = read_trace(tmp_path / "trace.json").recording
-    assert any(each.dispatch and each.thought > 0 for each in read.slices)
+    assert any(each.dispatch and each.submit_delay > 0 for each in read.slices)
     assert mean_handovers(read) == mean_handovers(run.recording)
 
 

@@ -30,7 +30,7 @@ LONG = (1200, 1100, 900, 1000)
 
 
 def planned(policy: str, gpu: int, chunk: int | None = None) -> Plan:
-    """A plan of four long prompts, each a micro-batch, under so many bytes of fast memory."""
+    """A plan of four long prompts, each a micro-batch, with this many bytes of fast memory."""
     batch = Batch(LONG, 4, ((0,), (1,), (2,), (3,)), prefill_chunk=chunk)
     layout = weight_layout(SHAPES["mixtral-0.8b"])
     return plan_run(load_machine("t4"), layout, batch, make_policy(policy), {"gpu": gpu})

@@ -326,7 +326,7 @@ def slices_of(policy: str, machine: Machine, nodes: int = 2, **settings: Any) ->
 def test_an_exchange_takes_the_network_s_latency_and_its_bytes() -> None:
     """One token of 32 numbers: 128 bytes in float32 take 128 us at 1 MB/s, after a latency of 1 ms."""
     slices, report = slices_of("ep_router_aided", joined(latency_seconds=1e-3, bandwidth=1e6))
-    reduced = [each for each in slices if each.verb == "all_reduce"]
+    reduced = [each for each in slices if each.task.verb == "all_reduce"]
     assert len(reduced) == 2 * 2 * NODES.layers
     assert {each.end - each.start for each in reduced} == {1_128_000}
     assert report.lanes[NETWORK].busy_seconds == pytest.approx(2 * NODES.layers * 1.128e-3)
@@ -337,7 +337,7 @@ def test_a_centralised_plan_exchanges_twice_a_layer() -> None:
     """Out go the row, choices and weights of a token, 4 * (32 + 2 * 2) bytes, back comes a sum of 4 * 32."""
     slices, _ = slices_of("ep_naive", joined(latency_seconds=0.0, bandwidth=1e6))
     on_second = [each for each in slices if each.lane == LaneName(1, NETWORK) and each.step == 1]
-    spans = [(each.verb, each.end - each.start) for each in on_second]
+    spans = [(each.task.verb, each.end - each.start) for each in on_second]
     layer = [("broadcast", 144_000), ("gather", 128_000)]
     assert spans == [*layer, *layer, ("broadcast", 8_000)]
 
@@ -356,11 +356,13 @@ def test_what_runs_on_one_node_slows_nothing_on_another() -> None:
     """Both nodes read all of their experts in the time that one alone would take."""
     alone, _ = slices_of("ep_busy_full", MACHINE, nodes=1)
     both, _ = slices_of("ep_busy_full", joined(latency_seconds=0.0, bandwidth=1e9))
-    times = [{each.end - each.start for each in some if each.verb == "warm_expert"} for some in (alone, both)]
+    times = [
+        {each.end - each.start for each in some if each.task.verb == "warm_expert"} for some in (alone, both)
+    ]
     assert times[0] == times[1]
 
 
 def test_every_part_of_a_verb_names_the_policy_s_line() -> None:
     slices, _ = slices_of("ep_naive", joined(latency_seconds=0.0, bandwidth=1e9))
-    lines = {each.verb: each.line for each in slices if each.step == 1}
+    lines = {each.task.verb: each.line for each in slices if each.step == 1}
     assert all("node_steps.py" in lines[verb] for verb in ("broadcast", "gather", "partial_sum", "sample"))

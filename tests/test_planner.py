@@ -127,7 +127,7 @@ def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> Non
 
 
 def throughput(where: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> float | None:
-    """Tokens per second of so many micro-batches with as many weights kept as fit; None where they do not fit."""
+    """Tokens per second with `count` micro-batches and as many resident weights as fit; None if nothing fits."""
     layers = where.layout.config.layers
     weights = sum(page.nbytes for page in where.layout.pages)
     all_of_them = [shape.each] * (count - resident)

@@ -218,9 +218,9 @@ def test_every_all_reduce_has_a_part_on_each_rank_and_takes_its_time(folder: Pat
     cost = Roofline(share, "float32")
     for ticket, one in reduced[0].items():
         other = reduced[1][ticket]
-        assert one.label == other.label
+        assert one.task.label == other.task.label
         assert one.start < other.end and other.start < one.end
-        work = Work("all_reduce", INTERCONNECT, nbytes=one.nbytes)
+        work = Work("all_reduce", INTERCONNECT, nbytes=one.task.nbytes)
         assert one.end - one.start >= 0.99e9 * cost.work(work).seconds
 
 

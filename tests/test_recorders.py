@@ -55,7 +55,7 @@ def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> Non
     late = PageTransfer(copies, Work("copy", "link"), "late", step=0, start=0, end=9, slots=(slot,))
     for each in (task(gpu, "early", step=0), task(gpu, "next", step=1), late):
         recorder.ended(each)
-    assert [each.verb for each in recorder.recording().slices] == ["next"]
+    assert [each.task.verb for each in recorder.recording().slices] == ["next"]
     assert {sample.pages for sample in recorder.recording().memory} == {64}
 
 

@@ -128,7 +128,7 @@ def test_what_nobody_needed_yet_keeps_its_place_on_its_lane() -> None:
 
     recording = recorded(policy)
     longer = [
-        3 + each.end - each.start if each.verb == "fetch" else each.end - each.start
+        3 + each.end - each.start if each.task.verb == "fetch" else each.end - each.start
         for each in recording.slices
     ]
     assert timetable(recording)["needed"] == (15, 20)
@@ -150,7 +150,7 @@ def test_a_collective_still_waits_for_the_last_rank() -> None:
         recorder.watch(engine)
     run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
     replayed = replay_recording(recorder.recording())
-    spans = {(each.lane.rank, each.verb): (each.start, each.end) for each in replayed.slices}
+    spans = {(each.lane.rank, each.task.verb): (each.start, each.end) for each in replayed.slices}
     assert spans[0, "sum"] == spans[1, "sum"] == (90, 97)
 
 
@@ -188,7 +188,7 @@ def test_an_edge_from_a_later_task_is_refused() -> None:
     recording = recorded(graph)
     damaged = msgspec.structs.replace(recording, producers=[(1,), ()])
     with pytest.raises(
-        BadInput, match="first, task 0, waits for a task that came after it: record the run again"
+        BadInput, match="first, task 0, waits for a task that was submitted later: record the run again"
     ):
         replay_recording(damaged)
 
@@ -236,7 +236,7 @@ def lane(engine: Engine, name: str) -> Lane:
 
 def timetable(recording: Recording) -> dict[str, tuple[int, int]]:
     """When each task ran, by its verb."""
-    return {each.verb: (each.start, each.end) for each in recording.slices}
+    return {each.task.verb: (each.start, each.end) for each in recording.slices}
 
 
 def by_number(recording: Recording) -> dict[int, tuple[int, int]]:

@@ -195,7 +195,7 @@ def test_one_rank_stands_for_all(policy: str) -> None:
         ran = [task for task in tasks if task.verb != "join" and task.state == DONE]
         spans = sorted((task.end, task.start, task.label) for task in ran)
         slices = recorder.recording().slices
-        assert spans == sorted((each.end, each.start, each.label) for each in slices)
+        assert spans == sorted((each.end, each.start, each.task.label) for each in slices)
 
 
 @pytest.mark.parametrize("policy", FIXED)
@@ -216,8 +216,10 @@ def slices_of(policy: Any) -> list[Slice]:
 
 def verbs_of(slices: list[Slice], *, step: int, layer: int) -> list[str]:
     """What ran for the first micro-batch, in program order, but for transfers."""
-    of_layer = [each for each in slices if (each.step, each.layer, each.micro_batch) == (step, layer, 0)]
-    return [each.verb for each in of_layer if each.type != "PageTransfer"]
+    of_layer = [
+        each for each in slices if (each.step, each.task.layer, each.task.micro_batch) == (step, layer, 0)
+    ]
+    return [each.task.verb for each in of_layer if each.task.type != "PageTransfer"]
 
 
 def test_what_a_rank_has_in_part_is_summed_before_it_is_needed_whole() -> None:

@@ -141,7 +141,13 @@ def test_an_edge_through_joins_becomes_one_from_every_real_producer() -> None:
         engine.submit(task(copies, "overwrite"), (), (slots[0],))
 
     recording = run_graph(graph, ["copies", "gpu"])
-    assert [each.verb for each in recording.slices] == ["fetch", "fetch", "kernel", "kernel", "overwrite"]
+    assert [each.task.verb for each in recording.slices] == [
+        "fetch",
+        "fetch",
+        "kernel",
+        "kernel",
+        "overwrite",
+    ]
     # The kernels wait for both fetches, and whoever overwrites a slot for both kernels and the fetch before.
     assert [sorted(each) for each in recording.producers[:4]] == [[], [], [0, 1], [0, 1]]
     assert set(recording.producers[4]) >= {2, 3}
@@ -159,7 +165,7 @@ def test_the_critical_path_says_what_each_task_waited_for_last() -> None:
 
     recording = run_graph(graph, ["copies", "gpu"], "in_order")
     hops = critical_path(recording)
-    assert [(hop.task.verb, hop.why, hop.gap) for hop in hops] == [
+    assert [(hop.slice.task.verb, hop.why, hop.gap) for hop in hops] == [
         ("fetch", "start", 0),
         ("first", "data", 0),
         ("second", "lane", 0),
@@ -184,7 +190,7 @@ def test_the_critical_path_crosses_ranks_where_a_collective_waited_for_another_r
 
     run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
     recording = recorder.recording()
-    hops = [(hop.task.verb, hop.task.lane.rank, hop.why) for hop in critical_path(recording)]
+    hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.why) for hop in critical_path(recording)]
     assert hops == [("compute", 1, "start"), ("all_reduce", 0, "rank"), ("after", 0, "data")]
     write_trace(tmp_path / "trace.json", recording, ABOUT)
     assert check_trace(tmp_path / "trace.json") == []
@@ -214,7 +220,10 @@ def test_a_failed_task_is_shown_as_failed_and_a_cancelled_one_is_not_shown(tmp_p
             raise RuntimeError("no")
 
     recording = run_graph(graph, ["gpu"], perform={Kernel: perform})
-    assert [(each.verb, each.state) for each in recording.slices] == [("good", "done"), ("bad", "failed")]
+    assert [(each.task.verb, each.state) for each in recording.slices] == [
+        ("good", "done"),
+        ("bad", "failed"),
+    ]
     write_trace(tmp_path / "trace.json", recording, ABOUT)
     assert check_trace(tmp_path / "trace.json") == []
     assert summarize(read_trace(tmp_path / "trace.json").recording).failed == 1
@@ -253,10 +262,12 @@ def test_lanes_count_what_ran_after_loading(streamed_run: Run) -> None:
         busy = sum(each.end - each.start for each in slices) / 1e9
         assert lane.busy_seconds == pytest.approx(busy)
         assert lane.utilization == pytest.approx(busy / window)
-        assert lane.nbytes == sum(each.nbytes for each in slices)
+        assert lane.nbytes == sum(each.task.nbytes for each in slices)
 
 
 def test_rates_of_a_kind_are_those_while_it_ran(streamed_run: Run) -> None:
     [fetch] = [kind for kind in summarize(streamed_run.recording).kinds if kind.kind == "fetch"]
     assert fetch.gigabytes_per_second == pytest.approx(12, rel=0.01)  # the T4's link, less its latency
-    assert fetch.nbytes == sum(each.nbytes for each in streamed_run.recording.slices if each.verb == "fetch")
+    assert fetch.nbytes == sum(
+        each.task.nbytes for each in streamed_run.recording.slices if each.task.verb == "fetch"
+    )

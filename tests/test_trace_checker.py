@@ -95,24 +95,24 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "no decimals": (change(3, dur=msgspec.Raw(b"12")), "dur: time 12 has not exactly three decimals"),
     "a float": (change(3, ts=msgspec.Raw(b"1.5e3")), "time 1.5e3 has not"),
     "no time": (change_first("s", ts=None), "time missing has not"),
-    "a text as pid": (change(3, pid="2"), "is no trace of moesched: Expected `int`, got `str`"),
+    "a text as pid": (change(3, pid="2"), "is not a trace of moesched: Expected `int`, got `str`"),
     "a nameless process": (change_first("M", "process_name", name="other"), "process 1 has no process_name"),
     "a nameless track": (change_first("M", "thread_name", tid=99), "track 1 of process 1 has no thread_name"),
     "a track without a place": (
         change_first("M", "thread_sort_index", name="other"),
         "track 1 of process 1 has no thread_sort_index",
     ),
-    "tracks out of order": (swap_tids, "tids do not stand in the order"),
+    "tracks out of order": (swap_tids, "tids are not in the order"),
     "an overlap": (change(3, dur=msgspec.Raw(b"99999999.000")), "before load"),
     "a flow that starts nowhere": (
         change_first("s", ts=msgspec.Raw(b"0.000"), tid=3),
-        "its start at 0.000 on track 3 lies in no slice",
+        "its start at 0.000 on track 3 is in no slice",
     ),
     "a flow that ends nowhere": (
         change_first("f", ts=msgspec.Raw(b"99999999.000")),
         "its end at 99999999.000 on track",
     ),
-    "a flow on the wrong process": (change_first("s", pid=7), "lies in no slice"),
+    "a flow on the wrong process": (change_first("s", pid=7), "is in no slice"),
     "a flow without bp": (change_first("f", bp=None), 'lacks "bp":"e"'),
     "a flow with two ids": (change_first("f", id=999_999), "flow 999999 has 0 starts and 1 ends"),
     "a flow backwards": (turn_a_flow, "flow 1 ends before it starts"),
@@ -126,7 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "no critical path": (drop_the_critical_path, "the critical path is missing"),
     "a critical path elsewhere": (
         change(-1, dur=msgspec.Raw(b"0.001")),
-        "is no task's slice",
+        "is not the slice of a task",
     ),
     "a negative counter": (
         change_first("C", args={"reserved": -1, "pages": 0}),
@@ -148,11 +148,11 @@ def test_the_checker_finds_what_is_no_trace(tmp_path: Path, streamed_trace: Path
     whole = streamed_trace.read_bytes()
     packed = gzip.compress(whole)
     files = {
-        "cut.json": (whole[:-1000], "is no trace of moesched: Input data was truncated"),
+        "cut.json": (whole[:-1000], "is not a trace of moesched: Input data was truncated"),
         "cut.json.gz": (packed[:-1000], "end-of-stream"),
-        "bytes.json": (b"\xff\x00", "is no trace of moesched"),
+        "bytes.json": (b"\xff\x00", "is not a trace of moesched"),
         "other.json": (b'{"traceEvents":[]}', "missing required field `otherData`"),
-        "newer.json": (whole.replace(b"trace 1", b"trace 9"), "its format is 'moesched trace 9'"),
+        "newer.json": (whole.replace(b"trace 2", b"trace 9"), "its format is 'moesched trace 9'"),
     }
     for name, (data, complaint) in files.items():
         (tmp_path / name).write_bytes(data)

@@ -61,7 +61,17 @@ def run_ranks(
 def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
     """All that a recording says of its tasks but their times."""
     return sorted(
-        (each.id, each.lane, each.label, each.type, each.kind, each.step, each.nbytes, each.flops, each.line)
+        (
+            each.id,
+            each.lane,
+            each.task.label,
+            each.task.type,
+            each.task.kind,
+            each.step,
+            each.task.nbytes,
+            each.task.flops,
+            each.line,
+        )
         for each in recording.slices
     )
 
@@ -69,7 +79,8 @@ def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
 def timetable(recording: Recording) -> list[tuple[int, str, str, int, int, int]]:
     """Which task ran where and when."""
     return sorted(
-        (each.id, each.label, each.lane.name, each.step, each.start, each.end) for each in recording.slices
+        (each.id, each.task.label, each.lane.name, each.step, each.start, each.end)
+        for each in recording.slices
     )
 
 
@@ -77,7 +88,7 @@ def edges_of(recording: Recording) -> list[tuple[str, str, int, int]]:
     """All edges, by the labels and steps of their ends."""
     slices = recording.slices
     return sorted(
-        (slices[producer].label, consumer.label, slices[producer].step, consumer.step)
+        (slices[producer].task.label, consumer.task.label, slices[producer].step, consumer.step)
         for consumer, producers in zip(slices, recording.producers, strict=True)
         for producer in producers
     )
@@ -122,7 +133,7 @@ def rewritten(path: Path) -> Iterator[list[Event]]:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """Let the system refuse to write more than so many bytes to one file."""
+    """Let the system refuse to write more than this many bytes to one file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

@@ -1,1 +1,1 @@
-"""What is said of a run or of a machine: comparisons, replays, rooflines."""
+"""Analysis of runs and machines: comparisons, replays, rooflines."""

@@ -1,4 +1,4 @@
-"""Runs side by side: lanes, kinds of task and totals, from traces or reports, predicted against measured."""
+"""Comparison of runs, predicted or measured, by totals, lanes and kinds of task, from traces or reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.trace.summary import KindUse, lane_title, summarize
 from moesched.units import format_bytes, format_seconds
 
 MOST_WAITS = 5
-"""Kinds of task that are named for the time before them."""
+"""The most kinds of task that are listed with the waits before them."""
 
 _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
 
@@ -28,7 +28,7 @@ Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """What a figure is of: a section, a name in it, what is said of it, and the unit of that."""
+    """Key of a figure: its section, a name in that section, the quantity, and its unit."""
 
     section: Section
     name: str
@@ -37,10 +37,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that is compared: where its figures come from, whether they are predicted, and the figures.
-
-    `trace` is None where there is only a report.
-    """
+    """A run to compare, with its figures; `trace` is None if there is only a report."""
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -52,12 +49,12 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all runs; None where a run does not have it.
+    """One figure for all runs; None for runs that lack it.
 
     Attributes:
-        ratios: each run's value over the first one's.
-        error_percents: how far each run is from the first one, in percent of the reference. The reference is the
-            measured one of the two where only one of them is predicted, and the first one otherwise.
+        ratios: value of each run divided by that of the first.
+        error_percents: difference of each run from the first, in percent of the reference: the measured one if only
+            one of the two is predicted, otherwise the first.
     """
 
     section: Section
@@ -70,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Title(msgspec.Struct, frozen=True, kw_only=True):
-    """What a column is about."""
+    """Heading of a column: a run."""
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -80,9 +77,9 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs side by side; the first is what the others are held against.
+    """Figures of several runs, relative to the first.
 
-    `difference` says why the second of two took longer or shorter than the first; None unless there is a trace of both.
+    `difference` explains the gap between two runs; None unless there are two, with traces of both.
     """
 
     runs: list[Title]
@@ -90,7 +87,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     difference: Difference | None = None
 
     def header(self) -> list[str]:
-        """The columns of `table`."""
+        """Return the columns of `table`."""
         columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
         for number in range(1, len(self.runs)):
             letter = chr(ord("A") + number)
@@ -98,16 +95,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def reasons(self) -> list[str]:
-        """The difference in sentences; empty where there is none to tell of."""
-        told = self.difference
-        if told is None:
+        """Describe the difference in sentences; empty if there is none."""
+        difference = self.difference
+        if difference is None:
             return []
-        first, second = (f"{self.runs[place].title} ({self.runs[place].figures})" for place in told.places)
-        took, replayed = told.run_seconds, told.replayed_seconds
-        percent = f" ({100 * told.seconds / took[0]:+.1f} %)" if took[0] else ""
+        first, second = (
+            f"{self.runs[place].title} ({self.runs[place].figures})" for place in difference.places
+        )
+        took, replayed = difference.run_seconds, difference.replayed_seconds
+        percent = f" ({100 * difference.seconds / took[0]:+.1f} %)" if took[0] else ""
         lines = [
             f"Without loading, {second} took {format_seconds(took[1])} and {first} {format_seconds(took[0])}: "
-            f"{_signed(told.seconds)}{percent}."
+            f"{_signed(difference.seconds)}{percent}."
         ]
         if took[1]:
             explained = 100 * replayed[1] / took[1]
@@ -118,10 +117,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def causes(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows: what makes the difference, the largest part first."""
-        told = self.difference
-        assert told is not None, "there is a difference where there are reasons"
-        titles = [self.runs[place].title for place in told.places]
+        """Return columns and rows of the causes of the difference, largest first."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in difference.places]
         header = [
             "",
             "lane",
@@ -131,33 +130,33 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             "part of the gap",
             "share",
         ]
-        return header, [_cause(cause) for cause in told.causes if abs(cause.seconds) >= 5e-10]
+        return header, [_cause(cause) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
 
     def lane_causes(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows: the same, by lane."""
-        told = self.difference
-        assert told is not None, "there is a difference where there are reasons"
-        titles = [self.runs[place].title for place in told.places]
+        """Return columns and rows of the causes by lane."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in difference.places]
         header = ["lane", *(f"busy, {title}" for title in titles), "part of the gap", "share"]
         rows = [
             [each.lane, *map(format_seconds, each.busy_seconds), _signed(each.seconds), _percent(each.share)]
-            for each in told.lanes
+            for each in difference.lanes
         ]
         return header, rows
 
     def waits(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows: where the second run's critical path stood still."""
-        told = self.difference
-        assert told is not None, "there is a difference where there are reasons"
+        """Return columns and rows of the gaps on the second run's critical path."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
         header = ["before", "on lane", "times", "waited"]
         rows = [
             [each.kind, each.lane, f"{each.times:,}", format_seconds(each.seconds)]
-            for each in told.waits[:MOST_WAITS]
+            for each in difference.waits[:MOST_WAITS]
         ]
         return header, rows
 
     def table(self) -> list[list[str]]:
-        """The rows as text for a reader, section by section."""
+        """Return the rows as formatted text, by section."""
         lines = []
         for row in self.rows:
             cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
@@ -177,17 +176,17 @@ def compare(
     trace: Path | str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Comparison:
-    """Hold runs against the first of them.
+    """Compare runs with the first of them.
 
     Args:
         sides: runs, or the files of their traces or reports.
-        replayed: hold the first one against its own graph with its own durations too, run on the virtual clock.
-        trace: where to write all of them as one trace.
-        progress: told of how much is done and to do while the difference is worked out.
+        replayed: also compare the first run with a replay of its graph and durations on the virtual clock.
+        trace: file to write all runs to as a single trace.
+        progress: called with the number of replays done and the total, while the difference is computed.
 
     Raises:
-        BadInput: fewer than two and no replay; a file is neither a trace nor a report; there is a report where a trace
-            is needed.
+        BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
+            given where a trace is needed.
     """
     if len(sides) + replayed < 2:
         raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
@@ -214,7 +213,7 @@ def compare(
 
 
 def replayed_side(side: Side) -> Side:
-    """What the graph of a run and its durations come to on the virtual clock, without its start times.
+    """Replay the graph and durations of a run on the virtual clock, without its start times.
 
     Raises:
         BadInput: the run has no trace, or its trace cannot be replayed.
@@ -239,7 +238,7 @@ def _difference(runs: Sequence[Side], progress: Callable[[int, int], object] | N
 
 
 def read_side(path: Path | str) -> Side:
-    """The figures of a trace or of a run's report.
+    """Read the figures of a trace or report.
 
     Raises:
         BadInput: the file is neither.
@@ -250,7 +249,7 @@ def read_side(path: Path | str) -> Side:
         content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(
-            f"{path} is no JSON object: {error}: name a file that --trace or --report wrote"
+            f"{path} is not a JSON object: {error}: name a file that --trace or --report wrote"
         ) from error
     if "traceEvents" in content:
         recording, about = read_trace(path)
@@ -258,11 +257,11 @@ def read_side(path: Path | str) -> Side:
     try:
         return _side_of_report(path.name, msgspec.json.decode(data, type=_Report))
     except msgspec.DecodeError as error:
-        raise BadInput(f"{path} is no run's report: {error}: write one with --report") from error
+        raise BadInput(f"{path} is not the report of a run: {error}: write one with --report") from error
 
 
 def side_of_recording(title: str, recording: Recording, about: About) -> Side:
-    """The figures of a recording."""
+    """Compute the figures of a recording."""
     summary = summarize(recording)
     ranks = len({lane.rank for lane in recording.lanes})
     seconds = {step.step: step.seconds for step in summary.steps}
@@ -293,7 +292,7 @@ class _ReportLane(msgspec.Struct):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """What is compared of a report; `measured` is guessed from the tokens where a report does not say."""
+    """The compared fields of a report; if `measured` is missing, reports with tokens count as measured."""
 
     lanes: dict[str, _ReportLane]
     measured: bool | None = None
@@ -386,7 +385,7 @@ def _row(measure: Measure, runs: Sequence[Side]) -> Row:
 
 
 def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
-    """The error of a prediction in percent of what was measured; otherwise how far `other` is from `first`."""
+    """Error of a prediction in percent of the measurement; otherwise the difference of `other` from `first`."""
     tested, reference = other, first
     if first.figures == "predicted" and other.figures == "measured":
         tested, reference = first, other

@@ -1,10 +1,10 @@
-"""Why two runs of the same work took different times: the gap between them, shared out among kinds of task and lanes.
+"""Attribution of the time gap between two runs of the same work to kinds of task and lanes.
 
-Busy times do not say it, since lanes overlap: a kind of task may be twice as slow as predicted and cost nothing. So
-the second run is replayed (see replayed_run.py) with the durations of one kind after another brought to those of
-the first run, and what the total loses at each is that kind's part of the gap. Who comes first matters where two
-lanes are equally late; kinds are taken in both orders, the largest first and the largest last, and each part is the
-mean. All parts add up to the gap.
+Busy times do not explain a gap, since lanes overlap: a kind of task may be twice as slow as predicted and cost nothing.
+So the second run is replayed (see replayed_run.py) while one kind of task after another gets the mean duration of the
+first run. The time saved at each replacement is that kind's part of the gap. Where two lanes are equally late, the
+order of replacements matters; the parts are therefore means over two orders, largest first and largest last. They add
+up to the gap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesched.trace.recording import Recording, Slice
 from moesched.trace.summary import lane_title
 
 MOST_CAUSES = 8
-"""Kinds of task that are told apart; the others come together, since each costs two replays."""
+"""Kinds of task that are reported separately; each costs two replays, so the others are grouped."""
 
 Phase = Literal["", "prefill", "decode"]
 Progress = Callable[[int, int], object]
@@ -32,13 +32,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One part of the gap.
 
     Attributes:
-        what: "tasks" that took longer or shorter, on a lane; what passed "between tasks", in dispatching them and in
-            waiting for the host; or the "graph": other tasks, another order, another spread of durations.
-        kind, lane, phase: of those tasks; empty where it is several of them.
-        tasks: how many there are in the second run.
-        means: the mean seconds of such a task in the first run and in the second; None where it has none.
-        seconds: how much longer the second run is for it.
-        share: of the whole gap, signed; None where there is no gap.
+        what: "tasks" for different durations on a lane; "between tasks" for dispatch and waiting for the host; "graph"
+            for different tasks, order, or spread of durations.
+        kind, lane, phase: of these tasks; empty if several are grouped.
+        tasks: number of such tasks in the second run.
+        means: mean seconds of such a task in the first and second run; None where there are none.
+        seconds: time that this cause adds to the second run.
+        share: signed share of the gap; None if there is no gap.
     """
 
     what: Literal["tasks", "between tasks", "graph"]
@@ -52,7 +52,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
-    """What all causes on one lane come to, beside its busy seconds in the first run and in the second."""
+    """Sum of all causes on one lane, with its busy seconds in the first and second run."""
 
     lane: str
     busy_seconds: tuple[float, float]
@@ -61,7 +61,7 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the second run in which nothing held a kind of task but the policy or the driver, and how often."""
+    """Number and total seconds of the waits of a kind of task for the policy or the driver alone, in the second run."""
 
     kind: str
     lane: str
@@ -70,16 +70,16 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The gap between two runs, loading left out.
+    """The gap between two runs, without loading.
 
     Attributes:
-        places: of the first and the second in the comparison; the first is the predicted one where only one is.
-        run_seconds: what each took.
-        replayed_seconds: what each takes when its graph runs on the virtual clock with its own durations.
-        seconds: how much longer the second one took.
-        causes: parts of the gap, those that make most of it first; they add up to it.
-        lanes: the same, by lane.
-        waits: gaps on the second run's critical path, the longest first.
+        places: indices of the first and second run in the comparison; if only one is predicted, it is the first.
+        run_seconds: duration of each run.
+        replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
+        seconds: duration of the second run minus that of the first.
+        causes: parts of the gap, largest first; they add up to it.
+        lanes: the same by lane.
+        waits: gaps on the critical path of the second run, longest first.
     """
 
     places: tuple[int, int]
@@ -94,11 +94,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def explain_difference(
     first: Recording, second: Recording, *, places: tuple[int, int] = (0, 1), progress: Progress | None = None
 ) -> Difference:
-    """Say why the second run took longer, or shorter, than the first.
+    """Explain why the second run took longer, or shorter, than the first.
 
     Args:
-        places: where the runs stand in a comparison.
-        progress: told of replays done and to do.
+        places: indices of the runs in a comparison.
+        progress: called with the number of replays done and the total.
 
     Raises:
         BadInput: a recording cannot be replayed.
@@ -130,7 +130,7 @@ def explain_difference(
 
 
 class _Group(NamedTuple):
-    """Tasks that are alike: their phase, their verb, the title of their lane."""
+    """Key of a group of similar tasks: their phase, verb, and title of lane."""
 
     phase: Phase
     kind: str
@@ -142,7 +142,7 @@ _Part = list[_Group]
 
 
 class _Progress:
-    """Counts replays."""
+    """Counts replays and reports them."""
 
     def __init__(self, total: int, tell: Progress | None) -> None:
         self._done = 0
@@ -165,11 +165,11 @@ def _groups(recording: Recording) -> _Groups:
 
 
 def _group(each: Slice, ranks: int) -> _Group:
-    return _Group("decode" if each.step > 0 else "prefill", each.verb, lane_title(each.lane, ranks))
+    return _Group("decode" if each.step > 0 else "prefill", each.task.verb, lane_title(each.lane, ranks))
 
 
 def _parts(first: _Groups, second: _Groups) -> list[_Part]:
-    """The groups that both have; those whose durations differ most by themselves, then all others as one."""
+    """Common groups of both runs: those that differ most one by one, then all others as a single part."""
     common = [group for group in second if group in first]
     common.sort(key=lambda group: -_differ(group, first, second))
     others = common[MOST_CAUSES:]
@@ -177,14 +177,14 @@ def _parts(first: _Groups, second: _Groups) -> list[_Part]:
 
 
 def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
-    """Seconds that the group's tasks would take more or less together if their mean were that of the first run."""
+    """Total seconds by which the durations of a group differ between the runs."""
     return abs(_mean(second[group]) - _mean(first[group])) * len(second[group])
 
 
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Seconds that the run's replay loses as one part after the other gets the first run's mean durations."""
+    """Seconds saved in the replay as one part after another gets the mean durations of the first run."""
     first, second = groups
     ranks = len({lane.rank for lane in run.lanes})
     durations = _durations(run)
@@ -211,7 +211,7 @@ def _replayed_seconds(run: Recording, durations: Sequence[int]) -> float:
 
 
 def _mean(slices: Sequence[Slice]) -> float:
-    """Seconds."""
+    """Mean duration in seconds."""
     return fmean(each.end - each.start for each in slices) / 1e9
 
 
@@ -243,7 +243,7 @@ def _lanes(
     losses: Sequence[float],
     gap: float,
 ) -> list[LaneCause]:
-    """A part of several groups is shared out among their lanes by how much their durations differ."""
+    """Sum causes by lane; a part of several groups is divided by how much the durations of each differ."""
     first, second = groups
     seconds: dict[str, float] = {}
     for part, loss in zip(parts, losses, strict=True):
@@ -275,7 +275,7 @@ def _waits(run: Recording) -> list[Wait]:
     times: Counter[tuple[str, str]] = Counter()
     for hop in critical_path(run):
         if hop.gap > 0:
-            key = (hop.task.verb, lane_title(hop.task.lane, ranks))
+            key = (hop.slice.task.verb, lane_title(hop.slice.lane, ranks))
             seconds[key] += hop.gap
             times[key] += 1
     return [

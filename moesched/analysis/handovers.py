@@ -1,7 +1,7 @@
-"""What passes between the tasks of a measured run: waking the thread of a lane, and the policy's own time.
+"""Overheads between the tasks of a measured run: waking the thread of a lane, and the policy's own time.
 
-Both were recorded of each task. What counts here is their mean over all handovers of a kind in the run, a few dozen
-figures in all: a task's own time from the end of one task to the start of the next would be its start time again.
+Both are recorded for each task. A replay uses their means by kind, a few dozen figures per run: replaying each task's
+own overhead would merely reproduce its start time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from moesched.trace.recording import LaneName, Recording
 
 
 class Handover(NamedTuple):
-    """What comes before a task; nanoseconds.
+    """Overheads before a task, in nanoseconds.
 
     Attributes:
-        thought: what its policy takes to submit it while its lane is idle for it; 0 where no lane is.
-        dispatch: what its lane takes to start it.
+        submit_delay: time that the policy takes to submit it while its lane is idle; 0 if the lane is busy.
+        dispatch: time that its lane takes to start it.
     """
 
-    thought: int = 0
+    submit_delay: int = 0
     dispatch: int = 0
 
 
 def mean_handovers(recording: Recording) -> list[Handover]:
-    """The handover of each slice: the means of its kinds. All are 0 where none was recorded, as of a prediction."""
-    submit_delays = _means(_thoughts(recording))
+    """Return the mean handover of each slice's kind; 0 where none was recorded, as in predictions."""
+    submit_delays = _means(_submit_delays(recording))
     dispatches = _means(_dispatches(recording))
     return [
         Handover(submit_delays.get(index, 0), dispatches.get(index, 0))
@@ -36,7 +36,7 @@ def mean_handovers(recording: Recording) -> list[Handover]:
 
 
 def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
-    """What a rank's policy awaited, as (tasks that had been submitted by then, slice), earliest first."""
+    """Return the slices that a rank's policy awaited, as (number of tasks submitted before, slice), in order."""
     return sorted(
         (each.awaited_at, index)
         for index, each in enumerate(recording.slices)
@@ -45,11 +45,11 @@ def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
 
 
 _Measured = Iterator[tuple[int, Hashable, int]]
-"""Index of the slice, kind, nanoseconds."""
+"""Tuples (index of the slice, kind, nanoseconds)."""
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """The mean of its kind, by slice."""
+    """Map each slice to the mean of its kind."""
     kinds: dict[Hashable, list[tuple[int, int]]] = {}
     for index, kind, nanoseconds in measured:
         kinds.setdefault(kind, []).append((index, nanoseconds))
@@ -60,8 +60,8 @@ def _means(measured: _Measured) -> Mapping[int, int]:
     }
 
 
-def _thoughts(recording: Recording) -> _Measured:
-    """By verb, and by whether the policy had to be woken first. A rank's first one lies before the run."""
+def _submit_delays(recording: Recording) -> _Measured:
+    """Submit delays by verb, and by whether the policy had to be woken; without the first, which precedes the run."""
     slices = recording.slices
     for rank in {lane.rank for lane in recording.lanes}:
         awaits = iter(awaits_in_order(recording, rank))
@@ -70,18 +70,18 @@ def _thoughts(recording: Recording) -> _Measured:
         for number, index in sorted((each.id, n) for n, each in enumerate(slices) if each.lane.rank == rank):
             while following is not None and following[0] <= number:
                 woken, following = True, next(awaits, None)
-            if slices[index].thought >= 0:
+            if slices[index].submit_delay >= 0:
                 if not first:
-                    yield index, (rank, slices[index].verb, woken), slices[index].thought
+                    yield index, (rank, slices[index].task.verb, woken), slices[index].submit_delay
                 woken = first = False
 
 
 def _dispatches(recording: Recording) -> _Measured:
-    """By lane, and by what let the task start: the task before it on the lane, another one, or the policy."""
+    """Dispatch times by lane, and by what the task waited for: its lane, another task, or the policy."""
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):
         after_lane = each.start - each.dispatch == ends.get(each.lane)
-        cause = "policy" if each.thought >= 0 else "lane" if after_lane else "task"
+        cause = "policy" if each.submit_delay >= 0 else "lane" if after_lane else "task"
         ends[each.lane] = each.end
         if each.dispatch > 0:
             yield index, (each.lane, cause), each.dispatch

@@ -1,4 +1,4 @@
-"""Draws how popular the experts of each layer are: the heat map of Twiddler's Fig. 8."""
+"""Draws the popularity of the experts of each layer: the heat map of Twiddler's Fig. 8."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
-    """Draw a cell for each expert of each layer, the most popular of all being 1, into a .png or .svg file.
+    """Draw popularities relative to the most popular expert, a cell per expert and layer, to a .png or .svg file.
 
     Raises:
-        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+        BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
     require_picture(path, "--picture")

@@ -1,4 +1,4 @@
-"""Draws what an expert takes here and there: Twiddler's Fig. 7."""
+"""Draws the latencies of an expert on each processor: Twiddler's Fig. 7."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COLOURS = {
 
 
 def draw_latencies(report: LatencyReport, path: Path | str) -> None:
-    """Draw a bar for each workload, on a log scale, into a .png or .svg file.
+    """Draw a bar for each workload, on a log scale, to a .png or .svg file.
 
     Raises:
-        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+        BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
     require_picture(path)

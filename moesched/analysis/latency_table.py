@@ -1,4 +1,4 @@
-"""The microbenchmarks of Twiddler (Appendix A) as a machine's cost model has them."""
+"""Twiddler's microbenchmarks (Appendix A), as predicted by a machine's cost model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moesched.steps.plan import Plan
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_TOKENS = 1 << 20
 ENOUGH = 1 << 60
-"""Bytes of memory: an expert takes as long where the others find no room."""
+"""Bytes of each memory; latencies do not depend on whether the whole model fits."""
 
 What = Literal["weight copy", "activation copy", "accelerator", "host"]
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """One of the workloads: a copy, or an expert of so many tokens (0 for copies of weights)."""
+    """Latency of a workload: a copy, or an expert with `tokens` tokens (0 for copies of weights)."""
 
     name: str
     what: What
@@ -35,12 +35,12 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class LatencyReport(msgspec.Struct, frozen=True):
-    """What an expert takes.
+    """Latencies of an expert.
 
     Attributes:
-        source: where the figures come from.
-        cheaper_moved: the fewest tokens for which moving an expert and computing it on the accelerator is faster than
-            computing it on the host (Algorithm 1); None where it never is.
+        source: origin of the figures, in words.
+        cheaper_moved: the fewest tokens for which moving an expert to the accelerator is faster than computing it on
+            the host (Algorithm 1); None if it never is.
     """
 
     model: str
@@ -55,12 +55,13 @@ class LatencyReport(msgspec.Struct, frozen=True):
 def latencies_of(
     model: Path | str, machine: Machine | str, *, dtype: str | None = None, tokens: Sequence[int] = ()
 ) -> LatencyReport:
-    """What copying an expert's weights and inputs takes, and computing it on either processor.
+    """Predict the latencies of copying an expert's weights and inputs, and of computing it on either processor.
 
-    tokens: of the expert; by default powers of two from 1 to 1024.
+    Args:
+        tokens: tokens of the expert; by default powers of two from 1 to 1024.
 
     Raises:
-        BadInput: there is no such model or machine, a number of tokens is none, or the machine was measured in
+        BadInput: the model or machine is unknown, a number of tokens is out of range, or the machine was measured in
             another dtype.
     """
     for count in tokens:

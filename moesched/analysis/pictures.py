@@ -1,4 +1,4 @@
-"""Pictures as files: .png or .svg. Drawing takes matplotlib, an extra: pip install 'moesched[plots]'."""
+"""Pictures as .png or .svg files, drawn by matplotlib, an extra: pip install 'moesched[plots]'."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ FORMATS = (".png", ".svg")
 
 
 def require_picture(path: Path, option: str = "--out") -> None:
-    """Whether a picture can be drawn into this file.
+    """Require that a picture can be written to this file.
 
-    option: which one named it.
+    Args:
+        option: the command-line option that named the file, for the error message.
 
     Raises:
-        BadInput: its name has another ending than .png or .svg, it cannot be written, or matplotlib is not installed.
+        BadInput: the suffix is not .png or .svg, the file cannot be written, or matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
@@ -32,23 +33,23 @@ def require_picture(path: Path, option: str = "--out") -> None:
 
 
 def require_matplotlib(option: str = "--out") -> None:
-    """Whether anything can be drawn.
+    """Require matplotlib.
 
     Raises:
         BadInput: matplotlib is not installed.
     """
     try:
-        import matplotlib.figure  # noqa: F401  only tried
+        import matplotlib.figure  # noqa: F401  imported only to see whether it is installed
     except ImportError:
         raise BadInput(
             "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', "
-            f"or leave {option} away"
+            f"or omit {option}"
         ) from None
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """What is drawn and written meanwhile depends on nothing else: names within the file are not drawn by lot."""
+    """Make drawing reproducible: within the context, ids in .svg files are not random."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesched"}):
@@ -56,7 +57,7 @@ def drawing() -> Iterator[None]:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure, without a date: the same figure gives the same file.
+    """Write a figure without a date, so that equal figures give equal files.
 
     Raises:
         BadInput: the file cannot be written.

@@ -1,14 +1,15 @@
-"""A recorded run once more: its graph with its durations on the virtual clock, which decides anew when tasks start.
+"""Replay of a recorded run on the virtual clock, with recorded durations and new start times.
 
-What is taken from the recording is what a run is made of: the tasks in program order and how long each took, who waits
-for whom, the lanes with their discipline and the transfers' classes, and at which handles the policy waited before it
-submitted more. Start times are not taken. So the time of such a replay is what graph and durations explain of the
-recorded time; the rest passed between tasks.
+A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes with their
+disciplines, the classes of transfers, and the tasks that the policy awaited before it submitted more. It does not take
+start times. The duration of a replay is thus the part of the recorded time that graph and durations explain; the rest
+passed between tasks.
 
-What nobody needed yet ran where its lane had nothing else to do, and what was given up before that is not in the
-recording. So what came after it on its lane comes after it in the replay: it would else find another gap, or none.
+Transfers of the idle class ran when their lane had nothing else to do, and cancelled ones are not in the recording. The
+replay therefore keeps each of them before the tasks that followed it on its lane: it might otherwise run in a different
+gap.
 
-What passes between tasks was measured, too, and with `handovers` counts with its means (`moesched.analysis.handovers`).
+With `handovers`, the mean overheads between tasks are included (see `moesched.analysis.handovers`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from moesched.trace.recording import LaneName, Recording, Slice
 def replay_recording(
     recording: Recording, durations: Sequence[int] | None = None, *, handovers: bool = False
 ) -> Recording:
-    """The run that the virtual driver makes of a recording's graph; it has no memory samples.
+    """Replay a recording with the virtual driver; the result has no memory samples.
 
     Args:
         durations: nanoseconds of each slice; by default as recorded.
-        handovers: whether what lies between tasks takes the mean time of its kind, not none.
+        handovers: whether to include the mean overheads between tasks.
 
     Raises:
-        BadInput: an edge leads to a task that was submitted later, as no recording of a run has it.
+        BadInput: a task depends on one that was submitted later, so this is no recording of a run.
     """
     slices = recording.slices
     if durations is None:
@@ -46,21 +47,22 @@ def replay_recording(
         name: Lane(name.name, "in_order" if name in recording.in_order else "ready_first")
         for name in recording.lanes
     }
-    minds = [Lane("policy") for _ in ranks]
+    policy_lanes = [Lane("policy") for _ in ranks]
     engines = [
-        Engine([*(lane for name, lane in lanes.items() if name.rank == rank), minds[rank]]) for rank in ranks
+        Engine([*(lane for name, lane in lanes.items() if name.rank == rank), policy_lanes[rank]])
+        for rank in ranks
     ]
-    replay = _Replay(recording, durations, lanes, minds, handovers)
+    replay = _Replay(recording, durations, lanes, policy_lanes, handovers)
     driver = VirtualDriver(engines, _AsRecorded(), sharing=handovers)
     driver.run(*(replay.submit(rank, engine) for rank, engine in enumerate(engines)))
     return replay.recording()
 
 
 def without_loading(recording: Recording) -> Recording:
-    """What a recording shows of the steps, without the loading of weights before them.
+    """Remove the initial loading of weights from a recording.
 
-    What loading left behind is there from the start, so that no task waits for it. A recording of nothing but loading
-    stays as it is.
+    Loaded weights are then present from the start, so that no task waits for them. A recording of loading alone is
+    returned unchanged.
     """
     kept = [index for index, each in enumerate(recording.slices) if each.step >= 0]
     if not kept:
@@ -78,16 +80,17 @@ _ALONE = Demand(0.0, ())
 
 
 class _AsRecorded:
-    """A cost model that is never asked, since all works bring their nanoseconds with them, and share nothing."""
+    """A cost model that is never used: all works state their own nanoseconds."""
 
     def work(self, work: Work) -> Demand:
         raise BadInput(f"no duration was recorded of {work.kind}: record the run again")
 
 
 class _Replay:
-    """The tasks of a recording, submitted again.
+    """Submits the tasks of a recording again.
 
-    minds: where each rank's policy thinks, if handovers take time.
+    Args:
+        policy_lanes: a lane per rank for the submit delays of its policy.
     """
 
     def __init__(
@@ -95,32 +98,33 @@ class _Replay:
         recording: Recording,
         durations: Sequence[int],
         lanes: dict[LaneName, Lane],
-        minds: Sequence[Lane],
+        policy_lanes: Sequence[Lane],
         handovers: bool,
     ) -> None:
         self._recording = recording
         self._durations = durations
         self._lanes = lanes
-        self._minds = minds
+        self._policy_lanes = policy_lanes
         self._handovers = mean_handovers(recording) if handovers else [Handover()] * len(recording.slices)
         self._idle_before = _idle_before(recording.slices)
         self._results = [Block("result") for _ in recording.slices]
         self._tasks: list[Task | None] = [None] * len(recording.slices)
 
     async def submit(self, rank: int, engine: Engine) -> None:
-        """A rank's tasks in program order, waiting where its policy had to."""
+        """Submit a rank's tasks in program order, waiting where its policy had to."""
         slices = self._recording.slices
         mine = sorted((each.id, index) for index, each in enumerate(slices) if each.lane.rank == rank)
         awaits = awaits_in_order(self._recording, rank)[::-1]
         for number, index in mine:
             while awaits and awaits[-1][0] <= number:
                 await self._submitted(awaits.pop()[1])
-            if self._handovers[index].thought > 0:
-                await engine.submit(_thinking(self._minds[rank], self._handovers[index].thought))
+            delay = self._handovers[index].submit_delay
+            if delay > 0:
+                await engine.submit(_delay(self._policy_lanes[rank], delay))
             self._submit(engine, index)
 
     def recording(self) -> Recording:
-        """What the replay came to, in order of the tasks' ends."""
+        """Return the recording of the replay, in order of the tasks' ends."""
         tasks = [self._submitted(index) for index in range(len(self._tasks))]
         order = sorted(range(len(tasks)), key=lambda index: (tasks[index].end, index))
         places = {index: place for place, index in enumerate(order)}
@@ -139,21 +143,21 @@ class _Replay:
     def _submit(self, engine: Engine, index: int) -> None:
         each = self._recording.slices[index]
         nanoseconds = max(1, self._durations[index])
-        work = _work(each.kind, each.resource, nanoseconds, self._handovers[index].dispatch)
+        work = _work(each.task.kind, each.task.resource, nanoseconds, self._handovers[index].dispatch)
         before = (*self._recording.producers[index], *self._idle_before[index])
         reads = [self._results[producer] for producer in before]
         if any(block.writer is None for block in reads):
             raise BadInput(
-                f"{each.label}, task {each.id}, waits for a task that came after it: record the run again"
+                f"{each.task.label}, task {each.id}, waits for a task that was submitted later: record the run again"
             )
         writes = (self._results[index],)
         lane = self._lanes[each.lane]
         if each.ticket >= 0:
-            part = Collective(lane, work, each.verb, signature=each.verb)
+            part = Collective(lane, work, each.task.verb, signature=each.task.verb)
             self._tasks[index] = engine.collective(part, reads, writes)
         else:
-            task = Kernel(lane, work, each.verb)
-            self._tasks[index] = engine.submit(task, reads, writes, transfer_class=each.link_class)
+            task = Kernel(lane, work, each.task.verb)
+            self._tasks[index] = engine.submit(task, reads, writes, transfer_class=each.task.link_class)
 
     def _submitted(self, index: int) -> Task:
         task = self._tasks[index]
@@ -162,7 +166,7 @@ class _Replay:
 
 
 def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-    """By slice, the last one on its lane that nobody needed, of those that were submitted and began before it."""
+    """For each slice, the last idle-class slice on its lane that was submitted and started earlier."""
     found: list[tuple[int, ...]] = [()] * len(slices)
     idle: dict[LaneName, list[int]] = {}
     for index in sorted(range(len(slices)), key=lambda index: slices[index].start):
@@ -171,15 +175,15 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
         last = next((before for before in reversed(earlier) if slices[before].id < each.id), None)
         if last is not None:
             found[index] = (last,)
-        if each.link_class == IDLE:
+        if each.task.link_class == IDLE:
             earlier.append(index)
     return found
 
 
 def _work(kind: str, resource: str, nanoseconds: int, lead: int = 0) -> Work:
-    """A work that takes so long once it has started, and so long before that."""
+    """A work of fixed duration, preceded by `lead` nanoseconds of overhead."""
     return Work(kind, resource, nanoseconds=lead + nanoseconds, lead=lead, demand=_ALONE)
 
 
-def _thinking(mind: Lane, nanoseconds: int) -> Task:
-    return Kernel(mind, _work("think", "", nanoseconds), "think")
+def _delay(lane: Lane, nanoseconds: int) -> Task:
+    return Kernel(lane, _work("think", "", nanoseconds), "think")

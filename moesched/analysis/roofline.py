@@ -1,4 +1,4 @@
-"""What the Hierarchical Roofline Model says of a model on a machine: what MoE-Lightning's Figs. 4 and 5 show."""
+"""Hierarchical Roofline Model of a model on a machine, with the figures of MoE-Lightning's Figs. 4 and 5."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moesched.models.config import ModelConfig
 from moesched.models.operations import Operations
 
 CONTEXT = 512
-"""Tokens in the cache: those of Fig. 4."""
+"""Tokens in the cache, as in Fig. 4."""
 MICRO_BATCH_SIZE = 128
-"""Requests: those of Fig. 5."""
+"""Requests, as in Fig. 5."""
 BATCH_SIZES = (32, 512, 4096)
 SECOND_KV_DTYPE = "int4"
 
 
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
-    """One computation of a layer's decode step, and what bounds it.
+    """One computation of a layer's decode step, and its bounds.
 
     Attributes:
         block: "attention" or "ffn".
-        variant: what it is drawn for, such as "int4" or "N = 512".
+        variant: label in the picture, such as "int4" or "N = 512".
         intensity: FLOP/byte.
         first_turning_point, second_turning_point, balance_point: FLOP/byte of the lower level (Eqs. 9 to 11).
-        fetched: on the upper level, its data coming from the lower one (Eq. 7).
-        in_place: on the lower level (Eq. 8); None where nothing computes there.
-        better: the level where it is faster.
+        fetched: bound on the upper level, with data from the lower one (Eq. 7).
+        in_place: bound on the lower level (Eq. 8); None if it has no processor.
+        better: the faster level.
     """
 
     block: str
@@ -48,18 +48,21 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a machine.
+    """Hierarchical roofline of a model on a machine.
 
     Attributes:
         context: tokens in the cache of each request.
-        micro_batch_size: of the FFN.
-        attention: by dtype of the KV cache. ffn: by batch size, ascending.
-        upper_ffn: FFN of a whole micro-batch whose weights the upper level holds (Eq. 8).
-        batch_at_first_turning_point: from which the FFN's weights are worth fetching; None where no batch is enough.
-        batch_at_second_turning_point: from which the link no longer binds the FFN.
-        split: of the layer below: the largest batch, attention where the cache lies unless nothing computes there.
-        layer: seconds that one layer keeps the link and the levels busy (Eqs. 12 to 14).
-        layer_seconds: the longest of them. bound_by: which one it is.
+        micro_batch_size: requests per FFN kernel.
+        attention: computations by dtype of the KV cache.
+        ffn: computations by batch size, ascending.
+        upper_ffn: bound of the FFN of a micro-batch whose weights are on the upper level (Eq. 8).
+        batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights pays; None if there is
+            none.
+        batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN.
+        split: setting of `layer`: the largest batch, with attention beside the cache if the lower level computes.
+        layer: busy seconds of the link and of each level for one layer (Eqs. 12 to 14).
+        layer_seconds: the longest of these.
+        bound_by: name of the longest of these.
     """
 
     model: str
@@ -88,17 +91,17 @@ def roofline_of(
     batch_size: int | None = None,
     micro_batch_size: int | None = None,
 ) -> RooflineReport:
-    """What bounds attention and FFN of a model's decode steps on a machine (MoE-Lightning, section 3).
+    """Compute the bounds of attention and FFN in decode steps of a model on a machine (MoE-Lightning, section 3).
 
     Args:
         model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
-        kv_dtypes: of the KV cache; by default what the model computes in, and int4.
+        kv_dtypes: dtypes of the KV cache; by default that of the model, and int4.
         context: tokens in the cache of each request.
-        batch_size: by default a small, a middling and a large one.
+        batch_size: by default 32, 512 and 4096.
         micro_batch_size: by default 128.
 
     Raises:
-        BadInput: model or machine are not there, a size is no size, or the machine lacks what it takes.
+        BadInput: the model or machine is unknown, a size is invalid, or the machine's description is insufficient.
     """
     config = find_shape(model)
     described = find_machine(machine)
@@ -157,7 +160,7 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """The paper's own setting; where nothing computes below, the cache stays in the upper memory."""
+    """The paper's setting; if the lower level has no processor, the cache stays in the upper memory."""
     computes = hierarchy.lower.peak > 0
     return Split(
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""Draws what the Hierarchical Roofline Model says: the pictures of MoE-Lightning's Figs. 4 and 5, side by side."""
+"""Draws the Hierarchical Roofline Model: MoE-Lightning's Figs. 4 and 5, side by side."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 UPPER, LOWER, LINK, KERNEL, MARK = "#1f5fa8", "#2e8b57", "#c0392b", "#e08a00", "#333333"
 LEFT, BELOW, SPARE = 0.4, 0.3, 3.0
-"""Room around what is drawn, as factors: to the left, below (where the vertical lines have their names), elsewhere."""
+"""Margins as factors: left, below (for the labels of vertical lines), and elsewhere."""
 
 
 def draw_roofline(report: RooflineReport, path: Path | str) -> None:
-    """Draw attention and FFN, each with the roofs of both levels and of the link, into a .png or .svg file.
+    """Draw attention and FFN, each with the roofs of both levels and of the link, to a .png or .svg file.
 
     Raises:
-        BadInput: the name has another ending, matplotlib is not installed, or the file cannot be written.
+        BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
     require_picture(path)
@@ -56,7 +56,7 @@ def _draw(report: RooflineReport) -> Figure:
 
 
 def _span(report: RooflineReport) -> tuple[float, float]:
-    """From which to which FLOP/byte both pictures reach: all intensities and turning points lie inside."""
+    """Range of FLOP/byte of both pictures, which includes all intensities and turning points."""
     hierarchy = report.hierarchy
     seen = [each.intensity.lower for each in (*report.attention, *report.ffn)]
     seen.append(report.upper_ffn.performance / hierarchy.upper.bandwidth)
@@ -98,7 +98,7 @@ def _roof(
 
 
 def _computations(axes: Axes, report: RooflineReport, computations: Sequence[Computation]) -> None:
-    """A vertical line for each, with what is attained by fetching and in place."""
+    """Draw a vertical line for each, with its performance when fetched and in place."""
     upper, lower = report.hierarchy.upper, report.hierarchy.lower
     for number, each in enumerate(computations):
         x = each.intensity.lower
@@ -143,7 +143,7 @@ def _first_turning_point(axes: Axes, report: RooflineReport) -> None:
 
 
 def _kernel(axes: Axes, report: RooflineReport, span: tuple[float, float]) -> None:
-    """What the upper level attains with a whole micro-batch, and where the link gives as much."""
+    """Draw the performance of a whole micro-batch on the upper level, and where the link sustains it."""
     performance = report.upper_ffn.performance
     label = (
         f"FFN of µ = {report.micro_batch_size} on {report.hierarchy.upper.name}: {format_flops(performance)}"

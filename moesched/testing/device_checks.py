@@ -135,6 +135,6 @@ def _check_lanes(name: str, recording: Recording) -> None:
     for each in sorted(recording.slices, key=lambda each: each.start):
         before = ends.get(each.lane, 0)
         assert before <= each.start <= each.end, (
-            f"{name}: {each.label} ran beside another task of {each.lane}"
+            f"{name}: {each.task.label} ran beside another task of {each.lane}"
         )
         ends[each.lane] = each.end

@@ -1,4 +1,4 @@
-"""Traces: what ran where and when, why, and at what rate; the same from both drivers."""
+"""Traces of runs: tasks, their lanes, times, dependencies and rates; the same for both drivers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moesched.trace.chrome_writer import TitledRun, write_side_by_side, write_tr
 from moesched.trace.critical import Hop, critical_path
 from moesched.trace.merging import merge_recordings
 from moesched.trace.recorder import LastSteps, Recorder
-from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice
+from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
 from moesched.trace.summary import KindUse, LaneUse, StepTime, Summary, summarize
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Slice",
     "StepTime",
     "Summary",
+    "TaskInfo",
     "TitledRun",
     "Trace",
     "check_trace",

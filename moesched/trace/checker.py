@@ -1,4 +1,4 @@
-"""Checks a trace without a browser: whether viewers will show all of it, and whether it is all there."""
+"""Checks that a trace file is complete and that viewers will show all of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moesched.errors import BadInput
 from moesched.trace.chrome_reader import (
     Event,
     SliceArgs,
+    TaskArgs,
     TraceFile,
     Track,
     decode_trace,
@@ -29,9 +30,9 @@ _TIMED = frozenset("XsfC")
 
 
 def check_trace(path: Path | str) -> list[str]:
-    """What is wrong with a trace, in words; empty for a good one.
+    """Return the problems of a trace in words; an empty list for a valid one.
 
-    Of each rule the first few violations are named and the others counted.
+    The first few violations of each rule are listed and the others counted.
     """
     path = Path(path)
     try:
@@ -43,7 +44,7 @@ def check_trace(path: Path | str) -> list[str]:
 
 
 def _problems(file: TraceFile) -> list[str]:
-    """All rules but that of the times, without which the others mean nothing."""
+    """Apply all rules except those of times, which the others rely on."""
     events = file.trace_events
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
@@ -80,22 +81,22 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Every track has a name and a place, integer tids stand in the order of the places."""
-    said = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
+    """Every track has a name and a sort index, and tids are in the order of sort indices."""
+    metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
-        if ("process_name", pid, -1) not in said:
+        if ("process_name", pid, -1) not in metadata:
             yield f"process {pid} has no process_name"
     for pid, tid in sorted({(event.pid, event.tid) for event in slices}):
         for name in ("thread_name", "thread_sort_index"):
-            if (name, pid, tid) not in said:
+            if (name, pid, tid) not in metadata:
                 yield f"track {tid} of process {pid} has no {name}"
-    places = [
+    order = [
         (_decoded(event).get("sort_index", -1), event.tid)
         for event in events
         if event.ph == "M" and event.name == "thread_sort_index"
     ]
-    if [tid for _, tid in sorted(places)] != sorted(tid for _, tid in places):
-        yield "tids do not stand in the order in which their tracks are shown"
+    if [tid for _, tid in sorted(order)] != sorted(tid for _, tid in order):
+        yield "tids are not in the order in which their tracks are shown"
 
 
 def _overlaps(slices: list[Event], tracks: dict[int, Track]) -> Iterator[str]:
@@ -107,7 +108,7 @@ def _overlaps(slices: list[Event], tracks: dict[int, Track]) -> Iterator[str]:
 
 
 def _flows(events: list[Event], slices: list[Event], tracks: dict[int, Track]) -> Iterator[str]:
-    """Both ends of every flow are there and lie in slices, the later end not before the earlier one."""
+    """Every flow has a start and an end, both within slices, and does not end before it starts."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -121,7 +122,7 @@ def _flows(events: list[Event], slices: list[Event], tracks: dict[int, Track]) -
             index = -1 if track is None else track.at(time)
             if index < 0 or slices[index].pid != event.pid:
                 end = "start" if event.ph == "s" else "end"
-                yield f"flow {event.id}: its {end} at {bytes(event.ts).decode()} on track {event.tid} lies in no slice"
+                yield f"flow {event.id}: its {end} at {bytes(event.ts).decode()} on track {event.tid} is in no slice"
             if event.ph == "f":
                 if event.bp != "e":
                     yield f'flow {event.id}: its end lacks "bp":"e", so that viewers draw no arrow'
@@ -140,7 +141,7 @@ def _counts(file: TraceFile, tasks: list[Event]) -> Iterator[str]:
 
 
 def _joins(events: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """Joins take no time, so none may be shown: their edges lead from and to real tasks."""
+    """Joins take no time, so they are expanded into edges between real tasks."""
     for event in tasks:
         if _decoded(event).get("type") == "Join":
             yield f"{event.name} at {bytes(event.ts).decode()} is a join that was not expanded"
@@ -158,10 +159,12 @@ def _joins(events: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 def _args(tasks: list[Event]) -> Iterator[str]:
     decode = msgspec.json.Decoder(SliceArgs).decode
+    decode_task = msgspec.json.Decoder(TaskArgs).decode
     seen: set[tuple[int, int]] = set()
     for event in tasks:
         try:
             task = decode(event.args).task
+            decode_task(event.args)
         except msgspec.DecodeError as error:
             yield f"{event.name} at {bytes(event.ts).decode()}: args: {error}"
             continue
@@ -171,18 +174,18 @@ def _args(tasks: list[Event]) -> Iterator[str]:
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """The critical path leads through slices that are there, the whole of each or what the hop before leaves of it."""
+    """The critical path consists of tasks' slices, each whole or without its overlap with the previous one."""
     spans = Counter((event.name, bytes(event.ts), bytes(event.dur)) for event in tasks)
     for event in path:
         whole = spans[event.name, bytes(event.ts), bytes(event.dur)]
         if not whole and not any(_ends_alike(event, task) for task in tasks if task.name == event.name):
-            yield f"critical path: {event.name} at {bytes(event.ts).decode()} is no task's slice"
+            yield f"critical path: {event.name} at {bytes(event.ts).decode()} is not the slice of a task"
     if tasks and not path:
         yield "the critical path is missing"
 
 
 def _ends_alike(event: Event, task: Event) -> bool:
-    """Whether an event is the last part of a task's slice."""
+    """Whether an event is the last part of a task's slice, or all of it."""
     start, since = nanoseconds(event.ts), nanoseconds(task.ts)
     return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 
@@ -196,7 +199,7 @@ def _counters(events: list[Event]) -> Iterator[str]:
 
 
 def _decoded(event: Event) -> dict[str, Any]:
-    """An event's args; empty where they are missing or no object."""
+    """Decode the args of an event; empty if they are missing or not an object."""
     try:
         args = msgspec.json.decode(event.args)
     except msgspec.DecodeError:

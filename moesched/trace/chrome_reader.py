@@ -1,4 +1,4 @@
-"""Reads traces back: the events as they stand in the file, and the recording that they show."""
+"""Reads trace files: their events, and the recording that they contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice
+from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _THREE_DECIMALS = re.compile(rb"\d+\.\d{3}")
@@ -21,7 +21,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class Event(msgspec.Struct, gc=False):
-    """One event as it stands in the file; `ts`, `dur` and `args` are kept as text."""
+    """An event of the file; `ts`, `dur` and `args` are left undecoded."""
 
     ph: str
     name: str = ""
@@ -35,31 +35,36 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NOTHING
 
 
-class SliceArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
-    """The args of a task's slice."""
+class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
+    """The args of a slice that describe its task, in the order of `TaskInfo`."""
 
-    task: int
-    step: int = -1
-    layer: int = -1
-    micro_batch: int = -1
-    expert: int = -1
     type: str = ""
     kind: str = ""
     resource: str = ""
-    pages: int = 0
-    nbytes: float = 0.0
+    layer: int = -1
+    micro_batch: int = -1
+    expert: int = -1
     flops: float = 0.0
+    nbytes: float = 0.0
+    pages: int = 0
+    link_class: int = 0
+
+
+class SliceArgs(msgspec.Struct, gc=False):
+    """The args of a slice that `Slice` holds itself."""
+
+    task: int
+    step: int = -1
     state: str = "done"
     ticket: int = -1
     line: str = ""
-    link_class: int = 0
     awaited_at: int = -1
     dispatch: int = 0
-    thought: int = -1
+    submit_delay: int = -1
 
 
 class OtherData(msgspec.Struct):
-    """What a trace says of itself."""
+    """Metadata in the header of a trace."""
 
     format: str
     tasks: int
@@ -75,7 +80,7 @@ class OtherData(msgspec.Struct):
 
 
 class TraceFile(msgspec.Struct):
-    """A trace file, decoded and otherwise unchecked."""
+    """A decoded trace file, not checked any further."""
 
     trace_events: list[Event] = msgspec.field(name="traceEvents")
     other_data: OtherData = msgspec.field(name="otherData")
@@ -92,17 +97,17 @@ class _CounterArgs(msgspec.Struct):
 
 
 class Trace(NamedTuple):
-    """A trace read back."""
+    """A recording that was read from a file, and its metadata."""
 
     recording: Recording
     about: About
 
 
 def read_trace(path: Path | str) -> Trace:
-    """The recording that a trace shows.
+    """Read a trace file.
 
     Raises:
-        BadInput: the file cannot be read, or is no trace of ours, or is damaged.
+        BadInput: the file cannot be read, was not written by moesched, or is damaged.
     """
     path = Path(path)
     file = decode_trace(read_bytes(path), path)
@@ -115,39 +120,39 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's bytes, unpacked where they are gzipped.
+    """Read a file, decompressing it if it is gzipped.
 
     Raises:
-        BadInput: it cannot be read or unpacked.
+        BadInput: it cannot be read or decompressed.
     """
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise BadInput(f"cannot read {path}: {reason}: name a file that --trace or --report wrote") from error
 
 
 def decode_trace(data: bytes, path: Path) -> TraceFile:
-    """The events of a trace file.
+    """Decode the events of a trace file.
 
     Raises:
-        BadInput: the bytes are no JSON, or neither a trace that moesched wrote nor several of them side by side.
+        BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
     """
     try:
         file = msgspec.json.decode(data, type=TraceFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no trace of moesched: {error}: write one with --trace") from error
+        raise BadInput(f"{path} is not a trace of moesched: {error}: write one with --trace") from error
     if file.other_data.format not in (FORMAT, SIDE_BY_SIDE):
         raise BadInput(f"{path}: its format is {file.other_data.format!r}, not {FORMAT!r}: record it again")
     return file
 
 
 def nanoseconds(text: msgspec.Raw) -> int:
-    """A time of the file in nanoseconds, exactly.
+    """Convert a time of the file, in microseconds, to nanoseconds.
 
     Raises:
-        ValueError: it is no number with three decimals.
+        ValueError: it is not a number with three decimals.
     """
     digits = bytes(text)
     if not _THREE_DECIMALS.fullmatch(digits):
@@ -158,22 +163,22 @@ def nanoseconds(text: msgspec.Raw) -> int:
 
 
 class Track:
-    """The slices of one track in order of their starts, to find the one that lies at a time."""
+    """The slices of one track, in order of start, searchable by time."""
 
     def __init__(self, spans: list[tuple[int, int, int]]) -> None:
         self.spans = sorted(spans)
         self._starts = [start for start, _, _ in self.spans]
 
     def at(self, time: int) -> int:
-        """The index of the slice at a time, -1 where there is none; a slice holds its start but not its end."""
-        place = bisect_right(self._starts, time) - 1
-        if place < 0 or time >= self.spans[place][1]:
+        """Return the index of the slice at a time, -1 for none; slices include their start but not their end."""
+        position = bisect_right(self._starts, time) - 1
+        if position < 0 or time >= self.spans[position][1]:
             return -1
-        return self.spans[place][2]
+        return self.spans[position][2]
 
 
 def tracks_of(slices: list[Event]) -> dict[int, Track]:
-    """Tracks by their tids; a slice's index is its place in `slices`."""
+    """Build the tracks by their tids, with indices into `slices`."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for index, event in enumerate(slices):
         start = nanoseconds(event.ts)
@@ -182,7 +187,7 @@ def tracks_of(slices: list[Event]) -> dict[int, Track]:
 
 
 def trace_of(file: TraceFile) -> Trace:
-    """The recording that a decoded file shows; raises LookupError or ValueError where it is damaged."""
+    """Convert a decoded file; raises LookupError or ValueError if it is damaged."""
     events = file.trace_events
     named = [
         (event, msgspec.json.decode(event.args, type=_NameArgs))
@@ -206,38 +211,19 @@ def trace_of(file: TraceFile) -> Trace:
 
 
 def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
-    decode = msgspec.json.Decoder(SliceArgs).decode
+    decode_task = msgspec.json.Decoder(TaskArgs).decode
+    decode_slice = msgspec.json.Decoder(SliceArgs).decode
+    known: dict[tuple[Any, ...], TaskInfo] = {}
     slices = []
     for event in tasks:
         start = nanoseconds(event.ts)
-        args = decode(event.args)
-        slices.append(
-            Slice(
-                args.task,
-                lanes[event.tid],
-                event.name,
-                event.cat,
-                args.type,
-                args.kind,
-                args.resource,
-                args.step,
-                args.layer,
-                args.micro_batch,
-                args.expert,
-                start,
-                start + nanoseconds(event.dur),
-                args.flops,
-                args.nbytes,
-                args.pages,
-                args.ticket,
-                args.state,
-                args.line,
-                args.link_class,
-                args.awaited_at,
-                args.dispatch,
-                args.thought,
-            )
-        )
+        description = (event.name, event.cat, *msgspec.structs.astuple(decode_task(event.args)))
+        task = known.get(description)
+        if task is None:
+            task = known[description] = TaskInfo(*description)
+        number, step, *others = msgspec.structs.astuple(decode_slice(event.args))
+        end = start + nanoseconds(event.dur)
+        slices.append(Slice(number, lanes[event.tid], task, step, start, end, *others))
     return slices
 
 

@@ -1,9 +1,8 @@
 """Writes a recording as Chrome Trace Event JSON, which ui.perfetto.dev and vizviewer show.
 
-One track per lane, one process per rank, edges as arrows, memories as counters, and the critical path as a track of
-its own, since arrows show for selected slices only. Times are microseconds with exactly three decimals: anything else
-makes viewers drop slices that touch. Several runs may stand in one file, each a process of its own, to be looked at
-side by side.
+Each lane is a track and each rank a process; edges are arrows and memories counters. The critical path has a track of
+its own, since viewers show arrows only for selected slices. Times are microseconds with exactly three decimals: with
+anything else, viewers drop adjacent slices. A file may hold several runs for comparison, each as a process of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from moesched.trace.critical import critical_path
-from moesched.trace.recording import About, LaneName, Recording, Slice
+from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 from moesched.trace.whole_file import whole_file
 
-FORMAT = "moesched trace 1"
+FORMAT = "moesched trace 2"
 SIDE_BY_SIDE = "moesched traces side by side 1"
 CRITICAL_PATH = "critical path"
 CRITICAL_PID = 1
@@ -33,15 +32,15 @@ _EVENTS_PER_WRITE = 10_000
 
 
 class _Shown(NamedTuple):
-    """A run as the file shows it.
+    """A run and its position in the file.
 
     Attributes:
-        title: what its tracks are called besides, where there are several runs.
-        shift: nanoseconds by which it is shown later than it was.
-        pid: of its first rank.
-        critical_tid: of its critical path.
-        lane_tid: of its first lane.
-        flow: the number before that of its first edge.
+        title: prefix of the names of its tracks; empty for a single run.
+        shift: nanoseconds that are added to its times.
+        pid: pid of its first rank.
+        critical_tid: tid of its critical path.
+        lane_tid: tid of its first lane.
+        flow: number of edges before its own.
     """
 
     recording: Recording
@@ -55,7 +54,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """Where the events of each lane go."""
+        """The pid and tid of each lane, as JSON."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)
@@ -63,7 +62,7 @@ class _Shown(NamedTuple):
 
 
 class TitledRun(NamedTuple):
-    """One of several runs in a trace."""
+    """A run, with the title that distinguishes it from others in the same trace."""
 
     title: str
     recording: Recording
@@ -71,7 +70,7 @@ class TitledRun(NamedTuple):
 
 
 def write_trace(path: Path | str, recording: Recording, about: About) -> None:
-    """Write a trace; gzipped only when the name ends in .gz.
+    """Write a trace, gzipped if the name ends in .gz.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -82,9 +81,9 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
 
 
 def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
-    """Write several runs as one trace, each a process, moved so that their decoding starts together.
+    """Write several runs as one trace, each as a process, shifted so that decode starts at the same time.
 
-    Runs without a decode step in common start their first common step together.
+    Without a common decode step, the first common step starts at the same time.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -102,7 +101,7 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
 
 
 def _shifts(runs: Sequence[TitledRun]) -> list[int]:
-    """By how many nanoseconds each run is moved; the first step of a run of which only the end is known may be cut."""
+    """Nanoseconds by which each run is shifted; the first step of a trimmed run may be incomplete and is ignored."""
     starts = []
     for run in runs:
         steps = summarize(run.recording).steps
@@ -133,7 +132,7 @@ def _write_file(path: Path, other: dict[str, Any], runs: Sequence[_Shown]) -> No
 
 
 def microseconds(nanoseconds: int) -> str:
-    """Nanoseconds as microseconds with exactly three decimals, such as "12.034"."""
+    """Format nanoseconds as microseconds with exactly three decimals, such as "12.034"."""
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
 
 
@@ -192,28 +191,16 @@ def _metadata(event: str, pid: int, tid: int, **args: str | int) -> str:
 
 def _slices(run: _Shown) -> Iterator[str]:
     tracks, shift = run.tracks, run.shift
-    known: dict[tuple[object, ...], tuple[str, str]] = {}
+    known: dict[tuple[int, LaneName], tuple[str, str]] = {}
     lines: dict[str, str] = {"": ""}
     for each in run.recording.slices:
         start, end = each.start + shift, each.end + shift
-        nbytes, flops, line = each.nbytes, each.flops, each.line
-        same = (
-            each.lane,
-            each.label,
-            each.type,
-            each.kind,
-            each.resource,
-            each.layer,
-            each.micro_batch,
-            each.expert,
-            nbytes,
-            flops,
-            each.pages,
-            each.link_class,
-        )
-        parts = known.get(same)
+        task, line = each.task, each.line
+        nbytes, flops = task.nbytes, task.flops
+        key = (id(task), each.lane)
+        parts = known.get(key)
         if parts is None:
-            parts = known[same] = (_head(each, tracks[each.lane]), _what(each))
+            parts = known[key] = (_head(task, tracks[each.lane]), _description(task))
         at = lines.get(line)
         if at is None:
             at = lines[line] = f',"line":{json.dumps(line)}'
@@ -227,40 +214,40 @@ def _slices(run: _Shown) -> Iterator[str]:
             rates += f',"awaited_at":{each.awaited_at}'
         if each.dispatch:
             rates += f',"dispatch":{each.dispatch}'
-        if each.thought >= 0:
-            rates += f',"thought":{each.thought}'
+        if each.submit_delay >= 0:
+            rates += f',"submit_delay":{each.submit_delay}'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'
         )
 
 
-def _head(each: Slice, track: str) -> str:
-    return f'{{"ph":"X",{track},"name":{json.dumps(each.label)},"cat":{json.dumps(each.verb)},'
+def _head(task: TaskInfo, track: str) -> str:
+    return f'{{"ph":"X",{track},"name":{json.dumps(task.label)},"cat":{json.dumps(task.verb)},'
 
 
-def _what(each: Slice) -> str:
-    numbers = {"layer": each.layer, "micro_batch": each.micro_batch, "expert": each.expert}
+def _description(task: TaskInfo) -> str:
+    numbers = {"layer": task.layer, "micro_batch": task.micro_batch, "expert": task.expert}
     args: dict[str, object] = {name: number for name, number in numbers.items() if number >= 0}
-    args |= {"type": each.type, "kind": each.kind, "resource": each.resource}
-    if each.pages:
-        args["pages"] = each.pages
-    if each.link_class:
-        args["link_class"] = each.link_class
-    if each.nbytes:
-        args["bytes"] = _plain(each.nbytes)
-    if each.flops:
-        args["flops"] = _plain(each.flops)
+    args |= {"type": task.type, "kind": task.kind, "resource": task.resource}
+    if task.pages:
+        args["pages"] = task.pages
+    if task.link_class:
+        args["link_class"] = task.link_class
+    if task.nbytes:
+        args["bytes"] = _plain(task.nbytes)
+    if task.flops:
+        args["flops"] = _plain(task.flops)
     return "," + json.dumps(args, separators=(",", ":"))[1:-1]
 
 
 def _plain(number: float) -> float:
-    """An integer where it is one: readers should not see 4096.0 bytes."""
+    """Convert whole numbers to int, so that files do not say 4096.0 bytes."""
     return int(number) if number == int(number) else number
 
 
 def _flows(run: _Shown) -> Iterator[str]:
-    """An arrow starts in the last nanosecond of the producing slice: at its end, it would hang on the next one."""
+    """Yield arrows; each starts in the last nanosecond of the producer, as its end belongs to the next slice."""
     recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []
     lasts = []
@@ -279,7 +266,7 @@ def _flows(run: _Shown) -> Iterator[str]:
 def _critical(run: _Shown) -> Iterator[str]:
     free = 0
     for each, why, gap in critical_path(run.recording):
-        # Parts of a collective on two ranks overlap where one came late.
+        # Parts of a collective on two ranks overlap if one started late.
         start = max(each.start + run.shift, free)
         if start >= each.end + run.shift:
             continue
@@ -292,8 +279,8 @@ def _critical(run: _Shown) -> Iterator[str]:
             "gap_us": gap / 1000,
         }
         yield (
-            f'{{"ph":"X","pid":{CRITICAL_PID},"tid":{run.critical_tid},"name":{json.dumps(each.label)},'
-            f'"cat":{json.dumps(each.verb)},"ts":{microseconds(start)},"dur":{microseconds(free - start)},'
+            f'{{"ph":"X","pid":{CRITICAL_PID},"tid":{run.critical_tid},"name":{json.dumps(each.task.label)},'
+            f'"cat":{json.dumps(each.task.verb)},"ts":{microseconds(start)},"dur":{microseconds(free - start)},'
             f'"args":{json.dumps(args)}}}'
         )
 

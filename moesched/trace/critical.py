@@ -1,4 +1,4 @@
-"""The critical path: why the run ended when it did, task by task, from its end back to its start."""
+"""The critical path: the chain of tasks that determined the end of a run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ class Hop(NamedTuple):
     """One task of the critical path.
 
     Attributes:
-        task: its slice.
-        why: what it waited for last: an edge from the hop before ("data"), its lane being taken by it ("lane"), or
-            another rank's part of a collective, which in turn waited for that hop ("rank"); "start" for the first hop.
-        gap: nanoseconds between the end of the hop before (or the recording's start) and its start, in which nothing
-            held it but the policy or the driver.
+        why: its last wait for the previous hop: an edge from it ("data"), its lane being occupied by it ("lane"), or
+            another rank's part of a collective, which waited for it ("rank"); "start" for the first hop.
+        gap: nanoseconds from the end of the previous hop (or the start of the recording) to its own start, spent in
+            the policy or the driver.
     """
 
-    task: Slice
+    slice: Slice
     why: Why
     gap: int
 
 
 def critical_path(recording: Recording) -> list[Hop]:
-    """From the task that ended last, back through the predecessor that ended last; the earliest hop comes first."""
+    """Follow the predecessors that ended last, from the task that ended last; returned in order of time."""
     slices = recording.slices
     if not slices:
         return []
@@ -39,7 +38,7 @@ def critical_path(recording: Recording) -> list[Hop]:
         latest = -1
         why: Why = "start"
         for candidate, reason in _predecessors(recording, index, before, parts):
-            # An index never grows along the way back, so the walk ends whatever a clock did.
+            # Indices only decrease on the way back, so the walk ends even if clocks were wrong.
             if candidate < index and (latest < 0 or slices[candidate].end > slices[latest].end):
                 latest, why = candidate, reason
         since = slices[latest].end if latest >= 0 else recording.start
@@ -52,7 +51,7 @@ def critical_path(recording: Recording) -> list[Hop]:
 def _predecessors(
     recording: Recording, index: int, before: list[int], parts: dict[int, list[int]]
 ) -> Iterator[tuple[int, Why]]:
-    """What a slice waited for, data first, so that data is named where lane and data ended together."""
+    """Yield the slices that a slice waited for; data first, so that it is preferred if lane and data end together."""
     for producer in recording.producers[index]:
         yield producer, "data"
     if before[index] >= 0:

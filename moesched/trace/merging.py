@@ -1,4 +1,4 @@
-"""Recordings of several nodes as one, on one clock."""
+"""Merges the recordings of several nodes on a common clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moesched.trace.recording import LaneName, Recording
 
 
 def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, int]) -> Recording:
-    """What all nodes recorded, each lane under its node's rank; time 0 is when the first of them began.
+    """Merge recordings, each lane under its node's rank; time 0 is the earliest start.
 
     Args:
-        recordings: by rank; each is of one engine, and knows by its `origin` what its node's clock said when it began.
-        ahead: by how many nanoseconds each node's clock is ahead of a common one; those that are not in it are on time.
+        recordings: recordings by rank, each of one engine; `origin` is the start of each on its node's clock.
+        ahead: nanoseconds by which each node's clock is ahead of the common one; 0 for those not listed.
     """
     starts = {rank: each.origin - ahead.get(rank, 0) for rank, each in recordings.items()}
     first = min(starts.values())
@@ -25,9 +25,9 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
             for rank, recording in recordings.items()
             for index, each in enumerate(recording.slices)
         ),
-        key=lambda where: where[2],
+        key=lambda each: each[2],
     )
-    places = {(rank, index): place for place, (rank, index, _) in enumerate(found)}
+    positions = {(rank, index): position for position, (rank, index, _) in enumerate(found)}
     merged = Recording(
         [LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.lanes],
         [],
@@ -47,5 +47,5 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         each = recording.slices[index]
         lane = LaneName(rank, each.lane.name)
         merged.slices.append(replace(each, lane=lane, start=each.start + shifts[rank], end=end))
-        merged.producers.append(tuple(places[rank, producer] for producer in recording.producers[index]))
+        merged.producers.append(tuple(positions[rank, producer] for producer in recording.producers[index]))
     return merged

@@ -1,7 +1,7 @@
-"""Recorders: observers that keep the tasks that ran, all of them or those of the last steps.
+"""Recorders: observers that keep all tasks that ran, or those of the last steps.
 
-Keeping a task is one list append, since a virtual driver ends hundreds of thousands of them in a second; everything
-else is worked out when the recording is asked for.
+Keeping a task is a single list append, since the virtual driver finishes hundreds of thousands of tasks per second;
+everything else is computed when the recording is requested.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
 from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
-from moesched.trace.recording import LaneName, MemorySample, Recording, Slice
+from moesched.trace.recording import LaneName, MemorySample, Recording, Slice, TaskInfo
 
 if TYPE_CHECKING:
     from moesched.drivers.replay import Timeline
 
 
 class HasPeak(Protocol):
-    """A memory's ledger, as far as a trace needs it."""
+    """The part of a memory's ledger that traces need."""
 
     @property
     def peak(self) -> int:
-        """The most bytes that were taken of it."""
+        """The most bytes that were reserved at a time."""
 
 
 class _Rank:
-    """What a recorder knows of one rank: its lanes, its joins, what its policy awaited and how long it thought, its
-    memories, and slots filled before the first task.
-    """
+    """Data of one rank: lanes, joins, awaited tasks, submit delays, memories, and slots filled by dropped tasks."""
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak]) -> None:
         self.lanes = engine.lanes
@@ -43,11 +41,11 @@ class _Rank:
         engine.submit_delays = self.submit_delays
 
 
-class _Watcher:
-    """What all recorders share: the ranks that they watch.
+class _RankRecorder:
+    """Base of recorders: keeps the data of the ranks that it watches.
 
     Attributes:
-        origin: what the driver's clock said at time 0; nanoseconds.
+        origin: time of the driver's clock at time 0, in nanoseconds.
     """
 
     def __init__(self) -> None:
@@ -56,15 +54,15 @@ class _Watcher:
         self._rank_of: dict[Lane, int] = {}
 
     def watch(self, engine: Engine, memories: Mapping[str, HasPeak] | None = None) -> None:
-        """Record the next rank: its lanes, its joins, what its memories hold. Call it before the engine runs."""
+        """Record the next rank, with its lanes, joins and memories. Call it before the engine runs."""
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
         self._ranks.append(_Rank(engine, memories or {}))
 
 
-class Recorder(_Watcher):
+class Recorder(_RankRecorder):
     """Keeps every task that ran.
 
-    Have it `watch` every rank's engine, and give it to the driver as an observer.
+    Call `watch` with the engine of every rank, and pass the recorder to the driver as an observer.
     """
 
     def __init__(self) -> None:
@@ -75,23 +73,23 @@ class Recorder(_Watcher):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """Told of each task that ran: the bare append of a list."""
+        """The callback for finished tasks: the append method of a list."""
         return self._append
 
     def replayed(self, timeline: Timeline) -> None:
-        """Told of a replayed run, whose tasks are made only if somebody wants the recording."""
+        """Add a replayed run; its tasks are created only when the recording is requested."""
         self._replayed.append(timeline.tasks)
 
     def recording(self) -> Recording:
-        """What ran so far."""
+        """Return the recording of the tasks that ran so far."""
         tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
         return _record(tasks, self._ranks, self.origin, trimmed=False)
 
 
-class LastSteps(_Watcher):
-    """Keeps the tasks of the last `steps` steps, for runs too long to keep whole; loading counts as a step.
+class LastSteps(_RankRecorder):
+    """Keeps the tasks of the last `steps` steps, for long runs; loading counts as a step.
 
-    Used like a Recorder.
+    It is used like `Recorder`.
     """
 
     def __init__(self, steps: int) -> None:
@@ -103,7 +101,7 @@ class LastSteps(_Watcher):
         self._first: int | None = None
 
     def ended(self, task: Task) -> None:
-        """Told of each task that ran."""
+        """Keep a finished task."""
         tasks = self._steps.get(task.step)
         if tasks is not None:
             tasks.append(task)
@@ -115,7 +113,7 @@ class LastSteps(_Watcher):
                 self._trim()
 
     def recording(self) -> Recording:
-        """What ran in the last steps."""
+        """Return the recording of the last steps."""
         tasks = [task for kept in self._steps.values() for task in kept]
         return _record(tasks, self._ranks, self.origin, trimmed=self._first is not None)
 
@@ -123,15 +121,15 @@ class LastSteps(_Watcher):
         self._forget(self._steps.pop(min(self._steps)))
         self._first = min(self._steps)
         for number, rank in enumerate(self._ranks):
-            # Steps are submitted one after another, so the earliest task that is kept is one of the first step's.
+            # Steps are submitted one after another, so the earliest kept task belongs to the first kept step.
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
-            if ids:  # a join before all kept tasks stands for none of them
+            if ids:  # joins before all kept tasks depend on none of them
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
-                for noted in (rank.awaits, rank.submit_delays):
-                    noted[:] = [each for each in noted if each[0] >= min(ids)]
+                for pairs in (rank.awaits, rank.submit_delays):
+                    pairs[:] = [each for each in pairs if each[0] >= min(ids)]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Of a task that is not kept, only the slots that it filled are remembered."""
+        """Drop tasks, remembering only the slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)
@@ -140,7 +138,7 @@ class LastSteps(_Watcher):
 def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimmed: bool) -> Recording:
     joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
     replayed = [task for task in tasks if isinstance(task, Join)]
-    if replayed:  # a replay, of which there is one rank, tells of joins as of all else
+    if replayed:  # a replay has one rank, and its joins are among its tasks
         joins = [replayed]
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
@@ -162,50 +160,58 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
 
 
 def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice]:
-    labels: dict[tuple[str, int, int, int], str] = {}
+    known: dict[tuple[object, ...], TaskInfo] = {}
     lines: dict[tuple[int, int], str] = {}
     slices = []
     for task in tasks:
-        about = (task.verb, task.layer, task.micro_batch, task.expert)
-        label = labels.get(about)
-        if label is None:
-            label = labels[about] = task.label
+        pages, transfer_class = (
+            (len(task.pages), link_class(task.key)) if isinstance(task, PageTransfer) else (0, 0)
+        )
+        about = (task.verb, task.layer, task.micro_batch, task.expert, id(task.work), pages, transfer_class)
+        info = known.get(about)
+        if info is None:
+            info = known[about] = _task_info(task, pages, transfer_class)
         place = (id(task.code), task.instruction)
         line = lines.get(place)
         if line is None:
             line = lines[place] = task.line
-        cls = type(task)
-        work = task.work
         slices.append(
             Slice(
                 task.id,
                 lanes[task.lane],
-                label,
-                task.verb,
-                cls.__name__,
-                work.kind,
-                work.resource,
+                info,
                 task.step,
-                task.layer,
-                task.micro_batch,
-                task.expert,
                 task.start,
                 max(task.end, task.start + 1),  # viewers lose the arrows of a slice without length
-                work.flops,
-                work.nbytes,
-                len(task.pages) if isinstance(task, PageTransfer) else 0,
-                task.ticket if isinstance(task, Collective) else -1,
                 STATE_NAMES[task.state],
+                task.ticket if isinstance(task, Collective) else -1,
                 line,
-                link_class(task.key) if isinstance(task, PageTransfer) else 0,
                 dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
             )
         )
     return slices
 
 
+def _task_info(task: Task, pages: int, transfer_class: int) -> TaskInfo:
+    work = task.work
+    return TaskInfo(
+        task.label,
+        task.verb,
+        type(task).__name__,
+        work.kind,
+        work.resource,
+        task.layer,
+        task.micro_batch,
+        task.expert,
+        work.flops,
+        work.nbytes,
+        pages,
+        transfer_class,
+    )
+
+
 class _Numbers:
-    """The recorded tasks of one rank by their ids, as indices, with every join replaced by what it stands for."""
+    """Indices of the recorded tasks of one rank by task id; a join maps to the tasks that it depends on."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, int] = {}
@@ -215,11 +221,11 @@ class _Numbers:
         self._tasks[task.id] = index
 
     def join(self, join: Join) -> None:
-        """Joins come in program order, so that a join of joins comes after them."""
+        """Add a join; joins are added in program order, so that a join of joins follows them."""
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Indices of the recorded tasks behind some ids, each once; without those of tasks that were not recorded."""
+        """Return the indices of the recorded tasks behind these ids, without duplicates and unrecorded tasks."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))
@@ -237,7 +243,7 @@ class _Numbers:
 def _numbers(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
 ) -> list[_Numbers]:
-    """One for each rank."""
+    """Number the tasks of each rank."""
     numbers = [_Numbers() for _ in joins]
     for index, task in enumerate(tasks):
         numbers[lanes[task.lane].rank].add(task, index)
@@ -248,19 +254,19 @@ def _numbers(
 
 
 def _note_policies(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
-    for rank, of_rank in zip(ranks, numbers, strict=False):  # a replay tells of one rank
+    for rank, of_rank in zip(ranks, numbers, strict=False):  # a replay has one rank
         for task, submitted in rank.awaits:
             for index in of_rank.of((task,)):
                 slices[index].awaited_at = submitted
         for task, nanoseconds in rank.submit_delays:
             for index in of_rank.of((task,)):
-                slices[index].thought = nanoseconds
+                slices[index].submit_delay = nanoseconds
 
 
 def _memory(
     tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[_Rank], start: int, end: int
 ) -> list[MemorySample]:
-    """A sample of every memory at the start, whenever a transfer into an empty slot starts, and at the end."""
+    """Sample every memory at the start, at the start of each transfer into an empty slot, and at the end."""
     filled = [set(rank.filled) for rank in ranks]
     held = [dict.fromkeys(rank.memories, 0) for rank in ranks]
     for totals, slots in zip(held, filled, strict=True):

@@ -1,6 +1,6 @@
-"""A recording: the tasks that ran as plain values, who waited for whom, and what memories held.
+"""Recordings: the tasks of a run as plain values, their dependencies, and the contents of memories.
 
-Recorders make it from tasks, the reader makes it from a file; the writer and all analysis start from it.
+Recorders build them from tasks and the reader from a file; the writer and all analysis take them as input.
 """
 
 from __future__ import annotations
@@ -17,51 +17,63 @@ class LaneName(NamedTuple):
     name: str
 
 
-class Slice(msgspec.Struct, gc=False):
-    """One task that ran. Times are integer nanoseconds since the run's start; -1 is "none" for what it is about.
+class TaskInfo(msgspec.Struct, frozen=True, gc=False):
+    """Description of a task; equal tasks of different steps may share one.
 
     Attributes:
-        id: the task's number on its rank, in program order.
-        type: the kind of task, such as "PageTransfer".
+        type: the class of the task, such as "PageTransfer".
         kind: the kind of operation, as cost tables name it.
-        pages: how many weight pages it moved.
-        ticket: which collective it is a part of, -1 if none.
-        state: "done" or "failed".
-        line: the policy line that submitted it, as file:line.
-        link_class: the class of a transfer on a ready-first lane; a lower one goes first.
-        awaited_at: how many tasks had been submitted when the policy had to wait for it; -1 where it never had to.
-        dispatch: how long its lane had it before it started: its thread had to hear of it and wake up.
-        thought: how long the policy took to submit it while its lane lay idle for it: since the end of what it awaited
-            last, or since the task before this one that has such a time; -1 where nothing waited for the policy.
+        resource: the processor or link that it uses.
+        layer, micro_batch, expert: -1 for none.
+        pages: the number of weight pages that it moves.
+        link_class: the class of a transfer on a ready-first lane; lower classes go first.
     """
 
-    id: int
-    lane: LaneName
     label: str
     verb: str
     type: str
     kind: str
     resource: str
+    layer: int = -1
+    micro_batch: int = -1
+    expert: int = -1
+    flops: float = 0.0
+    nbytes: float = 0.0
+    pages: int = 0
+    link_class: int = 0
+
+
+class Slice(msgspec.Struct, gc=False):
+    """A task that ran on a lane. Times are integer nanoseconds since the start of the run.
+
+    Attributes:
+        id: number of the task on its rank, in program order.
+        step: -1 for loading, 0 for prefill.
+        state: "done" or "failed".
+        ticket: number of the collective that it is a part of, -1 if none.
+        line: the line of the policy that submitted it, as file:line.
+        awaited_at: number of tasks submitted before the policy had to wait for this one; -1 if it never had to.
+        dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
+        submit_delay: time in which the lane was idle until the policy submitted the task, counted from the end of the
+            task that the policy awaited last, or from the previous such submission; -1 if the lane was not idle.
+    """
+
+    id: int
+    lane: LaneName
+    task: TaskInfo
     step: int
-    layer: int
-    micro_batch: int
-    expert: int
     start: int
     end: int
-    flops: float
-    nbytes: float
-    pages: int = 0
-    ticket: int = -1
     state: str = "done"
+    ticket: int = -1
     line: str = ""
-    link_class: int = 0
     awaited_at: int = -1
     dispatch: int = 0
-    thought: int = -1
+    submit_delay: int = -1
 
 
 class MemorySample(NamedTuple):
-    """One memory at one time: bytes that the plan took of it, and bytes of those in which pages lie."""
+    """Bytes of one memory at one time: those reserved by the plan, and those of them that hold pages."""
 
     rank: int
     memory: str
@@ -71,15 +83,15 @@ class MemorySample(NamedTuple):
 
 
 class Recording(msgspec.Struct):
-    """What happened, in order of the tasks' ends.
+    """The tasks of a run, in order of their ends.
 
     Attributes:
-        lanes: every lane in the order of display, idle ones too.
-        producers: for each slice, the indices of those slices that its task waited for; joins are expanded.
-        trimmed: whether earlier steps ran that are not in it.
-        joins: how many joins the edges were expanded through.
-        in_order: the lanes that issue their tasks as submitted; the others take whichever is ready.
-        origin: what the driver's clock said at time 0; nanoseconds.
+        lanes: all lanes in order of display, including idle ones.
+        producers: for each slice, the indices of the slices that its task depends on; joins are expanded.
+        trimmed: whether earlier steps were dropped.
+        joins: number of joins that were expanded.
+        in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
+        origin: time of the driver's clock at time 0, in nanoseconds.
     """
 
     lanes: list[LaneName]
@@ -93,37 +105,36 @@ class Recording(msgspec.Struct):
 
     @property
     def edges(self) -> int:
-        """How many pairs of slices are joined by an edge."""
+        """Number of dependencies between slices."""
         return sum(map(len, self.producers))
 
     @property
     def start(self) -> int:
-        """When it begins: the run's start, or the first start that was kept."""
+        """Start of the run; for a trimmed recording, of its first slice."""
         if not self.trimmed or not self.slices:
             return 0
         return min(each.start for each in self.slices)
 
     @property
     def end(self) -> int:
-        """The last end of a task."""
+        """Latest end of a task."""
         return max((each.end for each in self.slices), default=0)
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """How one node's clock was brought into line; nanoseconds."""
+    """Correction of one node's clock, in nanoseconds: its lead, which was subtracted, and the error bound."""
 
     ahead: int
     error: int
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording is of.
+    """Metadata of a recording.
 
     Attributes:
         driver: "virtual" predicts, "realtime" measures.
-        plan: the sizes that the policy chose, as JSON can hold them.
-        clocks: of several nodes, by rank: by how much its clock was ahead of the one that the times are by, and how
-            wrong that may be; it was taken off.
+        plan: sizes that the policy chose, as JSON values.
+        clocks: corrections of the clocks of several nodes, by rank.
     """
 
     driver: Literal["virtual", "realtime"]

@@ -1,4 +1,4 @@
-"""A recording in figures: lanes, kinds of task, steps. What reports, comparisons and benchmarks print."""
+"""Summary of a recording by lane, kind of task and step, for reports, comparisons and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moesched.trace.recording import LaneName, Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One lane after loading. `utilization` is its share of that time in which it was busy."""
+    """Use of one lane after loading; `utilization` is the share of that time in which it was busy."""
 
     rank: int
     lane: str
@@ -20,7 +20,7 @@ class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KindUse(msgspec.Struct, frozen=True, kw_only=True):
-    """All tasks of one verb on one lane name, loading included; rates are while they ran."""
+    """All tasks of one verb on lanes of one name, including loading; rates are per busy second."""
 
     kind: str
     lane: str
@@ -33,7 +33,7 @@ class KindUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, from the end of the one before to its last sample, in seconds since the run's start.
+    """Time of one step, from the end of the previous one to its last sample, in seconds since the run's start.
 
     Step -1 is loading, 0 the prefill.
     """
@@ -44,12 +44,12 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the step."""
         return self.end - self.start
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording adds up to. `seconds` is from its first moment to its last task's end."""
+    """Totals of a recording; `seconds` lasts from its start to the end of its last task."""
 
     seconds: float
     tasks: int
@@ -63,14 +63,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(recording: Recording) -> Summary:
-    """Add a recording up."""
+    """Summarise a recording."""
     steps = _steps(recording)
     return Summary(
         seconds=(recording.end - recording.start) / 1e9,
         tasks=len(recording.slices),
         edges=recording.edges,
         failed=sum(each.state == "failed" for each in recording.slices),
-        nbytes_moved=sum(each.nbytes for each in recording.slices if each.type == "PageTransfer"),
+        nbytes_moved=sum(each.task.nbytes for each in recording.slices if each.task.type == "PageTransfer"),
         lanes=_lanes(recording, steps),
         kinds=_kinds(recording),
         steps=steps,
@@ -79,13 +79,13 @@ def summarize(recording: Recording) -> Summary:
 
 
 def lane_title(lane: LaneName | LaneUse, ranks: int) -> str:
-    """A lane's name, with its rank where there are several."""
+    """Name of a lane, with its rank if there are several."""
     name = lane.name if isinstance(lane, LaneName) else lane.lane
     return f"rank {lane.rank} {name}" if ranks > 1 else name
 
 
 class _Sum:
-    """Tasks, nanoseconds, bytes and FLOPs of some slices."""
+    """Sums of the tasks, nanoseconds, bytes and FLOPs of slices."""
 
     __slots__ = ("flops", "nanoseconds", "nbytes", "tasks")
 
@@ -98,12 +98,12 @@ class _Sum:
     def add(self, each: Slice) -> None:
         self.tasks += 1
         self.nanoseconds += each.end - each.start
-        self.nbytes += each.nbytes
-        self.flops += each.flops
+        self.nbytes += each.task.nbytes
+        self.flops += each.task.flops
 
 
 def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
-    """Loading counts for nothing here, unless there is nothing else."""
+    """Use of lanes without loading, unless there is nothing else."""
     only_loading = all(each.step < 0 for each in recording.slices)
     loaded = next((step.end for step in steps if step.step < 0 and not only_loading), recording.start / 1e9)
     window = recording.end / 1e9 - loaded
@@ -128,7 +128,7 @@ def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
 def _kinds(recording: Recording) -> list[KindUse]:
     sums: dict[tuple[str, str], _Sum] = {}
     for each in recording.slices:
-        key = (each.verb, each.lane.name)
+        key = (each.task.verb, each.lane.name)
         if key not in sums:
             sums[key] = _Sum()
         sums[key].add(each)
@@ -148,7 +148,7 @@ def _kinds(recording: Recording) -> list[KindUse]:
 
 
 def _steps(recording: Recording) -> list[StepTime]:
-    """A step ends with its last sample; transfers that it submitted for the next one may end later."""
+    """Times of steps: each ends with its last sample, though transfers for the next one may end later."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     sampled: dict[int, int] = {}
@@ -156,7 +156,7 @@ def _steps(recording: Recording) -> list[StepTime]:
         step = each.step
         first[step] = min(first.get(step, each.start), each.start)
         last[step] = max(last.get(step, 0), each.end)
-        if each.verb == "sample":
+        if each.task.verb == "sample":
             sampled[step] = max(sampled.get(step, 0), each.end)
     times: list[StepTime] = []
     begin = None if recording.trimmed else recording.start
@@ -168,7 +168,7 @@ def _steps(recording: Recording) -> list[StepTime]:
 
 
 def _peaks(recording: Recording) -> dict[str, int]:
-    """The most bytes that any rank's plan took of each memory."""
+    """The most bytes that any rank's plan reserves in each memory."""
     peaks: dict[str, int] = {}
     for sample in recording.memory:
         peaks[sample.memory] = max(peaks.get(sample.memory, 0), sample.reserved)

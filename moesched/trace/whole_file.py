@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic creation of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.errors import BadInput
 
 _REMEDIES = {
     errno.ENOENT: "make its folder first",
-    errno.ENOTDIR: "a part of its path is a file: name another place",
+    errno.ENOTDIR: "a part of its path is a file: name another folder",
     errno.EISDIR: "it is a folder: name a file in it",
     errno.EACCES: "name a file in a folder that you may write to",
     errno.EPERM: "name a file in a folder that you may write to",
@@ -26,15 +26,15 @@ _REMEDIES = {
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A file to write to, which appears under its name once it is complete; until then it lies beside it.
+    """Open a temporary file beside `path` that replaces it once it is complete.
 
-    What exists and is no ordinary file, such as a device or a pipe, is written to directly.
+    Devices, pipes and other special files are written to directly.
 
     Args:
-        what: what is written, for the error's message.
+        what: kind of file, for the error message.
 
     Raises:
-        BadInput: the file cannot be written; nothing is left of it, and what was there before is unchanged.
+        BadInput: the file cannot be written; the temporary file is removed and an existing file is unchanged.
     """
     try:
         if path.exists() and not path.is_file():
@@ -55,10 +55,10 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def require_writable(path: Path | str | None, what: str) -> None:
-    """Whether a file may be written, so that nobody learns it after a long run only.
+    """Require that a file can be written, before a long run.
 
     Raises:
-        BadInput: it cannot be.
+        BadInput: it cannot be written.
     """
     if path is None:
         return
@@ -66,10 +66,10 @@ def require_writable(path: Path | str | None, what: str) -> None:
     if path.is_dir():
         raise BadInput(f"cannot write {what} {path}: it is a folder: name a file in it")
     if path.exists() and not path.is_file():
-        return  # a pipe or a device: trying would write to it
-    with suppress(_OnlyTried), whole_file(path, what):
-        raise _OnlyTried
+        return  # a test would write to the pipe or device
+    with suppress(_Abandoned), whole_file(path, what):
+        raise _Abandoned
 
 
-class _OnlyTried(Exception):
-    """Leaves a file that is only tried before it appears."""
+class _Abandoned(Exception):
+    """Leaves `whole_file` before the file replaces an existing one."""

@@ -1,4 +1,4 @@
-"""Workloads: how long prompts are and how many tokens are generated, read from TOML profiles.
+"""Workloads: lengths of prompts and numbers of generated tokens, read from TOML profiles.
 
 Every figure of a shipped profile states its source in the file.
 """
@@ -16,10 +16,10 @@ from moesched.machines.toml_library import profile_names, profile_text
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A set of `distinct` prompts, of which only the average and the largest length in tokens are known.
+    """A set of `distinct` prompts with known average and largest length in tokens.
 
-    The lengths between are spread as the exponential distribution with that average, cut off at 1 and at the
-    largest: the one that assumes nothing else.
+    Lengths follow the exponential distribution with that average, truncated to 1 and the largest: the distribution
+    of maximum entropy.
     """
 
     average: float
@@ -28,10 +28,10 @@ class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts of certain lengths, given one by one or by their distribution.
+    """Lengths of prompts, given individually or as a distribution.
 
     Attributes:
-        new_tokens: tokens to generate for each prompt; the first is meant where nobody says otherwise.
+        new_tokens: tokens to generate for each prompt; the first is the default.
         prompts: the distribution of the lengths.
         prompt_tokens: or each prompt's length.
     """
@@ -58,14 +58,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def longest(self) -> int:
-        """The length of its longest prompt in tokens."""
+        """Length of the longest prompt in tokens."""
         return max(self.prompt_tokens) if self.prompts is None else max(spread(self.prompts))
 
     def lengths(self, count: int, seed: int = 0) -> list[int]:
-        """Prompt lengths in tokens of `count` requests.
+        """Return the prompt lengths in tokens of `count` requests.
 
-        Given lengths come in their order and again from the start; drawn ones in an order that the seed shuffles,
-        each distinct prompt once before any comes again.
+        Individual lengths are repeated in their order. Those of a distribution are shuffled by the seed; every distinct
+        prompt occurs once before any is repeated.
         """
         if self.prompts is None:
             return [self.prompt_tokens[i % len(self.prompt_tokens)] for i in range(count)]
@@ -77,7 +77,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def spread(prompts: PromptLengths) -> list[int]:
-    """The lengths of the distinct prompts, shortest first, with exactly that average (rounded) and that largest."""
+    """Return the lengths of the distinct prompts, ascending, with exactly this (rounded) average and maximum."""
     count, largest = prompts.distinct, prompts.largest
     if count == 1 or prompts.average == largest:
         return [round(prompts.average)] * count
@@ -92,20 +92,20 @@ def spread(prompts: PromptLengths) -> list[int]:
 
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
-    """A workload of just these prompts, in this order."""
+    """Create a workload of prompts with these lengths, in this order."""
     return Workload(name="given lengths", new_tokens=(new_tokens,), prompt_tokens=tuple(prompt_tokens))
 
 
 def workload_names() -> list[str]:
-    """The names of the profiles that ship."""
+    """Return the names of the included profiles."""
     return profile_names("moesched.requests.workloads")
 
 
 def load_workload(name_or_file: str) -> Workload:
-    """A shipped profile by its name, or a TOML file by its path.
+    """Load an included profile by its name, or a TOML file by its path.
 
     Raises:
-        BadInput: neither exists, or the file is no workload.
+        BadInput: neither exists, or the file is not a workload.
     """
     return _parse(profile_text("moesched.requests.workloads", "workload", name_or_file), name_or_file)
 
@@ -130,9 +130,10 @@ def _check(name: str, prompts: PromptLengths) -> None:
 
 
 def _quantile(share: float, largest: int, slope: float) -> float:
-    """The length that `share` of an exponential distribution cut off at 1 and `largest` lies below.
+    """Quantile `share` of an exponential distribution truncated to 1 and `largest`.
 
-    slope: by what power of e the density falls from the one end to the other.
+    Args:
+        slope: the density falls by a factor of e ** slope from one end to the other.
     """
     if abs(slope) < 1e-9:
         return 1 + (largest - 1) * share
@@ -140,7 +141,7 @@ def _quantile(share: float, largest: int, slope: float) -> float:
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Where a falling function of a slope crosses zero, or the steepest slope that is worth telling apart."""
+    """Find the zero of a decreasing function of the slope, limited to slopes from -50 to 50."""
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -149,7 +150,7 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def _correct(lengths: list[int], total: int, largest: int) -> None:
-    """Add or take what rounding took or added, one token a prompt, from all but the longest."""
+    """Correct rounding errors of the total, one token per prompt, in all but the longest."""
     missing = total - sum(lengths)
     change = 1 if missing > 0 else -1
     while missing:
