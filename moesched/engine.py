@@ -26,6 +26,7 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.stream_edges import kept_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
     DONE,
@@ -107,19 +108,16 @@ class Engine:
         """Add a fresh task behind all that were submitted before; returns it as its own handle.
 
         It needs the present values of `reads` and leaves new ones in `writes`; a block in both is changed in place. It
-        waits for the tasks `after` too, an order that the data does not imply. On a ready-first link a lower
-        `transfer_class` goes first.
+        also waits for the tasks `after`. On a ready-first link a lower `transfer_class` goes first.
 
         Raises:
             TaskFailed: an earlier task failed and the engine halts on failure.
         """
         if self._refusal is not None:
             raise self._refusal
-        number = self.submitted
+        task.id = number = self.submitted
         self.submitted = number + 1
-        task.id = task.key = number
-        if transfer_class:
-            task.key = priority(transfer_class, number)
+        task.key = priority(transfer_class, number) if transfer_class else number
         lane = task.lane
         domain = lane.domain
         deps = task.deps
@@ -133,7 +131,7 @@ class Engine:
                 if followers is None:
                     if other.state != DONE and task.cause is None:
                         task.cause = _cancelled_by(other)
-                elif domain is None or not _on_device(task, other, data=True):
+                elif domain is None or not kept_on_device(task, other, data=True):
                     followers.append(task)
                     waits += 1
         task.inputs = len(deps)
@@ -148,14 +146,11 @@ class Engine:
                 if other is not task:
                     deps.append(other.id)
                     followers = other.followers
-                    if followers is not None and (domain is None or not _on_device(task, other)):
+                    if followers is not None and (domain is None or not kept_on_device(task, other)):
                         followers.append(task)
                         waits += 1
-        for other in after:
-            deps.append(other.id)
-            if other.followers is not None:
-                other.followers.append(task)
-                waits += 1
+        if after:
+            waits += _follow(task, after)
         task.waits = waits
         if lane.in_order:
             lane.queue.append(task)
@@ -262,9 +257,7 @@ class Engine:
         """
         lane = task.lane
         task.state = ISSUED
-        task.released, task.followers = _split(task.followers, lane.domain)
-        for other in task.released:
-            other.after = [*(other.after or ()), task]
+        for other in leave_to_device(task):
             other.waits -= 1
             if not other.waits:
                 self._unblock(other)
@@ -295,7 +288,7 @@ class Engine:
             ready += lane.remove_all()
         for task in ready:
             task.cause = cause
-            task.state = WAITING if self._wait_on_host(task) else CANCELLED
+            task.state = WAITING if wait_on_host(task) else CANCELLED
         for task in ready:
             if task.state == CANCELLED:
                 self._settle(task, CANCELLED)
@@ -308,7 +301,7 @@ class Engine:
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
         if task.cause is not None:
-            if not self._wait_on_host(task):
+            if not wait_on_host(task):
                 self._settle(task, CANCELLED)
         elif lane is _NOWHERE or task.state == ISSUED:
             self._settle(task, DONE)
@@ -333,22 +326,13 @@ class Engine:
 
     def _end_on_device(self, task: Task) -> None:
         """Settle a task that ended, after those that it waited for on the device: the host may hear of them later."""
-        if not self._wait_on_host(task):
+        if not wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
-
-    def _wait_on_host(self, task: Task) -> bool:
-        """Have a task settle after those that it waited for on its device; says whether any are left."""
-        unsettled = [other for other in task.after or () if other.state < DONE]
-        for other in unsettled:
-            assert other.followers is not None
-            other.followers.append(task)
-        task.waits = len(unsettled)
-        return bool(unsettled)
 
     def _withdraw(self, task: Task) -> None:
         """Cancel a ready task."""
         task.lane.remove(task)
-        if self._wait_on_host(task):
+        if wait_on_host(task):
             task.state = WAITING
         else:
             self._settle(task, CANCELLED)
@@ -394,7 +378,7 @@ class Engine:
                     continue
                 lane = other.lane
                 if other.cause is not None:
-                    if other.after is None or not self._wait_on_host(other):
+                    if other.after is None or not wait_on_host(other):
                         other.state = CANCELLED
                         at_once.append(other)
                 elif not lane.simple:
@@ -405,7 +389,7 @@ class Engine:
                         self._unblock(other)
                     else:
                         other.cause = self._halted
-                        if other.after is None or not self._wait_on_host(other):
+                        if other.after is None or not wait_on_host(other):
                             other.state = CANCELLED
                             at_once.append(other)
                 elif lane.in_order:
@@ -446,20 +430,13 @@ class Engine:
         return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
 
 
-def _on_device(task: Task, other: Task, *, data: bool = False) -> bool:
-    """Whether the edge from `other`, which a stream may have taken in, holds on the device; notes it if so."""
-    if other.state != ISSUED or task.lane.domain != other.lane.domain:
-        return False
-    task.after = [*(task.after or ()), other]
-    if data:
-        other.released = [*(other.released or ()), task]
-    return True
-
-
-def _split(tasks: list[Task] | None, domain: str | None) -> tuple[list[Task], list[Task]]:
-    """Those on streams of the device, and the others."""
-    here = [task for task in tasks or () if task.lane.domain == domain]
-    return here, [task for task in tasks or () if task.lane.domain != domain]
+def _follow(task: Task, others: Sequence[Task]) -> int:
+    """Have a new task wait for others whose results it need not have; returns the number that have not settled."""
+    task.deps += [other.id for other in others]
+    unsettled = [other.followers for other in others if other.followers is not None]
+    for followers in unsettled:
+        followers.append(task)
+    return len(unsettled)
 
 
 def _cancelled_by(task: Task) -> BaseException:

@@ -18,6 +18,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 LARGE_CLASSES: dict[str, str] = {
     "Task": "every field is read while a task is scheduled; a struct inside a struct would cost time per task",
+    "Engine": "the queue calls of lanes, policies and drivers act on one graph",
     "ModelConfig": "the shape of a model, as config.json lists it",
     "Report": "the figures of a run, as `--json` prints them",
 }
@@ -103,13 +104,11 @@ def listed(offenders: Iterable[str]) -> str:
     return "\n" + "\n".join(offenders)
 
 
-@pytest.mark.xfail(strict=True, reason="engine.submit is too long")
 def test_no_function_is_longer_than_60_lines() -> None:
     long = [f"{length(node)} lines: {place}" for place, node in functions() if length(node) > 60]
     assert not long, listed(long)
 
 
-@pytest.mark.xfail(strict=True, reason="the engine and the plan are too long")
 def test_no_file_is_longer_than_450_lines() -> None:
     lengths = {path: (ROOT / path).read_text(encoding="utf-8").count("\n") for path in sources()}
     long = [f"{lines} lines: {path}" for path, lines in lengths.items() if lines > 450]

@@ -1,0 +1,45 @@
+"""Edges between tasks on streams of one device, which the device keeps by itself.
+
+A stream takes a task in before the tasks that it waits for on other streams of the device have ended. `Task.after`
+names those: the device starts the task behind them. `Task.released` names the tasks that no longer wait on the host
+for the end of this one; a failure is still passed on to them.
+"""
+
+from __future__ import annotations
+
+from moesched.tasks import DONE, ISSUED, Task
+
+
+def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
+    """Whether a new edge from `other` is one that the device keeps; notes it if so.
+
+    Args:
+        data: whether the task needs the result of `other`.
+    """
+    if other.state != ISSUED or task.lane.domain != other.lane.domain:
+        return False
+    task.after = [*(task.after or ()), other]
+    if data:
+        other.released = [*(other.released or ()), task]
+    return True
+
+
+def leave_to_device(task: Task) -> list[Task]:
+    """Leave a task's edges to other streams of its device to the device; returns the tasks at their far ends."""
+    domain, followers = task.lane.domain, task.followers or ()
+    released = [other for other in followers if other.lane.domain == domain]
+    task.followers = [other for other in followers if other.lane.domain != domain]
+    task.released = released
+    for other in released:
+        other.after = [*(other.after or ()), task]
+    return released
+
+
+def wait_on_host(task: Task) -> bool:
+    """Have a task settle after those that it waits for on its device; says whether any are left."""
+    unsettled = [other for other in task.after or () if other.state < DONE]
+    for other in unsettled:
+        assert other.followers is not None
+        other.followers.append(task)
+    task.waits = len(unsettled)
+    return bool(unsettled)
