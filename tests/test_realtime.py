@@ -291,6 +291,44 @@ def test_an_error_of_the_policy_cancels_what_has_not_started() -> None:
     assert isinstance(waiting[0].cause, PolicyError)
 
 
+class FullDisk(Machine):
+    """A machine whose observer cannot note what it is told."""
+
+    def ended(self, task: Task) -> None:
+        super().ended(task)
+        raise OSError("no space left for the trace")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_observer_that_raises_ends_the_run_with_its_error(kind: LaneKind) -> None:
+    machine = FullDisk("gpu", "link", kind=kind)
+    block = Block("x")
+
+    async def policy() -> None:
+        for number in range(10):
+            await machine.submit(("gpu", "link")[number % 2], f"{number}", (block,), (block,))
+
+    with pytest.raises(OSError, match="no space left for the trace"):
+        machine.run(policy())
+    assert machine.done == ["0"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_more_starts_after_an_observer_raised(kind: LaneKind) -> None:
+    ran: list[str] = []
+    names = ("first", "second", "third")
+    machine = FullDisk("gpu", kind=kind, bodies=dict.fromkeys(names, lambda task: ran.append(task.verb)))
+    block = Block("x")
+
+    async def policy() -> None:
+        for name in names:
+            machine.submit("gpu", name, (block,), (block,))
+
+    with pytest.raises(OSError, match="no space left for the trace"):
+        machine.run(policy())
+    assert "first" in ran and "third" not in ran
+
+
 def test_a_policy_that_awaits_asyncio_is_told_that_it_may_not() -> None:
     machine = Machine("gpu")
 

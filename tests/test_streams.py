@@ -49,18 +49,28 @@ class Operation:
         return self._span
 
 
+class UntimedOperation(Operation):
+    """An operation whose times cannot be read."""
+
+    def span(self) -> tuple[int, int]:
+        raise OSError("the events are gone")
+
+
 class FakeStreams:
     """A device whose streams are threads that work through a queue, as CUDA's do."""
 
-    def __init__(self, execute: Callable[[Task], Any]) -> None:
+    def __init__(self, execute: Callable[[Task], Any], operation: type[Operation]) -> None:
         self._execute = execute
+        self._operation = operation
         self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
         self._operations: dict[int, Operation] = {}
         self.issued: list[str] = []
 
     def issue(self, task: Task, after: list[Task]) -> Operation:
         self.issued.append(task.label)
-        operation = Operation(lambda: self._execute(task), [self._operations[other.id] for other in after])
+        operation = self._operation(
+            lambda: self._execute(task), [self._operations[other.id] for other in after]
+        )
         self._operations[task.id] = operation
         self._stream(task.lane.name).put(operation)
         return operation
@@ -84,7 +94,13 @@ class FakeStreams:
 class Rig:
     """Two streams of one device and a host lane, with a driver over them; records what ran, in order."""
 
-    def __init__(self, execute: Callable[[Task], Any] = lambda task: None, *, depth: int = 2) -> None:
+    def __init__(
+        self,
+        execute: Callable[[Task], Any] = lambda task: None,
+        *,
+        depth: int = 2,
+        operation: type[Operation] = Operation,
+    ) -> None:
         self.ran: list[str] = []
         self.gpu = Lane("gpu", domain="device", depth=depth)
         self.copies = Lane("copies", domain="device", depth=depth)
@@ -95,7 +111,7 @@ class Rig:
             self.ran.append(task.verb)
             return execute(task)
 
-        self.streams = FakeStreams(note)
+        self.streams = FakeStreams(note, operation)
         self.driver = RealtimeDriver(
             [self.engine], note, kinds={"gpu": "stream", "copies": "stream"}, streams=self.streams
         )
@@ -226,3 +242,26 @@ def test_what_was_issued_behind_a_failed_task_counts_as_cancelled(rigs: Callable
     assert tasks[1].value is None and tasks[1].cause is not None
     assert tasks[2].cause is None
     assert rig.engine.unsettled == 0
+
+
+def test_a_stream_that_cannot_tell_when_a_task_ran_fails_the_task(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(operation=UntimedOperation)
+
+    async def main() -> None:
+        await rig.kernel("kernel", [], [])
+
+    with pytest.raises(TaskFailed, match="the events are gone"):
+        rig.run(main())
+
+
+def test_the_error_of_a_task_outweighs_that_of_reading_its_times(rigs: Callable[..., Rig]) -> None:
+    def execute(task: Task) -> None:
+        raise OSError("device lost")
+
+    rig = rigs(execute, operation=UntimedOperation)
+
+    async def main() -> None:
+        await rig.kernel("kernel", [], [])
+
+    with pytest.raises(TaskFailed, match="device lost"):
+        rig.run(main())

@@ -302,15 +302,30 @@ class StreamRunner:
             batch = self._next_batch()
         if not batch:
             return
-        errors = [_wait_for(issued) for _, issued in reversed(batch)][::-1]
-        for task, issued in batch:
-            start, end = issued.span()
-            task.start, task.end = start - self._driver.origin, end - self._driver.origin
+        ended = [(task, *self._end_of(task, issued)) for task, issued in reversed(batch)]
         with self._driver.lock:
-            for (task, issued), error in zip(batch, errors, strict=True):
-                following = self._driver.complete(task, issued.value, error, self)
+            for task, value, error in reversed(ended):
+                following = self._driver.complete(task, value, error, self)
                 if following is not None:
                     self._issuing.put(following)
+
+    def _end_of(self, task: Task, issued: Issued) -> tuple[Any, BaseException | None]:
+        """Wait until a task has ended and note when it ran; returns its value, and what any of this raised first."""
+        driver = self._driver
+        value = error = None
+        try:
+            issued.wait()
+            value = issued.value
+        except BaseException as raised:
+            error = raised
+        try:
+            start, end = issued.span()
+        except BaseException as raised:
+            start = end = driver.clock()
+            if error is None:
+                error = raised
+        task.start, task.end = start - driver.origin, end - driver.origin
+        return value, error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
         """The oldest running tasks, up to the first whose end the host must know of."""
@@ -321,14 +336,6 @@ class StreamRunner:
             if task.waiter is not None or task.followers:
                 break
         return batch
-
-
-def _wait_for(issued: Issued) -> BaseException | None:
-    try:
-        issued.wait()
-    except BaseException as raised:
-        return raised
-    return None
 
 
 class ThreadQueue:

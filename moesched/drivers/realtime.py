@@ -126,9 +126,9 @@ class RealtimeDriver:
         self._awaited: list[Task] = []
         self._runs: list[PolicyRun] = []
         self._draining = False
+        self._observer_error: BaseException | None = None
         self._over: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
-        self._arrived = self._rendezvous.arrived
         self._owners: list[SharedEngine] = []
         self._runners: list[Runner] = []
         on_loop = LoopRunner(self, execute)
@@ -157,7 +157,7 @@ class RealtimeDriver:
         A cancellation (Ctrl-C) withdraws what has not started, waits for what has, and goes on as CancelledError.
 
         Raises:
-            the first error of a coroutine, after all have ended.
+            an error of an observer, or else the first one of a coroutine, after all have ended.
         """
         self.origin = self.clock()
         self._loop = asyncio.get_running_loop()
@@ -177,6 +177,8 @@ class RealtimeDriver:
             finally:
                 for runner in runners:
                     runner.close()
+        if self._observer_error is not None:
+            raise self._observer_error
         return results_of(self._runs)
 
     # -- on the loop -------------------------------------------------------------------------------
@@ -233,9 +235,19 @@ class RealtimeDriver:
             engine.finish(task, value)
         else:
             engine.fail(task, error)
-        for observer in self._observers:
-            observer(task)
+        try:
+            for observer in self._observers:
+                observer(task)
+        except BaseException as raised:
+            self._give_up(raised)
         return self._dispatch(mine, task.end)
+
+    def _give_up(self, error: BaseException) -> None:
+        """An observer raised: it and the others hear nothing more, no further task starts, and the run raises that."""
+        self._observer_error = error
+        self._observers.clear()
+        for engine in self._engines:
+            engine.halt(error)
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
         """Tell the engine that a stream took a task in; returns the next task for the runner `mine`."""
@@ -248,7 +260,7 @@ class RealtimeDriver:
         since: when they might have started: at the end of the task that they waited for, or at their submission; -1
             where nobody asks.
         """
-        if self._arrived:
+        if self._rendezvous.arrived:
             self._rendezvous.collect()
         kept = guest = None
         started = self._started
