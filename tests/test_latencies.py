@@ -13,7 +13,7 @@ from moesched.analysis.latency_picture import draw_latencies
 from moesched.analysis.latency_table import latencies_of
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine
-from moesched.machines import CostPoint, Machine, load_machine, machine_names, parse_machine
+from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine, machine_names, parse_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.local import this_processor, unified_machine
 from moesched.machines.toml_text import machine_toml
@@ -83,7 +83,9 @@ def measured_on(processor: str) -> Machine:
         disk_bandwidth=1e9,
     )
     point = CostPoint(operation="expert", size=1, seconds=1.0, dtype="bfloat16")
-    return msgspec.structs.replace(machine, measured_on=processor, cost_table=[point])
+    return msgspec.structs.replace(
+        machine, measured_on=processor, cost_table=[point], cost_format=COST_FORMAT
+    )
 
 
 def test_a_calibration_of_another_machine_is_refused_for_a_run_unless_one_insists(tmp_path: Path) -> None:

@@ -168,7 +168,6 @@ def test_no_file_says_so_many_where_a_name_or_number_belongs() -> None:
     assert not vague, listed(sorted(set(vague)))
 
 
-@pytest.mark.xfail(strict=True, reason="the command line probes a report for members")
 def test_no_object_of_another_package_is_probed_for_attributes() -> None:
     """`os` differs between systems, and `getattr` without a default reads fields by name; anything else is a seam."""
     probes = [

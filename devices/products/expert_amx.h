@@ -31,7 +31,7 @@ typedef struct {
 /* The intrinsics do not tell the compiler which memory they read and write. */
 #define MEMORY_IS_READ_OR_WRITTEN __asm__ volatile("" ::: "memory")
 
-/* For so many rows of weights and of x. */
+/* For `rows` rows of weights and `columns` rows of x. */
 INLINE void ISA(shape_tiles)(int rows, int columns) {
     const TileShapes shapes = {
         .palette = 1,

@@ -28,7 +28,7 @@ enum {
     WHOLE_TILES = 24,        /* rows that every tile's number of rows divides, but for AMX */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs that a thread takes at a time */
     CHUNKS = 4,              /* of each thread, at least, where there is enough: the last ones to end are soon done */
-    ALONE_BYTES = 128 << 10, /* up to so many bytes of weights, the others are not called */
+    ALONE_BYTES = 128 << 10, /* up to this many bytes of weights, one thread computes alone */
     SPIN_NANOSECONDS = 50000,
 };
 
@@ -448,7 +448,7 @@ void moesched_free_team(Team *team) {
     free(team);
 }
 
-/* A team of the caller and so many helpers, who compute with the named instruction set; NULL where there is no such,
+/* A team of the caller and `helpers` threads, which compute with the named instruction set; NULL where there is no such,
  * or no memory. cores: the core that each helper is to stay on, or NULL. */
 Team *moesched_new_team(const char *variant, int helpers, const int *cores) {
     const Variant *known = variant_named(variant);

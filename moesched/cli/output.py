@@ -66,6 +66,7 @@ def print_whole(table: Table) -> None:
 
 def print_report(report: JobReport) -> None:
     """A run in figures: rates, lanes, memories."""
+    from moesched.jobs.report import ClusterReport
     from moesched.units import format_bytes, format_seconds
 
     measured = "measured" if report.measured else "predicted"
@@ -111,10 +112,9 @@ def print_report(report: JobReport) -> None:
     if report.emulation is not None:
         print()
         _print_emulation(report.emulation)
-    members = getattr(report, "members", None)
-    if members is not None:
+    if isinstance(report, ClusterReport):
         print()
-        _print_members(members)
+        _print_members(report.members)
 
 
 def _kv_cache(on_gpu: float) -> str:

@@ -70,7 +70,7 @@ class Memory:
         self._take(what, nbytes)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Note that at some other time so many bytes are in use.
+        """Note that this many bytes are in use at some other time.
 
         Raises:
             OverBudget: they are more than the budget.

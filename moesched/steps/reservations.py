@@ -170,7 +170,7 @@ class Reservations:
         return KVPlan(declared.kv_roles, slots, longest * self._operations.kv_bytes)
 
     def cache_bytes(self, micro_batch: int, layers: int) -> int:
-        """Bytes of a micro-batch's KV cache of so many layers, at its longest."""
+        """Bytes of a micro-batch's KV cache of `layers` layers, at its longest."""
         tokens = self._batch.tokens_at_end(self._batch.micro_batches[micro_batch])
         return tokens * layers * self._operations.kv_bytes
 
