@@ -6,6 +6,7 @@ page between the micro-batches' activations, first into pinned memory, then onto
 
 from __future__ import annotations
 
+from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.page_placement import double_buffered, split_kv
 from moesched.models.layout import DENSE, Page
 from moesched.steps.memory import Pool
@@ -49,9 +50,7 @@ class CGOPipe:
                 self._pin(step, self._page(step, i + 1, j))
                 self._fetch(step, self._page(step, i + 1, j))
                 step.pre_attention(i, j)
-                step.attention(i, j)
-                if not step.kv_on_accelerator(j):
-                    step.offload_kv(i, j)
+                attend(step, i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)

@@ -7,6 +7,7 @@ for the weights to be worth their way, so in prefill experts stream to the GPU.
 from __future__ import annotations
 
 from moesched.dispatch.expert_placement import keep_dense, leave_on_host
+from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.page_placement import split_kv
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -55,12 +56,7 @@ class CpuFFN(ExpertStreaming):
     def _launch(self, step: Step, i: int, j: int) -> Task:
         """All that comes before a micro-batch's experts."""
         step.pre_attention(i, j)
-        if step.kv_on_accelerator(j):
-            step.attention(i, j)
-        else:
-            step.offload_qkv(i, j)
-            step.cpu_attention(i, j)
-            step.load_hidden(i, j)
+        attend(step, i, j)
         routing = step.route(i, j)
         step.offload_routed(i, j)
         return routing

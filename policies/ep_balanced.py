@@ -1,8 +1,8 @@
-"""Experts on several nodes that overlap: held by more nodes than one, and run by those that have least to do.
+"""Expert parallelism with copies: several nodes hold an expert, and the least loaded of them runs it.
 
-The cluster paper's placement mirrors two halves, so that a node can only help its twin. Here nodes overlap in pairs, as
-few experts as possible being the busiest node's. None is run for nothing, but where the machine unwires weights that
-lie idle: there a node that would wait uses those that it used longest ago, and any that several tokens have not used.
+The cluster paper's placement mirrors two halves, so that a node can only relieve its twin. Here any two nodes may share
+experts, which lowers the load of the busiest node. Experts are warmed only where the machine unwires idle weights:
+a node that would wait warms its least recently used experts, and any that several tokens have not used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 IDLE_TOKENS = 3
-"""After so many tokens an expert that none has used is used: on M2 Ultras, half of the time until it is unwired."""
+"""Warm an expert that this number of tokens has not used: half of the time until an M2 Ultra unwires it."""
 
 
 class EpBalanced(NodeExperts):
     """The best overlapping placement for the nodes' memory, and in each layer the best assignment of what was chosen.
 
     Settings:
-        experts: how many of each layer a node holds at most; by default as many as fit.
+        experts: most experts of each layer that a node holds; by default as many as fit.
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
             does all that, and exchanges twice.
     """

@@ -13,9 +13,9 @@ from moesched.steps.step import Step
 
 
 class EpRouterAided(NodeExperts):
-    """Where the busiest node runs more experts than this one, it runs others too, those that were used longest ago.
+    """Warm the least recently used experts until this node has run as many as the busiest one.
 
-    So no weights lie idle for long, and no node is busier than the busiest one was.
+    So no weights are idle for long, and the busiest node has no more to do.
 
     Settings:
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node

@@ -64,14 +64,14 @@ class Uses:
         return hits
 
     def enter(self, expert: Expert, step: int) -> None:
-        """An expert that was chosen is in the cache from this step on."""
+        """Add a chosen expert to the cache, last used in this step."""
         layer, number = expert
         self._last[layer][number] = step
         self._count += 1
         heappush(self._earliest, (step, self._tokens[layer][number], expert))
 
     def give_up(self) -> Expert:
-        """The expert whose turn it is to go: last used in the earliest step, of those chosen by the fewest tokens."""
+        """Remove and return the expert last used in the earliest step, of several the one with the fewest tokens."""
         while True:
             earliest = self._earliest[0]
             expert = earliest[2]
@@ -89,14 +89,14 @@ class Uses:
 class ExpertCache(LayerByLayer):
     """Runs a layer's experts on the accelerator where they are in the cache; the others where the layer ends first.
 
-    Those with the fewest tokens run on the host, and so many that host and accelerator end as early as they can, each
-    expert's times being those of the machine's cost model. What is fetched enters the cache. Where the host has no
-    weights to compute with, every expert that is missing is fetched.
+    Missing experts with the fewest tokens run on the host; their number minimises the layer's makespan, by the
+    latencies of the machine's cost model. Fetched experts enter the cache. Where the host has no weights, all
+    missing experts are fetched.
 
     Settings:
         experts: how many the cache holds; by default as many as fit.
         popularity: a CSV file of how often each expert was chosen (layer, expert, count), for what is there at first.
-        buffers: for how many more there is room: those that come while others go.
+        buffers: slots beside the cache, for experts that arrive before another is evicted.
     """
 
     def __init__(self, experts: int = -1, popularity: str = "", buffers: int = 2) -> None:
@@ -145,9 +145,9 @@ class ExpertCache(LayerByLayer):
             step.load_routed(i, j)
 
     def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
-        """How many of the missing experts, those with the most tokens first, are fetched; the others run on the host.
+        """Number of missing experts to fetch, those with the most tokens first; the others run on the host.
 
-        A fetch takes as long for many tokens as for few, so that those with the most tokens are fetched.
+        A fetch takes equally long for any number of tokens, so it pays most for the experts with the most.
         """
         if not self.has_host:
             return len(misses)

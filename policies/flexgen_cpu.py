@@ -6,6 +6,7 @@ CPU and comes back before the next one begins, and its hidden states wait behind
 
 from __future__ import annotations
 
+from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.page_placement import double_buffered, split_kv
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -33,12 +34,7 @@ class FlexGenCPU(FlexGen):
             self._fetch(step, i + 1)
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                if step.kv_on_accelerator(j):
-                    step.attention(i, j)
-                else:
-                    step.offload_qkv(i, j)
-                    step.cpu_attention(i, j)
-                    step.load_hidden(i, j)
+                attend(step, i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)

@@ -20,11 +20,11 @@ from moesched.steps.step import Step
 
 
 class LruOffload(LayerByLayer):
-    """Every expert runs on the accelerator; one that is missing there is fetched, in place of that used longest ago.
+    """Every expert runs on the accelerator; a missing one is fetched, in place of the least recently used.
 
     Settings:
-        offload_per_layer: how many experts of a layer its cache has no room for; by default as few as fit.
-        buffers: for how many more there is room, of any layer: those that come while the one used longest ago goes.
+        offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.
+        buffers: slots beside the caches, for experts of any layer that arrive before another is evicted.
     """
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
@@ -38,27 +38,27 @@ class LruOffload(LayerByLayer):
         keep_dense(plan)
         layers, experts = plan.layers, plan.layout.config.experts
         offloaded = self._offloaded(plan)
-        # The code has the first ones offloaded.
+        # The published code offloads the first ones.
         filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
         self.room = experts - offloaded
         self.cached = [OrderedDict.fromkeys(range(offloaded, experts)) for _ in layers]
-        """By layer, that used longest ago first."""
+        """By layer, least recently used first."""
         if offloaded:
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
         else:
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
 
     def _offloaded(self, plan: Plan) -> int:
-        """How many experts of a layer are not in its cache.
+        """Number of experts per layer outside its cache.
 
         Raises:
-            BadInput: the layer has not so many.
+            BadInput: the layer has fewer experts than that.
         """
         experts = plan.layout.config.experts
         if self.offload_per_layer > experts:
             raise BadInput(
                 f"offload_per_layer is {self.offload_per_layer}, but a layer of "
-                f"{plan.layout.config.name} has {experts} experts: give 0 to {experts}, or leave it away for the fewest"
+                f"{plan.layout.config.name} has {experts} experts: give 0 to {experts}, or omit it for the fewest"
             )
         if self.offload_per_layer >= 0:
             return self.offload_per_layer
@@ -68,9 +68,9 @@ class LruOffload(LayerByLayer):
         return max(1, experts - room)
 
     def _run_experts(self, step: Step, i: int, routed: Routed, coming: Collection[int] = ()) -> None:
-        """Those in the cache first; each that is missing is fetched once for all micro-batches.
+        """Run cached experts first; fetch each missing one once for all micro-batches.
 
-        coming: those of the missing ones that need not be fetched any more.
+        coming: missing experts whose fetch is already submitted.
         """
         cache, users = self.cached[i], users_of(routed)
         missing = [expert for expert in users if expert not in cache]

@@ -19,11 +19,11 @@ from .lru_offload import LruOffload
 
 
 class PrefetchGate(LruOffload):
-    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for what nobody foretold.
+    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for misses.
 
     Settings:
-        offload_per_layer: how many experts of a layer its cache has no room for; by default as few as fit.
-        buffers: for how many more there is room, of any layer; one less may be foretold at a time.
+        offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.
+        buffers: slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
     """
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
@@ -31,7 +31,7 @@ class PrefetchGate(LruOffload):
             raise BadInput(f"buffers is {buffers}: give 2 or more, one of them for what was missed")
         super().__init__(offload_per_layer, buffers)
         self.coming: set[int] = set()
-        """Experts of the layer whose turn is next that are in buffers, or on their way there."""
+        """Prefetched experts of the next layer, in buffers or in transfer."""
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
@@ -48,7 +48,7 @@ class PrefetchGate(LruOffload):
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
     def _settle(self, step: Step, i: int, routed: Routed) -> None:
-        """The router has chosen: what is coming is needed now, or not at all."""
+        """Promote the prefetched experts that the router chose, and withdraw the others."""
         wrong = self.coming.difference(*routed.values())
         for expert in sorted(wrong):
             self.pool.withdraw(step, (i, expert))
@@ -57,7 +57,7 @@ class PrefetchGate(LruOffload):
             self.pool.promote(step, (i, expert))
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
-        """Fetch what is foretold and missing, for the most tokens first."""
+        """Prefetch the forecast experts that are missing, those with the most tokens first."""
         tokens = tokens_of(foretold)
         missing = [expert for expert in tokens if expert not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)

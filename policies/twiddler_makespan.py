@@ -18,7 +18,7 @@ from moesched.steps.step import Step
 from .twiddler import VISITORS, Twiddler
 
 REMEMBERED = 4096
-"""So many decisions are remembered: layers are much alike where few tokens choose."""
+"""Decisions to cache: with few tokens, layers often pose the same problem."""
 
 
 class TwiddlerMakespan(Twiddler):
@@ -62,19 +62,19 @@ class TwiddlerMakespan(Twiddler):
     def _decided(
         self, resident: tuple[int, ...], missing: tuple[int, ...], micro_batches: int
     ) -> LayerDecision:
-        """By the tokens of those that stay, ascending, and of the others, descending; layers are much alike."""
+        """Decide by the tokens of the resident experts, ascending, and of the missing ones, descending."""
         if not self.has_host or not (missing or self.resident_on_host):
             return LayerDecision((), tuple(range(len(missing))), 0.0)
         costs = InParts(self.latencies, micro_batches) if micro_batches > 1 else self.latencies
         return decide(Layer(resident, missing, costs, resident_on_host=self.resident_on_host))
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Behind outputs that come back from the host, which are small and end the layer."""
+        """Fetch an expert behind outputs that return from the host, which are small and end the layer."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)
 
 
 class InParts:
-    """What experts take whose tokens come in several micro-batches, evenly: one run, and one copy, for each."""
+    """Costs of experts whose tokens are split evenly over several micro-batches: one kernel and one copy for each."""
 
     def __init__(self, latencies: ExpertLatencies, parts: int) -> None:
         self._latencies = latencies

@@ -1,4 +1,4 @@
-"""What an expert takes here or there, and what moving it takes: what decides where it runs (Twiddler, Appendix A)."""
+"""Expert latency on each processor, and transfer latency: the basis for placing an expert (Twiddler, Appendix A)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MANY_ROWS = 1024
 
 
 class ExpertLatencies:
-    """Seconds of one expert of a plan's model on the plan's machine, each alone.
+    """Latencies in seconds of one expert of a plan's model on the plan's machine, each measured without contention.
 
     Args:
-        cost: by default what the plan's machine was calibrated to, or its roofline.
+        cost: source of the latencies; by default the machine's calibration, or its roofline where it has none.
 
     Attributes:
-        transfer: of one expert's weights, from where weights come from to the accelerator (`trans_lat`).
-        at_host: of so many tokens on the host (`cpu_lat`).
-        at_accelerator: of so many tokens on the accelerator, its weights being there (`gpu_lat`).
+        transfer: moving one expert's weights from their source to the accelerator (`trans_lat`); 0 if they are there.
+        at_host: computing a number of tokens on the host (`cpu_lat`).
+        at_accelerator: computing a number of tokens on the accelerator, with the weights already there (`gpu_lat`).
     """
 
     def __init__(self, plan: Plan, cost: CostModel | None = None) -> None:
@@ -48,17 +48,17 @@ class ExpertLatencies:
         self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def to_host(self, tokens: int) -> float:
-        """Of copying the hidden states of so many tokens from the accelerator to the host."""
+        """Seconds to copy the hidden states of `tokens` tokens from the accelerator to the host."""
         alone, each = self._to_host
         return alone + each * tokens
 
     def from_host(self, rows: int) -> float:
-        """Of copying so many rows of outputs from the host to the accelerator."""
+        """Seconds to copy `rows` rows of expert outputs from the host to the accelerator."""
         alone, each = self._from_host
         return alone + each * rows
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """How fast an expert of about so many tokens on the host, and a transfer, go on side by side; 1 is alone."""
+        """Relative speeds of a host expert of about `tokens` tokens and a transfer while both run; 1 is full speed."""
         about = 1 << (tokens - 1).bit_length()
         rates = self._side_by_side.get(about)
         if rates is None:
@@ -70,7 +70,7 @@ class ExpertLatencies:
         return rates
 
     def _known_on(self, processor: str) -> Callable[[int], float]:
-        """An expert's seconds by its tokens, remembered: decisions ask for them over and over."""
+        """Latency in seconds by number of tokens, cached: every decision asks for it."""
         return cache(lambda tokens: self._computed(processor, tokens).seconds)
 
     def _computed(self, processor: str, tokens: int) -> Demand:
@@ -78,7 +78,7 @@ class ExpertLatencies:
         return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts))
 
     def _line(self, source: str, destination: str) -> tuple[float, float]:
-        """Seconds of a copy of rows by themselves, and of each row: decisions ask for many numbers of rows."""
+        """Fixed seconds of a copy, and seconds per row: a linear fit, quick to evaluate for any number of rows."""
         if source == destination:
             return 0.0, 0.0
         one, many = (self._moved(source, destination, rows * self._row).seconds for rows in (1, MANY_ROWS))

@@ -1,6 +1,7 @@
-"""Which experts stay in fast memory: an order of all experts, of which as many are kept as fit (Twiddler, section 3.4).
+"""Placement of experts in fast memory: rank them all, and keep the first that fit (Twiddler, section 3.4).
 
-What every token needs stays in any case. A popularity says how many tokens chose each expert, as [layers][experts].
+Dense weights, which every token needs, always stay. A popularity is the number of tokens that chose each expert, as
+[layers][experts].
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ Expert = tuple[int, int]
 """A layer, and an expert of it."""
 Popularity = Sequence[Sequence[float]]
 Routed = Mapping[int, Mapping[int, int]]
-"""By micro-batch, how many of its tokens chose each expert."""
+"""By micro-batch, the number of its tokens that chose each expert."""
 Strategy = Literal["popular", "worst", "random", "front", "balanced"]
 
 
 def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
-    """All experts, those first that are to stay.
+    """Rank all experts, those to keep first.
 
-    Experts that are equally popular stay evenly over the layers.
+    Equally popular experts are spread evenly over the layers.
 
     Args:
         strategy: "popular", the most popular first; "worst", the least popular first; "random", by `seed`; "front",
-            layer after layer; "balanced", as many of every layer, in each the most popular first.
+            layer after layer; "balanced", the same number of every layer, the most popular of each first.
 
     Raises:
         BadInput: there is no such strategy.
@@ -51,10 +52,10 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
 
 
 def popularity_of(plan: Plan, path: str = "") -> Popularity:
-    """What a routing profile says; without one, all experts are as popular.
+    """Read popularities from a routing profile; without one, all experts are equally popular.
 
     Raises:
-        BadInput: the file cannot be read, is no profile, or is another model's.
+        BadInput: the file cannot be read, is not a profile, or belongs to another model.
     """
     config = plan.layout.config
     if not path:
@@ -63,12 +64,12 @@ def popularity_of(plan: Plan, path: str = "") -> Popularity:
 
 
 def keep_dense(plan: Plan) -> None:
-    """Keep what every token needs."""
+    """Keep the dense weights, which every token needs, on the accelerator."""
     plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
 
 
 def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
-    """Keep experts in this order, as many as fit and at most so many; returns those that stay."""
+    """Keep experts on the accelerator in this order, as many as fit and at most `most`; returns those kept."""
     left = plan.free("accelerator")
     resident: list[Expert] = []
     pages: list[Page] = []
@@ -84,10 +85,10 @@ def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -
 
 
 def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixed | None:
-    """Have all other experts in the host's memory.
+    """Keep all experts that are not `resident` in host memory.
 
     Returns:
-        what keeps them there; None where weights come from that memory anyhow.
+        the memory that holds them; None where host memory is the source of the weights.
     """
     if plan.machine.weights_on_host and not plan.machine.unified:
         return None
@@ -98,7 +99,7 @@ def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixe
 
 
 def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
-    """Which micro-batches each expert that any of them chose is for, in the order of the experts."""
+    """List, for each chosen expert in ascending order, the micro-batches that chose it."""
     if len(routed) == 1:
         [(only, chosen)] = routed.items()
         return dict.fromkeys(sorted(chosen), (only,))
@@ -110,7 +111,7 @@ def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
 
 
 def tokens_of(routed: Routed) -> Mapping[int, int]:
-    """How many tokens of all micro-batches chose each expert that any of them chose."""
+    """Count, for each chosen expert, the tokens of all micro-batches that chose it."""
     if len(routed) == 1:
         return next(iter(routed.values()))
     tokens: dict[int, int] = {}
@@ -121,7 +122,7 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 
 
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
-    """What each of these experts takes for the tokens of all micro-batches, one after the other."""
+    """Sum each expert's latency in seconds over the micro-batches that chose it, run one after the other."""
     if len(routed) == 1:
         [chosen] = routed.values()
         return {expert: latency(chosen[expert]) for expert in experts}

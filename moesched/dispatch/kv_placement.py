@@ -1,7 +1,7 @@
-"""The KV cache of policies for few requests: in fast memory as far as it fits there, beyond that on the host.
+"""KV cache placement for policies that serve few requests: on the accelerator as far as it fits, the rest on the host.
 
 The Twiddler paper keeps all of it on the GPU, which limits the context (section 5). Keys and values on the host are not
-brought back: the CPU attends to them where they lie. A prompt is attended to on the GPU in any case.
+copied back: the CPU computes attention over them. Prefill attention always runs on the GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from moesched.steps.step import Step
 
 
 def place_kv_that_fits(plan: Plan, experts: int) -> None:
-    """Place the KV caches of as many micro-batches in fast memory as fit beside the rest, the others on the host.
+    """Place the KV caches of as many micro-batches as fit on the accelerator, and those of the others on the host.
 
-    experts: how many experts must find room there, beside what every token needs.
+    experts: number of experts to leave room for on the accelerator, beside the dense weights.
     """
     if plan.machine.unified:
         plan.place_kv("accelerator")
@@ -29,7 +29,7 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
 
 
 def attend(step: Step, i: int, j: int) -> None:
-    """A micro-batch's attention, where its KV cache is; a prompt's on the accelerator."""
+    """Run a micro-batch's attention where its KV cache is; in prefill, always on the accelerator."""
     if step.kv_on_accelerator(j):
         step.attention(i, j)
     elif step.kind == "prefill":

@@ -1,4 +1,4 @@
-"""A step layer by layer, all micro-batches before its experts: what policies that decide where experts run share."""
+"""A step that routes several micro-batches through a layer before any of its experts runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from moesched.steps.verbs.experts import At
 
 
 class LayerByLayer(ABC):
-    """A layer's experts are known for several micro-batches, chunks of long prompts too, before the first one runs.
+    """Base of policies that choose a processor for each expert.
 
-    So for all of them each is brought in at most once, and where it runs is decided once.
+    Routing of a group of micro-batches (or chunks of a long prompt) is known before the first expert runs. So each
+    expert is fetched at most once per group, and its processor is chosen once.
     """
 
     together: int | None = None
-    """For so many micro-batches; None for all."""
+    """Number of micro-batches in a group; None for all."""
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -42,7 +43,7 @@ class LayerByLayer(ABC):
 
     @abstractmethod
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run a layer's experts for these micro-batches."""
+        """Run the experts of layer `i` that these micro-batches chose."""
 
     def _run(self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator") -> None:
         for j in users:
@@ -51,7 +52,7 @@ class LayerByLayer(ABC):
     def _run_on_host(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> list[int]:
-        """Run experts there, in this order; returns the micro-batches whose outputs are to be loaded back."""
+        """Run experts on the host, in this order; returns the micro-batches whose outputs must be loaded back."""
         back = sorted({j for expert in experts for j in users[expert]})
         for j in back:
             step.offload_routed(i, j)

@@ -1,9 +1,9 @@
-"""Which experts of a layer run where, so that the layer ends first: the decision by itself, on numbers only.
+"""Assignment of a layer's experts to processors that minimises its makespan; a pure function of numbers.
 
-Experts that stay on the accelerator run there from the start. Others are fetched, one after the other, and run when
-they have come, or run on the host, one after the other, whose rows go there first and come back last. All experts of a
-model take equally long to fetch. The host's experts and fetches share the host's memory: while both go on, each is
-slower.
+Resident experts run on the accelerator from the start. The others are either fetched, one after the other, and run on
+the accelerator on arrival, or run on the host, one after the other. Rows for the host are copied there first, and its
+outputs copied back last. All experts take equally long to fetch. Host experts and fetches share the bandwidth of host
+memory, so each is slower while both are active. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from typing import NamedTuple, Protocol, TypeVar
 N = TypeVar("N", int, float)
 
 FEW = 10
-"""Up to so many experts the best choice is searched for; beyond, only choices by a threshold of tokens are compared."""
+"""Up to this number of experts, search all choices; beyond, only those by a threshold of tokens."""
 NEAR = 1.01
-"""A choice this close to what none can beat is taken."""
+"""A choice within this factor of the lower bound is accepted."""
 
 
 class LayerCosts(Protocol):
-    """Seconds of what a layer's experts need, each alone; those of experts do not fall with their tokens."""
+    """Latencies in seconds, each without contention; those of experts never decrease with the number of tokens."""
 
     @property
     def transfer(self) -> float:
-        """Of one expert's weights to the accelerator."""
+        """Seconds to move one expert's weights to the accelerator."""
 
     def at_host(self, tokens: int) -> float:
-        """Of an expert on the host."""
+        """Seconds of an expert on the host."""
 
     def at_accelerator(self, tokens: int) -> float:
-        """Of an expert on the accelerator, its weights being there."""
+        """Seconds of an expert on the accelerator, with its weights already there."""
 
     def to_host(self, tokens: int) -> float:
-        """Of copying the rows of so many tokens to the host."""
+        """Seconds to copy the hidden states of `tokens` tokens to the host."""
 
     def from_host(self, rows: int) -> float:
-        """Of copying so many rows of outputs back."""
+        """Seconds to copy `rows` rows of outputs back to the accelerator."""
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """How fast an expert of so many tokens goes on on the host, and a transfer, while both do; 1 is alone."""
+        """Relative speeds of a host expert of `tokens` tokens and of a transfer while both run; 1 is full speed."""
 
 
 class LayerDecision(NamedTuple):
-    """Where a layer's experts run; all others run where their weights lie.
+    """The experts of a layer that do not run where their weights are.
 
     Attributes:
-        away: which of those that stay on the accelerator run on the host.
-        fetched: which of the others are fetched, in this order.
-        seconds: until the last output is on the accelerator, from when all experts are known.
+        away: indices into `Layer.resident` of the experts that run on the host.
+        fetched: indices into `Layer.missing` of the experts that are fetched, in this order.
+        seconds: time from the end of routing until the last output is on the accelerator.
     """
 
     away: tuple[int, ...]
@@ -60,12 +60,13 @@ class LayerDecision(NamedTuple):
 
 
 class Layer:
-    """A layer's experts, each by its number of tokens, and what they take.
+    """The chosen experts of a layer, each given by its number of tokens, and their latencies.
 
     Args:
-        kept: tokens of the experts that stay on the accelerator, ascending.
-        missing: of the others, descending.
-        resident_on_host: whether the host has the weights of the first, too.
+        resident: tokens of each expert that is on the accelerator, ascending.
+        missing: tokens of each other expert, descending.
+        costs: latencies of experts and copies.
+        resident_on_host: whether the host also has the weights of the resident experts.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Layer:
         self._host_rate, self._link_rate = costs.side_by_side(missing[len(missing) // 2] if missing else 1)
 
     def end(self, host: float, here: float, fetched: Sequence[float], rows: int) -> float:
-        """When the layer ends; it never ends earlier when any of these numbers is larger.
+        """Makespan of the layer in seconds; it never decreases when an argument grows.
 
         Args:
-            host: seconds of the experts on the host, alone; 0 for none.
-            here: seconds of the experts that stay on the accelerator.
-            fetched: seconds of each that is fetched, in the order of their fetches.
-            rows: outputs of the host.
+            host: seconds of the host's experts without contention; 0 for none.
+            here: seconds of the resident experts that run on the accelerator.
+            fetched: seconds of each fetched expert on the accelerator, in the order of the fetches.
+            rows: number of rows of outputs that the host returns.
         """
         transfer, link_rate = self.transfer, self._link_rate
         busy = self.busy(host, len(fetched))
@@ -107,23 +108,23 @@ class Layer:
         return end
 
     def copies(self, rows: int) -> float:
-        """What copying rows to the host and so many outputs back takes."""
+        """Seconds to copy hidden states to the host and `rows` rows of outputs back."""
         return self._to_host + self._from_host(rows)
 
     def busy(self, host: float, fetched: int) -> float:
-        """What the host takes for so many seconds of experts while so many are fetched."""
+        """Seconds that the host needs for `host` seconds of experts while `fetched` experts are fetched."""
         throughout = host / self._host_rate
         for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
         return throughout if throughout < for_a_time else for_a_time
 
     def moving(self, fetched: int, busy: float) -> float:
-        """What so many fetches take while the host is busy for so long."""
+        """Seconds that `fetched` fetches need while the host is busy for `busy` seconds."""
         alone = fetched * self.transfer
         throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
         return throughout if throughout < for_a_time else for_a_time
 
     def end_of(self, away: Sequence[int], fetched: Sequence[int]) -> float:
-        """When the layer ends with these places of `kept` on the host, and these of `missing` fetched."""
+        """Makespan with these indices of `resident` run on the host, and these of `missing` fetched."""
         resident, missing = range(len(self.resident)), range(len(self.missing))
         left = [m for m in missing if m not in fetched]
         return self.end(
@@ -135,7 +136,7 @@ class Layer:
 
 
 def decide(layer: Layer) -> LayerDecision:
-    """The choice with which the layer ends first: within 1 % of the best for few experts, near it for many."""
+    """Choose the assignment with the least makespan: within 1 % of optimal up to `FEW` experts, a heuristic beyond."""
     thresholds = _Thresholds(layer)
     if len(layer.resident) + len(layer.missing) > FEW:
         return thresholds.balanced().choice()
@@ -144,7 +145,7 @@ def decide(layer: Layer) -> LayerDecision:
 
 
 class _Threshold(NamedTuple):
-    """How many are sent to the host, and how many are fetched, and when the layer ends."""
+    """Numbers of experts sent to the host and fetched, and the resulting makespan."""
 
     seconds: float
     away: int
@@ -168,7 +169,7 @@ class _Thresholds:
         self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
 
     def balanced(self) -> _Threshold:
-        """The best of those that leave host and accelerator about equally much to do, or that fetch none or all."""
+        """The best of the choices that balance host and accelerator, or that fetch none or all."""
         even = self._even(0)
         best = self._balanced(0, even)
         if self._layer.movable and not self._host_is_last(0, even):
@@ -178,7 +179,7 @@ class _Thresholds:
         return best
 
     def best(self) -> _Threshold:
-        """The best of them, but for 1 %; what hardly beats it is not looked at."""
+        """The best choice by thresholds, within 1 %."""
         left, gathered, transfer = self._left, self._gathered, self._layer.transfer
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0
@@ -191,18 +192,18 @@ class _Thresholds:
             sent, here = self._away[away], self._here[away]
             for fetched, waiting in enumerate(left):
                 if fetched * transfer + last[fetched] >= enough or here + gathered[fetched] >= enough:
-                    break  # all that fetch more end later still
+                    break  # more fetches only end later
                 if sent + waiting < enough and (away, fetched) != known:
                     best = min(best, self._with(away, fetched))
                     enough = best.seconds / NEAR
         return best
 
     def none_beats(self, best: _Threshold) -> bool:
-        """Whether no choice at all, by thresholds or not, beats it by more than 1 %."""
+        """Whether no choice, by thresholds or not, beats `best` by more than 1 %."""
         layer, enough = self._layer, best.seconds / NEAR
         resident, missing = layer.resident_here, layer.missing_here
         if resident[:1] == resident[-1:] and missing[:1] == missing[-1:]:
-            return True  # whoever is fetched or sent away, the accelerator has as much to do
+            return True  # all experts are equal: only their numbers matter
         for away in range(layer.movable + 1):
             here = self._here[0] - self._here[len(layer.resident) - away]
             for fetched, waiting in enumerate(self._left):
@@ -214,12 +215,12 @@ class _Thresholds:
         return True
 
     def _host_is_last(self, away: int, even: int | None = None) -> bool:
-        """Whether the host has more to do than the accelerator with what stays there, so many being sent away."""
+        """Whether the host ends after the accelerator's resident experts when `away` of them are sent to the host."""
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """How many are to be fetched for the accelerator to end last, but no more."""
+        """The fewest fetches with which the accelerator ends last, or the most possible."""
         layer, sent, here = self._layer, self._away[away], self._here[away]
 
         def accelerator_is_last(fetched: int) -> bool:
@@ -237,7 +238,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """What the layer takes in any case."""
+        """A lower bound of the makespan."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 
@@ -250,7 +251,7 @@ class _Thresholds:
 
 
 class _Search:
-    """Branch and bound over all choices, from the expert with the most tokens down; those that are kept come last."""
+    """Branch and bound over all choices: missing experts first, by falling number of tokens, then resident ones."""
 
     def __init__(self, layer: Layer, best: LayerDecision) -> None:
         self._layer = layer
@@ -264,14 +265,14 @@ class _Search:
         self._least = _sums_of_rest(list(map(min, self._here, self._there)))
 
     def best(self) -> LayerDecision:
-        """The best choice, but for 1 %."""
+        """The best choice, within 1 %."""
         self._look(0, 0.0, sum(self._layer.resident_here[self._layer.movable :]), (), 0, ())
         return self._best
 
     def _look(
         self, place: int, host: float, here: float, fetched: tuple[int, ...], rows: int, away: tuple[int, ...]
     ) -> None:
-        """Look at all choices that begin like this one: the experts before `place` have their places."""
+        """Search all choices that extend this one, which has assigned the experts before `place`."""
         layer, enough = self._layer, self._best.seconds / NEAR
         gathered = [self._here[each] for each in fetched]
         computing = host + here + sum(gathered) + self._least[place]
@@ -302,7 +303,7 @@ def _sums(values: Iterable[N]) -> list[N]:
 
 
 def _sums_of_rest(values: Sequence[N]) -> list[N]:
-    """The sums of all values from the first, the second, ... on; 0 at last."""
+    """The sums of all values from the first, the second, ... on; the last is 0."""
     sums = _sums(reversed(values))
     sums.reverse()
     return sums

@@ -1,7 +1,7 @@
-"""Which nodes hold which experts, who of the holders runs a token's experts, and how busy the busiest node then is.
+"""Placement of experts on nodes, assignment of chosen experts to their holders, and the load of the busiest node.
 
-A node that holds more experts than its share has a choice to offer: where two nodes hold an expert, the one with less
-to do runs it. How much that is worth depends on who holds what together, which the optimiser chooses.
+Memory beyond a node's share of the experts holds copies. An expert with copies on two nodes runs on the less loaded
+one. The gain depends on which experts share nodes, which the optimiser chooses.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ Placement = tuple[frozenset[int], ...]
 """The experts that each node holds, the same in all layers."""
 
 Holders = tuple[int, ...]
-"""For each expert, the nodes that hold it, as a mask of bits; in ascending order where only their numbers matter."""
+"""For each expert, a bit mask of the nodes that hold it; sorted where the identity of experts does not matter."""
 
 MOST_CASES = 50_000
-"""Different ways in which experts may be chosen, up to which all are looked at."""
+"""Enumerate all distinct choices of experts up to this number of them; beyond, sample."""
 SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
-"""The same for the optimiser, which looks at many placements."""
+"""The same two limits for the optimiser, which evaluates many placements."""
 MOST_SPREAD = 8
-"""Among how many nodes, those with the most room, a new expert's copies are spread."""
+"""Copies of an expert are spread over at most this number of nodes, those with the most room."""
 EFFORT = 6_000_000
-"""What it spends on them: loads, each counted as the subsets of so many experts."""
-
-
+"""Budget of the optimiser: evaluated choices times the subsets of `top_k` experts."""
 ROWS_TO_READ = 64
-"""About so many rows an expert takes no longer than for one, since its weights have to be read in any case."""
+"""Up to about this number of rows, an expert takes no longer than for one: reading its weights dominates."""
 
 
 class Load(NamedTuple):
-    """How many experts the busiest node runs for one token in one layer, on average under uniform routing.
+    """Mean number of experts that the busiest node runs per token and layer, under uniform routing.
 
-    `error` is the standard error where choices were drawn; 0 where all were looked at.
+    `error` is the standard error of a sampled mean; 0 where all choices were enumerated.
     """
 
     experts: float
@@ -49,10 +47,10 @@ class Load(NamedTuple):
 
 
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
-    """The cluster paper's placement: the experts in equal parts, each part on every so many-th node.
+    """The cluster paper's placement: experts are cut into `parts` equal parts, and node n holds part n modulo `parts`.
 
-    Parts differ by one expert where their number does not divide; with nodes that it does not divide, the first parts
-    are held once more than the others. There are no more parts than nodes.
+    Where the numbers do not divide, parts differ by one expert, and the first parts have one more copy than the others.
+    `parts` is at most `nodes`.
     """
     parts = min(parts, nodes)
     bounds = [part * experts // parts for part in range(parts + 1)]
@@ -60,10 +58,10 @@ def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
 
 
 def parts_for(experts: int, nodes: int, per_node: int) -> int:
-    """Into how few parts the experts must be cut for a node to hold one.
+    """The fewest parts of which a node can hold one whole.
 
     Raises:
-        BadInput: the nodes together hold too few.
+        BadInput: the nodes together cannot hold all experts.
     """
     if per_node < 1 or nodes * per_node < experts:
         needed = -(-experts // nodes)
@@ -75,13 +73,13 @@ def parts_for(experts: int, nodes: int, per_node: int) -> int:
 
 
 def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
-    """Which holder runs each chosen expert, so that the busiest node runs as few as possible.
+    """Assign each chosen expert to one of its holders, so that the busiest node runs as few as possible.
 
-    The same on every node: experts find a place in ascending order, moving others on where that helps (a matching
-    with capacities, found by augmenting paths).
+    A bipartite matching with capacities, found by augmenting paths in ascending order of experts, so that every node
+    computes the same assignment.
 
     Raises:
-        BadInput: nobody holds one of them.
+        BadInput: no node holds one of the experts.
     """
     experts = sorted(chosen)
     owners: dict[int, int] = {}
@@ -113,11 +111,11 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 
 
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
-    """Which holder runs each expert, so that the busiest node has as few rows as possible; rows by expert.
+    """Assign each expert to one of its holders, so that the busiest node has few rows; `rows` is by expert.
 
-    An expert counts as no fewer than `ROWS_TO_READ`. Where all count alike this is `assign`; otherwise experts go to
-    the holder with the fewest rows, the largest first, and then from the busiest node on to others as long as that
-    helps. The same on every node, whatever it is: machines' own figures may differ.
+    An expert counts as at least `ROWS_TO_READ` rows. If all count alike, the result is that of `assign`. Otherwise
+    experts, the largest first, go to the holder with the fewest rows, and then move off the busiest node while that
+    helps. Only routing and placement matter, not a machine's speed, so that every node computes the same assignment.
     """
     loads = {expert: max(count, ROWS_TO_READ) for expert, count in rows.items()}
     best = assign(loads, placement)
@@ -140,7 +138,7 @@ def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, i
 def _better_move(
     owners: Mapping[int, int], busy: Sequence[int], loads: Mapping[int, int], placement: Placement
 ) -> tuple[int, int] | None:
-    """An expert of the busiest node, and another holder that is less busy with it than that node was."""
+    """A move of an expert off the busiest node to a holder that stays below that node's load, if there is one."""
     busiest_node = max(range(len(busy)), key=busy.__getitem__)
     for expert, owner in sorted(owners.items()):
         if owner == busiest_node:
@@ -158,10 +156,10 @@ def _most_rows(owners: Mapping[int, int], loads: Mapping[int, int]) -> int:
 
 
 def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
-    """How many of a token's experts the busiest node runs, with the best assignment, under uniform routing.
+    """Mean number of a token's experts on the busiest node, with the best assignment, under uniform routing.
 
-    Exact: experts with the same holders are alike, and every way to choose among the sorts is looked at. Where these
-    are too many, choices are drawn instead, and the error is stated.
+    Exact where there are at most `MOST_CASES` distinct choices, counting experts with the same holders as equal;
+    otherwise the mean of `SAMPLES` random choices, with its standard error.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:
@@ -175,17 +173,17 @@ def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
 
 @lru_cache(maxsize=64)
 def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Placement:
-    """The placement, as good as was found, with which the busiest node runs fewest experts for a token.
+    """Search for the placement that minimises `expected_load`.
 
-    A search from the authors' placement and from one that spreads copies evenly over groups of nodes: as long as there
-    is one that is better, a copy on some node gives way to another expert's, or two nodes exchange two. Never worse
-    than `mirrored`.
+    A local search from two starts: the cluster paper's placement, and one that spreads copies evenly over groups of
+    nodes. A move replaces one copy on a node by a copy of another expert, or swaps two copies between nodes. The
+    result is never worse than `mirrored`.
 
     Args:
-        per_node: how many experts fit a node's memory.
+        per_node: number of experts per layer that fit on a node.
 
     Raises:
-        BadInput: the nodes together hold too few.
+        BadInput: the nodes together cannot hold all experts.
     """
     parts = parts_for(experts, nodes, per_node)
     per_node = min(per_node, experts)
@@ -211,9 +209,10 @@ def _placement(holders: Sequence[int], nodes: int) -> Placement:
 
 
 def busiest(chosen: Sequence[int]) -> int:
-    """How many the busiest node runs at least of experts with these holders.
+    """The fewest experts that the busiest node can run, given the holders of each chosen expert.
 
-    Those that only so many nodes hold are shared out among these at best (Hall's theorem).
+    By Hall's theorem: the maximum, over sets of chosen experts, of the set's size divided by its number of holders,
+    rounded up.
     """
     unions = [0]
     sizes = [0]
@@ -228,7 +227,7 @@ def busiest(chosen: Sequence[int]) -> int:
 
 
 def cases(holders: Holders, top_k: int) -> int:
-    """How many ways there are to choose among experts, if those with the same holders are alike."""
+    """Number of distinct choices of `top_k` experts, counting experts with the same holders as equal."""
     ways = [1] + [0] * top_k
     for count in Counter(holders).values():
         ways = [sum(ways[k - taken] for taken in range(min(count, k) + 1)) for k in range(top_k + 1)]
@@ -245,7 +244,7 @@ def _mean_load(holders: Holders, top_k: int) -> float:
 
 
 def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every choice of holders, in order, and how many choices of experts it stands for."""
+    """Every distinct choice of holders, in order, with the number of choices of experts that it stands for."""
     found: list[tuple[tuple[int, ...], int]] = [((), 1)]
     left = sum(alike.values())
     for mask, count in alike.items():
@@ -262,7 +261,7 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """The load that the search compares: exact where that is quick, else of choices that are drawn alike for all."""
+    """The load that the search compares: exact where that is quick, else over one fixed random sample of choices."""
     if cases(holders, top_k) <= SEARCHED_CASES:
         return _mean_load(holders, top_k)
     draws = _draws(len(holders), top_k)
@@ -276,7 +275,7 @@ def _draws(experts: int, top_k: int) -> list[list[int]]:
 
 
 def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
-    """The first better neighbour, again and again, until there is none."""
+    """Move to the first better neighbour until there is none, or the budget is spent."""
     least = -(-top_k // nodes)
     best, seen = _searched_load(holders, top_k), {holders}
     exact = cases(holders, top_k) <= SEARCHED_CASES
@@ -298,7 +297,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Placements that give each node as many experts, and differ in two experts' holders."""
+    """Placements with the same number of experts per node that differ in two experts' holders."""
     sorts = sorted(set(holders))
     for one, other in combinations(sorts, 2):
         only_one, only_other = one & ~other, other & ~one
@@ -327,7 +326,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
-    """The same, with the room that is left on the nodes used: for the experts with the fewest copies."""
+    """The same holders, with free room on each node filled by copies of the experts that have the fewest."""
     filled = list(holders)
     for node in range(nodes):
         held = sum(mask >> node & 1 for mask in filled)
@@ -338,7 +337,7 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 
 
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
-    """Copies shared out evenly: each expert's go to the nodes with the most room, among these to a new group."""
+    """Spread copies evenly: each expert's go to nodes with the most room, in the group of nodes used least so far."""
     room = [per_node] * nodes
     groups: Counter[int] = Counter()
     slots = nodes * per_node

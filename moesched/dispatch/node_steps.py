@@ -1,4 +1,4 @@
-"""What the policies for several nodes share: a way through a step, a plan, which experts were used longest ago."""
+"""Building blocks of expert-parallel policies: a plan, a step, and LRU order of a node's experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.steps.step import Step
 
 
 class NodeExperts(ABC):
-    """Layer after layer; in each, the experts of one micro-batch after the other.
+    """Base of expert-parallel policies: layer after layer, one micro-batch after the other.
 
     Settings:
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
@@ -32,7 +32,7 @@ class NodeExperts(ABC):
         plan.place_experts(self.placement, centralised=not self.decentralised)
 
     def _placement(self, plan: Plan) -> Placement:
-        """The experts that each node holds: by default each half of them on every second node, as in the paper."""
+        """The experts that each node holds: by default two halves on alternating nodes, as in the cluster paper."""
         return mirrored(plan.layout.config.experts, plan.nodes.count)
 
     async def prefill(self, step: Step) -> None:
@@ -53,14 +53,14 @@ class NodeExperts(ABC):
 
     @abstractmethod
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        """Say who runs which of a micro-batch's experts, and run this node's."""
+        """Assign a micro-batch's experts to nodes, and run this node's share."""
 
 
 def experts_that_fit(plan: Plan, *, centralised: bool) -> int:
-    """Experts of every layer that the first node has room for, beside all else; others have as much room or more.
+    """Number of experts per layer that fit on the first node, the one with the least free memory.
 
     Raises:
-        OverBudget: the first node has no room for all else.
+        OverBudget: the first node has no room for its dense weights, KV cache and activations.
     """
     first = replace(plan.nodes, index=0, centralised=centralised)
     dense, expert = plan.layout.dense, plan.layout.expert
@@ -71,7 +71,7 @@ def experts_that_fit(plan: Plan, *, centralised: bool) -> int:
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
-    """Say who runs what, and run this node's share; returns which experts those are."""
+    """Assign experts to their owners and run this node's share; returns the experts that this node runs."""
     step.assign(i, j, owners)
     own = [expert for expert, node in owners.items() if node == step.node]
     for expert in own:
@@ -88,9 +88,9 @@ def warm_spare(
     recent: LeastRecent,
     idle: Sequence[int] = (),
 ) -> None:
-    """Have this node run as many experts as the busiest one, those that it used longest ago: it waits in any case.
+    """Warm the least recently used experts until this node has run as many as the busiest one, for which it would wait.
 
-    idle: these are run even if it does not wait.
+    idle: experts that are warmed even if this node does not wait.
     """
     quota = max(Counter(owners.values()).values())
     spare = recent.first(quota - len(own), without=own)
@@ -101,9 +101,10 @@ def warm_spare(
 
 
 class LeastRecent:
-    """The experts that a node holds, those that were used longest ago first, in whichever layer that was.
+    """A node's experts in LRU order.
 
-    An expert's weights of all layers lie together in memory (section 4.1 of the paper), so that any layer's use counts.
+    An expert's weights of all layers are contiguous in memory (section 4.1 of the cluster paper), so a use in any layer
+    counts.
     """
 
     def __init__(self, held: Iterable[int]) -> None:
@@ -111,16 +112,16 @@ class LeastRecent:
         self._last_use = dict.fromkeys(sorted(held), 0)
 
     def use(self, experts: Iterable[int]) -> None:
-        """A layer uses these, one after the other."""
+        """Record that a layer uses these experts, in this order."""
         self._layers += 1
         for expert in experts:
             del self._last_use[expert]
             self._last_use[expert] = self._layers
 
     def first(self, count: int, without: Collection[int] = ()) -> list[int]:
-        """The `count` experts that were used longest ago, or as many as there are, without these."""
+        """Up to `count` least recently used experts that are not in `without`."""
         return [expert for expert in self._last_use if expert not in without][: max(0, count)]
 
     def idle_for(self, layers: int) -> list[int]:
-        """The experts that so many layers have not used."""
+        """The experts that none of the last `layers` layers used."""
         return [expert for expert, last in self._last_use.items() if self._layers - last >= layers]

@@ -1,4 +1,4 @@
-"""What stays in fast memory: KV caches, and pages beside a buffer that the others stream through."""
+"""Resident pages: those kept on the accelerator beside a buffer that the others stream through."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from moesched.steps.plan import Plan
 
 
 def split_kv(plan: Plan, on_gpu: float) -> None:
-    """Place the KV cache of that share of the micro-batches in fast memory, that of the others on the host.
+    """Place the KV caches of a share of the micro-batches on the accelerator, and those of the others on the host.
 
-    Those in fast memory lie as evenly as they can among the others, so that neither processor attends to many in a row.
+    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention.
+
+    on_gpu: the share, from 0 to 1.
 
     Raises:
-        BadInput: that is no share.
+        BadInput: the share is out of range.
     """
     if not 0 <= on_gpu <= 1:
         raise BadInput(
@@ -30,9 +32,11 @@ def split_kv(plan: Plan, on_gpu: float) -> None:
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
-    """Keep what fits beside a buffer of two layers' streamed pages; returns those pages, by layer, and the buffer.
+    """Keep the pages that fit beside a double buffer for the others.
 
-    stage: of a pipeline; only its layers count.
+    Returns the streamed pages by layer, and the buffer.
+
+    stage: pipeline stage whose layers are placed.
     """
     streamed = keep_beside_buffer(plan, lambda streamed: 2 * streamed, stage)
     slots = 2 * max(map(len, streamed))
@@ -42,13 +46,13 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
-    """Keep what fits beside the buffer; returns the pages that stream, by layer.
+    """Keep the pages that fit beside the buffer; returns the streamed pages by layer.
 
-    A layer's dense part is kept before its experts, and layers stream as evenly as they can, so that no
+    A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
     layer waits longer for its weights than the others.
 
-    slots: how many the buffer needs if so many pages of a layer stream.
-    stage: of a pipeline; only its layers count.
+    slots: number of slots of the buffer, given the number of pages that stream per layer.
+    stage: pipeline stage whose layers are placed.
     """
     free = plan.free("accelerator", stage)
     per_layer = [plan.layout.layer(i) for i in plan.stages[stage]]

@@ -1,4 +1,4 @@
-"""What the micro-batches of a batch take of memories beside weights, as a plan reserves it; all in bytes."""
+"""Memory in bytes that a plan reserves for the micro-batches of a batch, beside weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class BatchBytes:
     """Sizes of one batch on one model.
 
     Args:
-        chunks: what each micro-batch of prefill has; more than the batch has micro-batches where prompts are cut.
+        chunks: the chunk of each prefill micro-batch; there are more than decode micro-batches where prompts are cut.
 
     Attributes:
-        staying: hidden states of all micro-batches, from layer to layer.
-        workspace: of the largest micro-batch's kernels.
-        in_decode: activations of all micro-batches within a layer, in decode.
-        host_workspace: of experts that run on the host.
+        staying: activations of all micro-batches that live across layers.
+        workspace: workspace of the kernels, for the largest micro-batch.
+        in_decode: activations within a layer of all micro-batches, in decode.
+        host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
     """
 
@@ -52,21 +52,21 @@ class BatchBytes:
         self.hidden = most * operations.hidden_bytes
 
     def in_prefill(self, in_flight: int) -> int:
-        """Activations of so many micro-batches within a layer, of the largest ones."""
+        """Activations within a layer of the `in_flight` largest micro-batches, in prefill."""
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, in_flight: int | None) -> int:
-        """Rows of experts on the host, so many micro-batches (or all) being within a layer in prefill."""
+        """Rows of experts on the host, with `in_flight` prefill micro-batches within a layer; None for all."""
         prefill = sum(host_rows_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
         return max(prefill, sum(host_rows_bytes(self._operations, rows) for rows in self._decode_rows))
 
     def exchanged(self, in_flight: int) -> int:
-        """Sums on their way between nodes."""
+        """Buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""
         rows = max(sum(self._largest_first[:in_flight]), sum(self._decode_rows))
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """One layer's keys and values of micro-batches' prompts, of those that are cut into chunks."""
+        """Keys and values of one layer for those prompts of the micro-batches that are cut into chunks."""
         tokens = sum(
             cached_tokens(self._batch.prompts[request])
             for number in micro_batches

@@ -1,6 +1,6 @@
-"""The adversary: a seeded stream of random but legal choices of order, place and time.
+"""A policy that makes random legal choices of order, processor and time, from a seed, to find faults.
 
-It exists to break things. Whatever it does, the tokens must be those of every other policy.
+Its tokens must equal those of every other policy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moesched.tasks import Task
 
 
 class Adversarial:
-    """Advances random micro-batches by random verbs, with pages fetched, evicted and awaited at random times.
+    """Submit random legal verbs of random micro-batches; fetch, evict and await pages at random times.
 
     Settings:
-        seed: of all choices.
-        cancels: whether fetches are cancelled at times; which of them can be depends on the clock.
+        seed: seed of all random choices.
+        cancels: whether fetches are sometimes cancelled. Whether a fetch still can be depends on timing.
     """
 
     def __init__(self, seed: int = 0, cancels: bool = True) -> None:
@@ -49,7 +49,7 @@ class Adversarial:
         self.held: list[Page] = []
 
     async def prefill(self, step: Step) -> None:
-        """Advance a random micro-batch by some verbs, until all are sampled; the chunks of a prompt one by one."""
+        """Advance a random micro-batch by a few verbs until all are sampled; chunks of a prompt run in order."""
         chains: list[list[int]] = []
         for j in step.micro_batches:
             if step.goes_on(j):
@@ -78,7 +78,7 @@ class Adversarial:
             yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
-        """All verbs of one micro-batch, in an order that its own data allows."""
+        """All verbs of one micro-batch, in an order that satisfies its data dependencies."""
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
@@ -107,7 +107,7 @@ class Adversarial:
     def _run_experts(
         self, step: Step, i: int, j: int, experts: Sequence[int]
     ) -> Generator[Task, dict[int, int], None]:
-        """Experts in this order, some of them on the host."""
+        """Run experts in this order, some of them on the host."""
         choose = self.random
         there = [expert for expert in experts if self.experts_on_host and choose.random() < 0.5]
         if there or (self.experts_on_host and choose.random() < 0.1):
@@ -120,7 +120,7 @@ class Adversarial:
                 yield step.load_routed(i, j)
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
-        """Attention where the KV cache lets it run."""
+        """Run attention on a processor that the placement of the KV cache allows."""
         kv_on_host = not step.kv_on_accelerator(j)
         on_host = kv_on_host and (step.kind == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
@@ -133,7 +133,7 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, j: int) -> bool:
-        """Whether attention is to run on the accelerator on keys and values loaded for it; takes a slot if so."""
+        """Whether to load the KV cache and run attention on the accelerator; takes a KV buffer if so."""
         loads = step.kind == "decode" and not step.kv_on_accelerator(j)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
@@ -142,7 +142,7 @@ class Adversarial:
     def _attend_loaded(
         self, step: Step, i: int, j: int, early: bool
     ) -> Generator[Task, dict[int, int], None]:
-        """Attention on the accelerator, of a decode step, with the KV cache on the host."""
+        """Run decode attention on the accelerator, with a KV cache that lives on the host."""
         if not early:
             yield step.load_kv(i, j)
         yield step.attention(i, j)
@@ -150,10 +150,7 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Bring the needed pages in, in random order and portions, throwing others out; at times one for nothing.
-
-        One for nothing may also be cancelled again.
-        """
+        """Fetch the needed pages in random order and portions, evicting others; sometimes fetch other pages."""
         choose = self.random
         if choose.random() < 0.1:
             self._start_for_nothing(step, needed)
@@ -173,7 +170,7 @@ class Adversarial:
             step.fetch(portion, self.pool, urgent=choose.random() < 0.5)
 
     def _start_for_nothing(self, step: Step, needed: Sequence[Page]) -> None:
-        """Have a page come that nobody has asked for, and change one's mind."""
+        """Fetch a page that is not needed, and perhaps promote, cancel or evict it."""
         choose = self.random
         page = choose.choice(step.pages(choose.choice(step.layers)))
         if page in self.pool or page in needed or not self.pool.empty_slots:
