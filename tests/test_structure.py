@@ -140,7 +140,6 @@ def test_classes_have_at_most_15_attributes_and_15_methods_apart_from_those_list
     assert len(LARGE_CLASSES) <= 8
 
 
-@pytest.mark.xfail(strict=True, reason="95 of 2,747 do")
 def test_at_most_2_percent_of_docstrings_open_with_a_question_word() -> None:
     questions = [
         f"{place}: {text.splitlines()[0]}"
