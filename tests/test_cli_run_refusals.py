@@ -21,7 +21,7 @@ from small_models import small_model
             ("--prompt-ids", "1,256"),
             "prompt 0: token id 256 is outside the vocabulary of 256: use ids from 0",
         ),
-        (("--prompt-ids", "1,x"), "prompt 0: 'x' is no token id"),
+        (("--prompt-ids", "1,x"), "prompt 0: 'x' is not a token id"),
         (("--prompt", "words"), r"no tokenizer\.json: add it, or give ids"),
         ((), "give prompts in one way: --prompt, --prompts or --prompt-ids"),
         (("--prompt", "a", "--prompt-ids", "1"), "give prompts in one way"),

@@ -339,10 +339,10 @@ def test_a_node_with_another_model_is_refused_on_both_sides_in_one_line(
     file, described = seated
     other = msgspec.structs.replace(described.hosts[1], model=str(models / "dbrx"))
     file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
-    with pytest.raises(BadInput, match=r"node 1 \(mac-1\): its model is another one"):
+    with pytest.raises(BadInput, match=r"node 1 \(mac-1\): its model differs from the launcher"):
         run_seated(file, server, models / "mixtral")
     assert server.nodes[1].wait(PATIENCE_SECONDS) == 2
-    assert server.nodes[1].last_words().startswith("moesched: its model is another one")
+    assert server.nodes[1].last_words().startswith("moesched: its model differs from the launcher")
 
 
 def test_a_node_with_too_little_memory_says_how_much_is_missing(

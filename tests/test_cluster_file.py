@@ -46,15 +46,15 @@ def test_a_gap_in_the_ranks_is_named() -> None:
 
 
 def test_a_key_that_is_none_is_refused_with_its_place() -> None:
-    assert "hosts[1].key: it has 3 letters, a key has 40" in said_of(host(0), host(1, key="abc"))
+    assert "hosts[1].key: it has 3 characters, a key has 40" in said_of(host(0), host(1, key="abc"))
     strange = NODES[1].public[:-1] + "~"
-    assert "hosts[1].key: '~' is no letter of a key" in said_of(host(0), host(1, key=strange))
-    assert "hosts[1].key: '#####' stands for no four bytes" in said_of(host(0), host(1, key=8 * "#####"))
+    assert "hosts[1].key: '~' is not a character of a key" in said_of(host(0), host(1, key=strange))
+    assert "hosts[1].key: '#####' does not decode to four bytes" in said_of(host(0), host(1, key=8 * "#####"))
 
 
 def test_two_nodes_with_one_key_or_one_port_are_refused() -> None:
     assert "hosts[1].key" in said_of(host(0), host(1, key=NODES[0].public))
-    assert "hosts[1].port: 7001 is that of node 0 (mac-0)" in said_of(host(0), host(1, port=7001))
+    assert "hosts[1].port: 7001 is also the port of node 0 (mac-0)" in said_of(host(0), host(1, port=7001))
 
 
 def test_ports_memories_and_unknown_keys_are_refused_with_their_places() -> None:
@@ -80,7 +80,7 @@ def test_keys_are_written_once_and_the_secret_one_is_its_owners(tmp_path: Path) 
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert read_keys(secret) == keys
     assert (tmp_path / "keys" / PUBLIC_NAME).read_text() == keys.public + "\n"
-    with pytest.raises(BadInput, match="is there already"):
+    with pytest.raises(BadInput, match="exists already"):
         write_keys(tmp_path / "keys", make_keys())
     assert read_keys(secret) == keys
 
@@ -97,7 +97,7 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
 def test_keygen_prints_the_line_for_the_cluster_file(tmp_path: Path, command: Any) -> None:
     said = command("keygen", "--out", tmp_path / "keys", "--json")
     assert said.json["key"] == read_keys(Path(said.json["secret_file"])).public
-    refused(command("keygen", "--out", tmp_path / "keys"), "is there already")
+    refused(command("keygen", "--out", tmp_path / "keys"), "exists already")
 
 
 def test_a_dry_run_prints_what_would_start_the_nodes(tmp_path: Path, command: Any) -> None:
@@ -132,7 +132,7 @@ def test_the_rank_is_taken_from_what_mlx_launch_sets(tmp_path: Path) -> None:
     hosts.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
     assert rank_given({"MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}, 2) == 1
     assert rank_given({}, 2) is None
-    with pytest.raises(BadInput, match="is no list of hosts"):
+    with pytest.raises(BadInput, match="is not a list of hosts"):
         rank_given({"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path / "none")}, 2)
 
 

@@ -150,7 +150,7 @@ def test_another_version_model_rank_or_key_is_refused_in_one_line() -> None:
     for join, key, said in (
         (change(JOIN, version="0.9"), NODES[1].public, "moesched 0.9"),
         (change(JOIN, protocol=99), NODES[1].public, "protocol 99"),
-        (change(JOIN, model="abd"), NODES[1].public, "its model is another one"),
+        (change(JOIN, model="abd"), NODES[1].public, "its model differs from the launcher"),
         (change(JOIN, rank=7), NODES[1].public, "it has rank 7"),
         (JOIN, NODES[0].public, "its key is that of rank 0"),
         (JOIN, LAUNCHER.public, "its key is the launcher's"),
@@ -214,7 +214,7 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
         cluster(port=impostor.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
     )
     try:
-        with pytest.raises(BadInput, match="is not the launcher whose key is in the cluster file"):
+        with pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"):
             _join_while_heard(link, impostor)
     finally:
         link.close()

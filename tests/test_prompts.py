@@ -40,7 +40,7 @@ def test_ids_are_written_with_commas_and_prompts_with_semicolons() -> None:
     ("text", "item"), [("1,x", "'x'"), ("1,-2", "'-2'"), ("1,,2", "''"), ("1.5", "'1.5'")]
 )
 def test_what_is_no_id_is_named(text: str, item: str) -> None:
-    with pytest.raises(BadInput, match=f"prompt 0: {item} is no token id: write ids with commas"):
+    with pytest.raises(BadInput, match=f"prompt 0: {item} is not a token id: write ids with commas"):
         parse_prompt_ids(text)
 
 
@@ -75,7 +75,7 @@ def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(tmp_path:
     told: list[str] = []
     assert read_prompts(file, told.append) == ["a", [1, 2]]
     (line,) = told
-    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are no prompts either; left out", line)
+    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are not prompts either; they are left out", line)
 
 
 def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_many_broken_lines_make_one_readable_line(tmp_path: Path) -> None:
     told: list[str] = []
     read_prompts(file, told.append)
     assert "lines 3, 4, " in told[0]
-    assert "22 and 979 more are no prompts either" in told[0]
+    assert "22 and 979 more are not prompts either" in told[0]
     assert len(told[0]) < 400
 
 
@@ -136,7 +136,7 @@ def test_text_needs_a_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer: .*copy it again"):
+    with pytest.raises(BadInput, match=r"tokenizer\.json is not a tokenizer: .*copy it again"):
         find_tokenizer(tmp_path)
 
 

@@ -204,7 +204,7 @@ def test_mx_without_its_launcher_says_how_to_start_it() -> None:
             raise RuntimeError("no hostfile")
 
     with pytest.raises(
-        BadInput, match=r"cannot begin with ring: no hostfile; start the ranks with mlx\.launch"
+        BadInput, match=r"cannot start with ring: no hostfile; start the ranks with mlx\.launch"
     ):
         module.MxDistributedTransport(backend="ring", distributed=Nobody())
 

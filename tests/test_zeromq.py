@@ -428,8 +428,8 @@ def from_rank_1(**changes: Any) -> Any:
     ("data", "why"),
     [
         (from_rank_1(epoch=4), "of epoch 4; this is epoch 5"),
-        (from_rank_1(epoch=5, rank=0), "from rank 0, which is none of the others"),
-        (from_rank_1(epoch=5, rank=700), "from rank 700, which is none of the others"),
+        (from_rank_1(epoch=5, rank=0), "from rank 0, which is not one of the others"),
+        (from_rank_1(epoch=5, rank=700), "from rank 700, which is not one of the others"),
         (b"GET / HTTP/1.1\r\n", "16 bytes, less than a header"),
         (b"\x80\x04\x95" + bytes(200), r"it begins with b'\x80\x04\x95\x00'"),
         (bytes(from_rank_1(epoch=5))[:-1], "99 bytes for 0 of text and 1 of float32"),
@@ -472,7 +472,7 @@ def test_a_frame_that_comes_twice_counts_once(tmp_path: Path) -> None:
             assert ranks[1].mesh.send(0, from_rank_1(sequence=1, ticket=1))
         with ThreadPoolExecutor(1) as threads:
             total = threads.submit(ranks[0].all_reduce, 0, Exchange(1), ONE)
-            assert refusals_until(1, ranks[0], logs)[0]["why"] == "it came before"
+            assert refusals_until(1, ranks[0], logs)[0]["why"] == "it is a duplicate"
             assert ranks[2].mesh.send(0, from_rank_1(rank=2, sequence=1, ticket=1))
             assert total.result(PATIENCE_SECONDS).tolist() == [3.0]
 
@@ -485,7 +485,7 @@ def test_an_oversize_frame_ends_its_connection_and_no_other(strangers: Callable[
         big.socket.send(bytes(20_000))
         assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
         for found in sums(ranks, Exchange(2), np.zeros(20_000, np.uint8)):
-            assert "20096 bytes at once; at most 10000 are taken in" in str(found)
+            assert "20096 bytes at once; at most 10000 are accepted" in str(found)
 
 
 # -- what cannot be made ---------------------------------------------------------------------------
@@ -521,11 +521,11 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (Keys(first.secret, [first.public[0]] * 2), "two ranks have the same public key"),
         (
             Keys(first.secret, [first.public[0], "short"]),
-            "the public key of rank 1 is none: it has 5 letters, a key has 40",
+            "the public key of rank 1 is not valid: it has 5 characters, a key has 40",
         ),
         (
             Keys("no key", first.public),
-            "the secret key is none: it has 6 letters, a key has 40: make one with `moesched keygen`",
+            "the secret key is not valid: it has 6 characters, a key has 40: make one with `moesched keygen`",
         ),
     ):
         with pytest.raises(BadInput, match=said):

@@ -1,1 +1,1 @@
-"""Transports: what carries collectives between ranks."""
+"""Transports: they carry out collectives between ranks."""

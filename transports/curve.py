@@ -1,4 +1,4 @@
-"""Keys of a mesh of ranks: who may come in, over connections that CURVE encrypts."""
+"""Keys of a mesh of ranks, for connections that CURVE authenticates and encrypts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moesched.errors import BadInput
 
 
 class Keys(NamedTuple):
-    """What a rank needs to know of keys; each is 40 characters of Z85.
+    """A rank's secret key and the public keys of all ranks; each is 40 characters of Z85.
 
     Attributes:
-        secret: its own.
-        public: those of all ranks, in their order.
+        secret: the rank's own.
+        public: those of all ranks, in order.
     """
 
     secret: str
@@ -27,10 +27,10 @@ class Keys(NamedTuple):
 
 
 def check_keys(keys: Keys, rank: int, ranks: int) -> None:
-    """Whether a rank can use these keys.
+    """Check that a rank can use these keys.
 
     Raises:
-        BadInput: there are too few, one is none, two are alike, or its own public key is another rank's.
+        BadInput: their number is wrong, one is invalid, two are equal, or the secret key does not belong to the rank.
     """
     if len(keys.public) != ranks:
         raise BadInput(f"{len(keys.public)} public keys for {ranks} ranks; each rank has one")
@@ -38,7 +38,7 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
         problem = key_problem(key)
         if problem:
             raise BadInput(
-                f"the public key of rank {each} is none: {problem}: make one with `moesched keygen`"
+                f"the public key of rank {each} is not valid: {problem}: make one with `moesched keygen`"
             )
     if len(set(keys.public)) < ranks:
         raise BadInput("two ranks have the same public key; make one for each with `moesched keygen`")
@@ -47,7 +47,7 @@ def check_keys(keys: Keys, rank: int, ranks: int) -> None:
 
 
 def seal(socket: zmq.Socket[bytes], keys: Keys, rank: int, peer: int | None) -> None:
-    """Let a socket speak CURVE: to one peer, or, where `peer` is None, with all that the watch lets in."""
+    """Encrypt a socket with CURVE: to one peer, or, where `peer` is None, for all peers that the watch admits."""
     socket.curve_publickey = keys.public[rank].encode()
     socket.curve_secretkey = keys.secret.encode()
     if peer is None:

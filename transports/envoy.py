@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 SLICE_MILLISECONDS = 50
-"""How long a call waits before it checks whether the transport was closed."""
+"""Interval at which a waiting call checks whether the transport was closed."""
 
 END_SECONDS = 10.0
 PATIENCE_SECONDS = 10.0
-"""How much longer than an exchange may take its envoy has to report that."""
+"""Extra time for the envoy to report that an exchange has timed out."""
 
 
 class EnvoyTransport:
@@ -45,10 +45,10 @@ class EnvoyTransport:
 
     Args:
         addresses, rank, keys, options: those of the transport `zeromq`.
-        timeout_seconds: how long an exchange may take.
+        timeout_seconds: time limit of an exchange.
 
     Raises:
-        BadInput: as `zeromq`, or the process does not start.
+        BadInput: as for `zeromq`, or the process does not start.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EnvoyTransport:
 
         Raises:
             RankLost: a rank is lost.
-            TransportError: as of the transport `zeromq`; the envoy ended.
+            TransportError: as for `zeromq`, or the envoy ended.
         """
         return self._ask(Kind.ALL_REDUCE, rank, exchange, part)[0]
 
@@ -107,11 +107,11 @@ class EnvoyTransport:
         return found if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Tell the others that a rank takes no part in an exchange, so that they need not wait for the timeout."""
+        """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
         self._ask(Kind.ABANDON, rank, exchange, np.frombuffer(reason.encode(), np.uint8))
 
     async def aclose(self) -> None:
-        """Wake the call that waits, and end the envoy."""
+        """Wake a waiting call, and end the envoy."""
         await asyncio.to_thread(self._close)
 
     def _start(self, orders: Orders) -> None:

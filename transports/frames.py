@@ -1,20 +1,20 @@
-"""What goes over the wire: a fixed header, a line of text, the elements of an array. Nothing is ever unpickled.
+"""The wire format: a fixed header, a text and the elements of an array. Nothing is ever unpickled.
 
 The header is little-endian, 96 bytes. The text (UTF-8, padded with zeros to 16 bytes) and the elements (C order)
 follow:
 
     magic       4 bytes   "MoEx"
     version     1         1
-    kind        1         Kind: what the frame is for
+    kind        1         Kind: the purpose of the frame
     rank        2         the sender
-    epoch       8         which start of the ranks this is
+    epoch       8         the number of the ranks' start
     sequence    8         the number of the exchange between these ranks, from 0
     ticket      8         Exchange.ticket
     step        8         Exchange.step
     layer       8         Exchange.layer
-    elements    8         how many follow: all of the array's, or a piece of them
+    elements    8         number that follow: all of the array, or a piece
     operation   1         the Kind that names the exchange: ALL_REDUCE, BROADCAST or GATHER
-    dtype       1         the place in DTYPES
+    dtype       1         the index in DTYPES
     dimensions  1         0 to 8
     zero        1
     root        2         of a broadcast or a gather
@@ -48,10 +48,10 @@ HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDE
 _RANK_AT = _SENDER.size - 2
 DIMENSIONS = 8
 TEXT_BYTES = 4096
-"""A longer text is cut, and ends in a digest of the whole."""
+"""Limit of a text; a longer one is cut, and ends in a digest of the whole."""
 
 JOINED_UP_TO = 64 * 1024
-"""Larger frames are put together in memory that the socket sends from; smaller ones are cheaper to copy."""
+"""Smaller frames are cheaper to copy; larger ones are sent from the memory that they are put together in."""
 
 DTYPES = tuple(
     np.dtype(name)
@@ -65,11 +65,11 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class BadFrame(ValueError):
-    """Bytes that are no frame."""
+    """The bytes are not a valid frame."""
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     ALL_REDUCE = 1
     """A rank's part, whole."""
@@ -82,9 +82,9 @@ class Kind(IntEnum):
     WAITING = 6
     """The sender waits in this exchange for the receiver; no elements."""
     ABANDON = 7
-    """The sender takes no part in this exchange; the text says why."""
+    """The sender takes no part in this exchange; the text is the reason."""
     LEAVE = 8
-    """The sender takes no part in anything any more; the text says why."""
+    """The sender takes no part in any later exchange; the text is the reason."""
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -98,14 +98,14 @@ NAMES = {
     Kind.GATHER: "gather",
     Kind.ABANDON: "exchange",
 }
-"""What exchanges are called."""
+"""Names of exchanges in messages."""
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One message between two ranks; the module's docstring says what the fields are.
+    """One message between two ranks; the module's docstring describes the fields.
 
     Attributes:
-        text: the exchange's signature, or why a rank gave up.
+        text: the exchange's signature, or the reason that a rank gave up.
         values: the elements that the frame carries, flat.
     """
 
@@ -123,7 +123,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     values: Array = NOTHING
 
     def names_the_same_as(self, other: Frame) -> bool:
-        """Whether both are of one exchange, and of arrays that can be added where these are."""
+        """Whether both belong to one exchange, and, for an all-reduce, have arrays of one shape and type."""
         mine = (self.ticket, self.step, self.layer, self.root, self.operation, cut(self.text))
         if mine != (other.ticket, other.step, other.layer, other.root, other.operation, cut(other.text)):
             return False
@@ -131,7 +131,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return alike or self.operation is not Kind.ALL_REDUCE
 
     def describe(self) -> str:
-        """The exchange that it belongs to, in words."""
+        """The frame's exchange, in words."""
         what = f"{NAMES[self.operation]} #{self.ticket}"
         if self.operation is Kind.ALL_REDUCE:
             what += f" of {self.values.dtype} {self.shape}"
@@ -141,10 +141,10 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 def prefix(frame: Frame) -> bytes:
-    """The header and the text of a frame: all that comes before its values.
+    """The header and the text of a frame, which come before its values.
 
     Raises:
-        TransportError: an array of another type than numbers, or of more than 8 dimensions.
+        TransportError: the array's type is not in DTYPES, or it has more than 8 dimensions or too large ones.
     """
     values, said = frame.values, frame.text.encode()
     if len(said) > TEXT_BYTES:
@@ -163,7 +163,7 @@ def prefix(frame: Frame) -> bytes:
 def _subject(
     operation: Kind, root: int, dtype: np.dtype[Any], elements: int, shape: tuple[int, ...], said: int
 ) -> bytes:
-    """The part of a header that exchanges of one sort have in common."""
+    """The part of a header that similar exchanges share, which is cached."""
     code = _CODES.get(dtype)
     if code is None or len(shape) > DIMENSIONS or max(shape, default=0) >> 32:
         raise TransportError(f"an array of {dtype} {shape} cannot be sent")
@@ -172,17 +172,17 @@ def _subject(
 
 
 def prefix_of(rank: int, mine: bytes) -> bytes:
-    """The prefix of another rank's frame that is alike in all but its sender."""
+    """The prefix of another rank's frame that differs only in the sender."""
     return mine[:_RANK_AT] + rank.to_bytes(2, "little") + mine[_SENDER.size :]
 
 
 def pack(frame: Frame) -> bytes | memoryview:
-    """The bytes of a frame: a copy, so that the values may be changed afterwards. Raises as `prefix`."""
+    """The bytes of a frame, as a copy, so that the values may change afterwards. Raises as `prefix`."""
     return joined(prefix(frame), frame.values)
 
 
 def joined(before: bytes, values: Array) -> bytes | memoryview:
-    """The bytes of a frame, given its prefix, and its values, contiguous."""
+    """The bytes of a frame, from its prefix and its contiguous values."""
     if values.nbytes <= JOINED_UP_TO:
         return b"".join((before, values.data))
     packed = np.empty(len(before) + values.nbytes, np.uint8)
@@ -192,10 +192,10 @@ def joined(before: bytes, values: Array) -> bytes | memoryview:
 
 
 def unpack(data: Any) -> Frame:
-    """The frame that bytes are; its values lie in them.
+    """Decode a frame; its values are a view of the bytes.
 
     Raises:
-        BadFrame: they are none: too short or too long, of another version, with fields that nobody writes.
+        BadFrame: the length is wrong, the version differs, or a field is invalid.
     """
     total = len(data)
     if total < HEADER.size:
@@ -223,7 +223,7 @@ def unpack(data: Any) -> Frame:
 
 
 def cut(text: str) -> str:
-    """A text that fits into a frame; of different long texts, different ones."""
+    """A text cut to fit into a frame; different texts stay different."""
     if len(text) * 4 <= TEXT_BYTES or len(text.encode()) <= TEXT_BYTES:
         return text
     digest = f" … {blake2b(text.encode(), digest_size=16).hexdigest()}"

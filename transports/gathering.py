@@ -1,8 +1,8 @@
-"""Collectives made of one: an all-gather of bytes, which every library for clusters has.
+"""Collectives built on an all-gather of bytes, which every communication library has.
 
-Such libraries add in an order of their own, which may differ between ranks. Here every rank gets all parts and adds
-them itself, in the order of the ranks. An exchange takes two all-gathers: what each rank is about, so that ranks that
-disagree are told of each other, and what they bring.
+Libraries may add in an order that differs between ranks. Here every rank gets all parts and adds them itself, in the
+order of the ranks. An exchange takes two all-gathers: one of headers, so that ranks in different exchanges get an
+error, and one of the arrays.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 4 + HEADER.size + TEXT_BYTES
 SLICE_SECONDS = 0.05
-"""How long a rank waits before it checks whether its transport was closed."""
+"""Interval at which a waiting rank checks whether its transport was closed."""
 
 CLOSED = "the transport was closed"
 
 
 class GatheringTransport(ABC):
-    """Collectives of one rank over a library's all-gather, which runs on a thread of its own: nothing can wake it.
+    """Collectives of one rank over a library's all-gather, which runs on its own thread: nothing can interrupt it.
 
     Args:
-        rank: which one this is, from 0.
-        ranks: how many there are.
-        timeout_seconds: how long an exchange may take.
+        rank: this rank, from 0.
+        ranks: number of ranks.
+        timeout_seconds: time limit of an exchange.
     """
 
     def __init__(self, rank: int, ranks: int, *, timeout_seconds: float = 60.0) -> None:
@@ -57,17 +57,17 @@ class GatheringTransport(ABC):
 
     @abstractmethod
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, which are equally many, in their order. Foreign exceptions may leave it."""
+        """The bytes of all ranks, in order; all ranks give the same number. May raise the library's exceptions."""
 
     @abstractmethod
     def free(self) -> None:
-        """Free what the library holds; called once, from any thread."""
+        """Free the library's resources; called once, from any thread."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not come in time, is lost, or names another exchange; the transport was closed.
+            TransportError: a rank did not arrive in time, is lost, or is in another exchange; the transport was closed.
         """
         return sum_in_order(self._exchange(Kind.ALL_REDUCE, rank, exchange, part, 0))
 
@@ -82,7 +82,7 @@ class GatheringTransport(ABC):
         return parts if rank == root else None
 
     async def aclose(self) -> None:
-        """Wake the call that waits, and free what the library holds."""
+        """Wake a waiting call, and free the library's resources."""
         closed, self._closed = self._closed, True
         if not closed:
             self._work.put(None)
@@ -91,7 +91,7 @@ class GatheringTransport(ABC):
     def _exchange(
         self, operation: Kind, rank: int, exchange: Exchange, part: Array | None, root: int
     ) -> list[Array]:
-        """What all ranks bring, in their order; arrays of the caller's own."""
+        """The arrays of all ranks, in order, as copies."""
         where = f"{NAMES[operation]} #{exchange.ticket}"
         if rank != self.rank or not 0 <= root < self.ranks:
             raise TransportError(f"{where}: asked for rank {rank} and root {root} of rank {self.rank}")
@@ -119,10 +119,10 @@ class GatheringTransport(ABC):
             raise TransportError(f"{where}: {error}") from None
 
     def _all_gather(self, data: Array, until: float) -> list[Array]:
-        """What the library gathers, on its thread.
+        """Call `all_gather` on the library's thread.
 
         Raises:
-            TransportError: it fails or takes too long, or the transport was closed; then nothing more is gathered.
+            TransportError: it fails or takes too long, or the transport was closed; later calls then fail too.
         """
         if self._closed or self._broken:
             raise TransportError(self._broken or CLOSED)
@@ -137,7 +137,7 @@ class GatheringTransport(ABC):
                 return future.result()
 
     def _problem(self, future: Future[list[Array]], until: float) -> str:
-        """Why a call of the library came to nothing, or will; empty where it is done or may still come."""
+        """The reason that a call of the library has failed; empty where it has succeeded or is still running."""
         if future.done():
             error = future.exception()
             return "" if error is None else CLOSED if self._closed else _one_line(error)
@@ -155,7 +155,7 @@ class GatheringTransport(ABC):
 
 
 def _padded(data: Any, nbytes: int) -> Array:
-    """Bytes behind their number, with zeros up to a length."""
+    """The length of the data, the data, and zeros up to a total length."""
     padded = np.zeros(nbytes, np.uint8)
     padded[:4] = np.frombuffer(len(data).to_bytes(4, "little"), np.uint8)
     padded[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
@@ -166,14 +166,14 @@ def _read(data: Array) -> Frame:
     try:
         return unpack(data[4 : 4 + int.from_bytes(data[:4].tobytes(), "little")])
     except BadFrame as error:
-        raise TransportError(f"what a rank sent is no frame: {error}") from None
+        raise TransportError(f"a rank sent an invalid frame: {error}") from None
 
 
 def _check_agreement(heads: Sequence[Frame]) -> None:
-    """Whether all ranks are in the same exchange.
+    """Check that all ranks are in the same exchange.
 
     Raises:
-        TransportError: they are not; the message says what each is in.
+        TransportError: they are not; the message names the exchange of each.
     """
     if not all(heads[0].names_the_same_as(head) for head in heads):
         said = "; ".join(f"rank {head.rank}: {head.describe()}" for head in heads)

@@ -1,4 +1,4 @@
-"""Frames of other ranks that came before their turn: kept until then, up to a limit."""
+"""Early frames of other ranks: kept until their exchange begins, up to a limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .frames import Frame, Kind
 from .mesh import Mesh
 
 AHEAD_FRAMES = 1024
-"""How many frames of one rank may wait for their turn; the ranks' queues make whoever sends more wait before that."""
+"""Limit of early frames from one rank; full queues make a faster sender wait before it is reached."""
 
 
 class Inbox:
-    """What was received before its turn.
+    """Frames that were received before their exchange began.
 
     Attributes:
         reached: the last frame of each rank.
-        left: why ranks left on their own account.
+        left: the reasons of ranks that closed their transport.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -29,12 +29,12 @@ class Inbox:
         self._waiting: dict[int, list[Frame]] = {}
 
     def begin(self, sequence: int) -> list[Frame]:
-        """Turn to an exchange; returns the frames of it that came before."""
+        """Begin an exchange; returns its early frames."""
         self._sequence = sequence
         return self._waiting.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
-        """Take in a message; returns the frame where it belongs to the exchange that this is about.
+        """Take in a message; returns its frame where that belongs to the current exchange.
 
         Raises:
             TransportError: a rank is too far ahead.

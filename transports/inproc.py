@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class InprocTransport:
-    """Ranks meet in memory: the last one to arrive works out the result, and each gets a copy of its own.
+    """Ranks meet in memory: the last one to arrive computes the result, and each gets its own copy.
 
     Args:
-        ranks: how many there are.
-        timeout_seconds: how long a rank waits for the others.
+        ranks: number of ranks.
+        timeout_seconds: time that a rank waits for the others.
     """
 
     def __init__(self, ranks: int = 1, *, timeout_seconds: float = 60.0) -> None:
@@ -36,8 +36,8 @@ class InprocTransport:
         """The sum of all ranks' parts, added in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not come in time, gave up, came twice or to another exchange; the transport was
-                closed.
+            TransportError: a rank did not arrive in time, gave up, arrived twice, or is in another exchange; the
+                transport was closed.
         """
         total: Array = self._meet("all-reduce", rank, exchange, part, lambda parts: reduce(add, parts))
         return total.copy()
@@ -53,12 +53,12 @@ class InprocTransport:
         return [each.copy() for each in parts] if rank == root else None
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Say that a rank will not take part, so that the others need not wait for the timeout."""
+        """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
         with self._changed:
             self._break(self._come(rank, exchange, "exchange"), f"rank {rank} gave up: {reason}")
 
     async def aclose(self) -> None:
-        """Wake the ranks that wait, each with an error."""
+        """Wake the waiting ranks, each with an error."""
         with self._changed:
             self._closed = True
             for meeting in self._meetings.values():
@@ -67,7 +67,7 @@ class InprocTransport:
     def _meet(
         self, what: str, rank: int, exchange: Exchange, part: Any, result: Callable[[Sequence[Any]], T]
     ) -> T:
-        """What all ranks' parts come to, once all are there."""
+        """Wait for all ranks' parts; returns the result computed from them."""
         with self._changed:
             meeting = self._come(rank, exchange, what)
             meeting.parts[rank] = part
@@ -83,14 +83,14 @@ class InprocTransport:
             return found
 
     def _come(self, rank: int, exchange: Exchange, what: str) -> _Meeting:
-        """Note that a rank came to an exchange, which the last one to come takes off the books."""
+        """Note that a rank arrived at an exchange; the last one to arrive removes it from the open ones."""
         ticket = exchange.ticket
         if self._closed:
             raise TransportError(f"{what} #{ticket}: the transport was closed")
         meeting = self._meetings.setdefault(ticket, _Meeting())
         if rank in meeting.came or not 0 <= rank < self.ranks:
             raise TransportError(
-                f"{what} #{ticket}: rank {rank} of {self.ranks} came twice, or is none of them"
+                f"{what} #{ticket}: rank {rank} of {self.ranks} came twice, or does not exist"
             )
         meeting.came[rank] = exchange.signature
         if len(set(meeting.came.values())) > 1:
@@ -109,7 +109,7 @@ class InprocTransport:
 
 
 class _Meeting:
-    """One exchange: who came with which signature, what they brought, what came out or went wrong."""
+    """One exchange: the signatures and parts of the ranks, and the result or the problem."""
 
     def __init__(self) -> None:
         self.came: dict[int, str] = {}

@@ -1,7 +1,7 @@
-"""Sockets between all pairs of ranks: each rank hears all others on one, and speaks to each other on one of its own.
+"""Sockets between all pairs of ranks: each rank receives on one socket, and sends to each other rank on a separate one.
 
-All are DEALERs. The one that hears never sends, so that a stranger who connects to it gets nothing; those that speak
-send only to who has the key of their rank. One address for each rank is enough, and ranks may start in any order.
+All are DEALERs. The receiving socket never sends, so that an unknown peer learns nothing from it. The sending sockets
+send only to a peer with the key of their rank. One address for each rank is enough, and ranks may start in any order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .frames import JOINED_UP_TO, BadFrame, Frame, unpack
 from .watch import Watch
 
 WAITING_FRAMES = 64
-"""How many frames wait in each queue; whoever sends more has to wait itself."""
+"""Length of each queue; the sender waits while it is full."""
 
 SLICE_MILLISECONDS = 50
-"""How long a rank listens before it looks whether somebody is lost or its transport was closed."""
+"""Interval at which a waiting rank checks for lost ranks and a closed transport."""
 
 HANDSHAKE_MILLISECONDS = 5_000
 LINGER_MILLISECONDS = 5_000
-"""How long the last frames may take to leave when a transport is closed: they wait for a peer that does not read."""
+"""Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
 
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
 
@@ -37,15 +37,15 @@ class Mesh:
     Args:
         addresses: one for each rank: `tcp://HOST:PORT` or `ipc://PATH`.
         rank: this one's.
-        epoch: that of all frames that are taken in.
-        keys: None only where no address leaves this machine.
-        listen: where to bind, if that is not the rank's address: `tcp://*:PORT` where HOST is a name, say.
-        lost_after_seconds: how long a machine may be silent before it counts as lost. A process that dies is missed
-            at once, since its connection ends.
-        max_bytes: the largest frame that is taken in.
+        epoch: the number of the ranks' start; frames of others are refused.
+        keys: None is allowed only where all addresses are on this machine.
+        listen: the address to bind, if not the rank's own, such as `tcp://*:PORT` where HOST is a name.
+        lost_after_seconds: silence after which a machine counts as lost. The end of a process is noticed at once,
+            since its connection ends.
+        max_bytes: the largest frame that is accepted.
 
     Raises:
-        BadInput: no such rank, an address that cannot be used, keys that do not fit or are missing.
+        BadInput: the rank does not exist, an address cannot be used, or keys are missing or do not fit.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Mesh:
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
-        """Send a frame's bytes; False where that must wait: the peer is not there yet, or it has too much to read."""
+        """Send a frame's bytes; False where the peer is not connected yet, or its queue is full."""
         try:
             self._mouths[peer].send(data, zmq.NOBLOCK, copy=len(data) <= JOINED_UP_TO)
         except zmq.Again:
@@ -87,7 +87,7 @@ class Mesh:
         return True
 
     def receive(self) -> zmq.Frame | None:
-        """The next message; None where there is none for a while."""
+        """The next message; None after a short time-out."""
         try:
             return self._ear.recv(copy=False)
         except zmq.Again:
@@ -98,7 +98,7 @@ class Mesh:
         try:
             frame = unpack(message.buffer)
             if frame.rank not in self._mouths:
-                raise BadFrame(f"from rank {frame.rank}, which is none of the others")
+                raise BadFrame(f"from rank {frame.rank}, which is not one of the others")
             if frame.epoch != self._epoch:
                 raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
             if not self.is_from(message, frame.rank):
@@ -111,7 +111,7 @@ class Mesh:
         return frame
 
     def is_from(self, message: zmq.Frame, rank: int) -> bool:
-        """Whether a message came with the key of a rank."""
+        """Whether a message was sent with the key of a rank."""
         genuine = self._keys is None or message.get("User-Id") == str(rank)
         if genuine and rank not in self._heard:
             self._heard.add(rank)
@@ -119,11 +119,11 @@ class Mesh:
         return genuine
 
     def poll(self, milliseconds: int) -> bool:
-        """Whether there is something to receive within a time."""
+        """Whether a message arrives within some time."""
         return bool(self._ear.poll(milliseconds))
 
     def close(self) -> None:
-        """Let the last frames leave, and free everything."""
+        """Send the last frames, and free all sockets."""
         for socket in (self._ear, *self._mouths.values()):
             socket.setsockopt(zmq.LINGER, 0 if socket is self._ear else LINGER_MILLISECONDS)
         self.watch.end()
@@ -132,7 +132,7 @@ class Mesh:
         self._context.term()
 
     def refuse(self, message: zmq.Frame, why: str) -> None:
-        """Note that a message is not taken in."""
+        """Count and log a refused message."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
     def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
@@ -171,10 +171,10 @@ class Mesh:
 
 
 def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> None:
-    """Whether a mesh can be made of these addresses.
+    """Check that a mesh can be made of these addresses.
 
     Raises:
-        BadInput: it cannot; the message says why.
+        BadInput: it cannot; the message gives the reason.
     """
     if not 0 <= rank < len(addresses):
         raise BadInput(f"rank {rank} of {len(addresses)} addresses; ranks count from 0")

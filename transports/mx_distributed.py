@@ -20,15 +20,15 @@ Backend = Literal["any", "ring", "jaccl", "mpi", "nccl"]
 class MxDistributedTransport(GatheringTransport):
     """Collectives over MLX's ring or jaccl, for clusters that have them.
 
-    Rank and number of ranks are the group's, which `mlx.launch` sets in the environment. Nothing is encrypted.
+    Rank and number of ranks come from MLX's group, which `mlx.launch` sets in the environment. Nothing is encrypted.
 
     Args:
-        backend: what gathers.
-        distributed: the module that does it; something else that can `init` and `all_gather` in tests.
-        timeout_seconds: how long an exchange may take.
+        backend: MLX's name of the library.
+        distributed: an object with the `init` and `all_gather` of mx.distributed; tests pass another one.
+        timeout_seconds: time limit of an exchange.
 
     Raises:
-        BadInput: the backend cannot begin here.
+        BadInput: the backend cannot start here.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class MxDistributedTransport(GatheringTransport):
             self._group = distributed.init(strict=True, backend=backend)
         except (RuntimeError, ValueError) as error:
             raise BadInput(
-                f"mx.distributed cannot begin with {backend}: {error}; start the ranks with mlx.launch"
+                f"mx.distributed cannot start with {backend}: {error}; start the ranks with mlx.launch"
             ) from None
         super().__init__(self._group.rank(), self._group.size(), timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, which are equally many, in their order."""
+        """The bytes of all ranks, in order; all ranks give the same number."""
         found = self._distributed.all_gather(mx.array(data), group=self._group, stream=mx.cpu)
         gathered: Array = np.array(found)
         return list(gathered.reshape(self.ranks, -1))
 
     def free(self) -> None:
-        """Nothing: MLX ends its group with the process."""
+        """Do nothing: MLX ends its group with the process."""

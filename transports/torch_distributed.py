@@ -25,16 +25,17 @@ Backend = Literal["gloo", "nccl"]
 class TorchDistributedTransport(GatheringTransport):
     """Collectives over gloo or nccl, for clusters that have them.
 
-    The group is this transport's own: torch's global one is left alone. Neither encrypts or asks for keys.
+    The transport has its own group and does not use torch's global one. Nothing is encrypted, and no keys are checked.
 
     Args:
-        rank: which one this is, from 0.
-        ranks: how many there are.
-        backend: what gathers; nccl takes the bytes by way of the GPU.
-        store: where ranks find each other; by default what MASTER_ADDR and MASTER_PORT name, as torchrun sets them.
-        group: a process group to gather with, instead of one that is made here.
-        device: the GPU for nccl; by default that of the rank's number.
-        timeout_seconds: how long an exchange may take.
+        rank: this rank, from 0.
+        ranks: number of ranks.
+        backend: torch's name of the library; nccl copies the bytes to the GPU and back.
+        store: the store by which ranks find each other; by default the one at MASTER_ADDR and MASTER_PORT, which
+            torchrun sets.
+        group: a process group to use instead of a new one.
+        device: the GPU for nccl; by default the one with the rank's number.
+        timeout_seconds: time limit of an exchange.
 
     Raises:
         BadInput: torch was built without the backend, or the ranks cannot meet.
@@ -59,14 +60,14 @@ class TorchDistributedTransport(GatheringTransport):
         super().__init__(rank, ranks, timeout_seconds=timeout_seconds)
 
     def all_gather(self, data: Array) -> list[Array]:
-        """The bytes of all ranks, which are equally many, in their order."""
+        """The bytes of all ranks, in order; all ranks give the same number."""
         mine = torch.from_numpy(data).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._group.allgather([found], [mine]).wait()
         return [each.cpu().numpy() for each in found]
 
     def free(self) -> None:
-        """Give up what is under way, which the other ranks notice."""
+        """Abort the running call, which the other ranks notice."""
         with suppress(RuntimeError):
             self._group.abort()
 

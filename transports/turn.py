@@ -23,16 +23,16 @@ ROOM_MILLISECONDS = 2
 """Pause before a frame is offered again to a rank whose queue is full."""
 
 TELL_SECONDS = 5.0
-"""How long a rank that gives up tries to reach others that may not have started yet; never longer than its timeout."""
+"""Time for which a rank that gives up tries to reach ranks that may not have started; at most its timeout."""
 
 
 class Turn:
-    """One rank's part in one exchange, as a context: a rank that leaves it with an error tells the others why.
+    """One rank's part in one exchange, as a context: where it ends with an error, the others are told the reason.
 
     Args:
         side: the rank.
         operation: ALL_REDUCE, BROADCAST or GATHER; ABANDON for a rank that takes no part.
-        part: the rank's array; those of an all-reduce must have one shape and type.
+        part: the rank's array; in an all-reduce, all must have one shape and type.
     """
 
     __slots__ = (
@@ -99,8 +99,8 @@ class Turn:
     def swap(self, part: Array) -> dict[int, Array]:
         """Send a whole part to all others; returns theirs, of the same shape and type.
 
-        Their frames must begin like this rank's own, but for the rank, and are then taken without being decoded.
-        Every token takes this path in every layer: few calls, and nothing before the sending that can come after it.
+        A frame whose prefix differs from this rank's own only in the rank is taken without being decoded. Every token
+        takes this path in every layer, so it makes few calls, and sends before it does anything that can come later.
         """
         side, mesh = self._side, self._side.mesh
         before = prefix(self._frame(Kind.ALL_REDUCE, part))
@@ -126,7 +126,7 @@ class Turn:
         self._send(ranks, pack(self._frame(kind, values)))
 
     def receive(self, kind: Kind, ranks: Iterable[int]) -> dict[int, Array]:
-        """Arrays from these ranks in frames of that kind; pieces of arrays are flat."""
+        """Arrays from these ranks, in frames of that kind; pieces of arrays are flat."""
         came = self._came.setdefault(kind, {})
         wanted = set(ranks)
         while missing := wanted - came.keys():
@@ -163,7 +163,7 @@ class Turn:
     def _send(self, ranks: Iterable[int], data: bytes | memoryview) -> None:
         side, mesh = self._side, self._side.mesh
         if len(data) > mesh.max_bytes:
-            raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are taken in")
+            raise TransportError(f"{len(data)} bytes at once; at most {mesh.max_bytes} are accepted")
         for rank in ranks:
             while not mesh.send(rank, data):
                 check_waiting(side, {rank}, self._sequence, self._until)
@@ -176,13 +176,14 @@ class Turn:
         side = self._side
         frame = side.inbox.accept(message)
         if frame is not None and not self._keep(frame):
-            side.mesh.refuse(message, "it came before")
+            side.mesh.refuse(message, "it is a duplicate")
 
     def _keep(self, frame: Frame) -> bool:
         """Keep another rank's frame of this exchange; False for a second one of its kind.
 
         Raises:
-            RankLost, TransportError: it gave up, or is in another exchange.
+            RankLost: the other rank gave up because a rank is lost.
+            TransportError: it gave up for another reason, or is in another exchange.
         """
         if frame.kind is Kind.ABANDON:
             self._told = True
@@ -202,7 +203,7 @@ class Turn:
         """Check that another rank is in the same exchange.
 
         Raises:
-            TransportError: it is in another one; both are named.
+            TransportError: it is in another one; the message names both.
         """
         if self._operation is Kind.ABANDON:
             return
@@ -215,9 +216,9 @@ class Turn:
         )
 
     def _pause(self, missing: set[int]) -> None:
-        """After a while without a message: check that waiting makes sense, and tell the others which exchange this is.
+        """Check, after some time without a message, that the missing ranks can still come.
 
-        They may wait for this rank in another one.
+        Also tell them, once, which exchange this is, since they may wait for this rank in another one.
         """
         check_waiting(self._side, missing, self._sequence, self._until)
         if not self._announced:
@@ -225,7 +226,7 @@ class Turn:
             self._tell(missing, self._waiting())
 
     def _tell(self, ranks: Iterable[int], frame: Frame, until: float = 0.0) -> None:
-        """Send a frame to those that can take it in time."""
+        """Send a frame to the ranks that can take it in time."""
         data = pack(frame)
         for rank in ranks:
             while not self._side.mesh.send(rank, data) and time.monotonic() < until:

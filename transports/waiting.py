@@ -1,4 +1,4 @@
-"""Decides whether a rank should keep waiting for others, and says why not."""
+"""Checks whether a rank should keep waiting for others, and gives the reason where it should not."""
 
 from __future__ import annotations
 

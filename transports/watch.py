@@ -1,7 +1,7 @@
 """Watches the connections of a mesh: admits peers by their keys, notices lost connections, logs refusals.
 
-One thread, which wakes only for handshakes and lost connections. It answers ZeroMQ's questions about keys and reads the
-monitors of all sockets.
+It is one thread, which wakes only for handshakes and lost connections. The thread answers ZeroMQ's requests to
+authenticate peers, and reads the monitors of all sockets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAPPED = "::ffff:"
 """Prefix of an IPv4 address in IPv6 notation."""
 
 UNHEARD_SECONDS = 2.0
-"""How long after the end of a connection a rank may still be heard, where it is not known on which one it sends."""
+"""Time after the end of a connection in which frames may still arrive, where the rank's own connection is unknown."""
 
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known here",
@@ -45,7 +45,7 @@ class Watch:
         public: the ranks' public keys; None to admit everybody.
 
     Attributes:
-        trouble: by rank, why the last attempt to connect to it failed.
+        trouble: by rank, the reason that the last attempt to connect to it failed.
         refused: number of connections and frames that were refused.
     """
 
@@ -73,7 +73,7 @@ class Watch:
         self._watched.append(watched)
 
     def begin(self) -> None:
-        """Start the thread, once all sockets are named."""
+        """Start the thread, after all sockets were passed to `over`."""
         self._thread.start()
 
     def end(self) -> None:
@@ -86,7 +86,7 @@ class Watch:
             each.close(0)
 
     def heard(self, descriptor: int, rank: int) -> None:
-        """Note on which incoming connection a rank sends."""
+        """Note the incoming connection that a rank sends on."""
         self._senders[rank] = descriptor
 
     def hung_up(self, rank: int) -> bool:
@@ -139,7 +139,7 @@ class Watch:
             self._lost.setdefault(peer, time.monotonic())
 
     def _note_incoming(self, kind: Any, value: int) -> None:
-        """value: the connection's descriptor, where it was accepted or ended."""
+        """Process an event of the receiving socket; `value` is the descriptor of an accepted or ended connection."""
         if kind == zmq.EVENT_ACCEPTED:
             self._address = _address_of(value)
             self._incoming.add(value)
@@ -153,7 +153,7 @@ _REFUSED_BY = {zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key"}
 
 
 def _address_of(descriptor: int) -> str:
-    """The far end of a connection; a refused stranger may be gone before it can be asked."""
+    """The remote address of a connection; "unknown" where it has ended already."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             name = connection.getpeername()

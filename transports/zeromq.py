@@ -1,4 +1,4 @@
-"""Collectives between machines over ZeroMQ: every rank speaks to every other, one hop, encrypted."""
+"""Collectives between machines over ZeroMQ: encrypted, with a direct connection between every two ranks."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 WHOLE_UP_TO = 32 * 1024
-"""Larger parts of three and more ranks are summed in pieces, each by one rank: less to send, but two hops."""
+"""Larger parts of three and more ranks are summed in pieces, each by one rank: fewer bytes, but two hops."""
 
 
 class ZeroMqTransport:
     """Collectives over a mesh of ZeroMQ sockets, encrypted and authenticated by CURVE.
 
-    One of these for each rank, each in its own process or on its own thread. Ranks may start in any order: the first
-    exchange waits for the others. What a rank gets is summed in the order of the ranks, so that all hold the same bits.
+    Each rank has one, in its own process or on its own thread. Ranks may start in any order: the first exchange waits
+    for all of them. Sums are added in the order of the ranks, so that all ranks get the same bits.
 
     Args:
         addresses: one for each rank, `tcp://HOST:PORT` or `ipc://PATH`.
-        rank: which one this is, from 0.
-        keys: its secret key and all ranks' public ones, in Z85. Without keys nothing is encrypted, which is refused
+        rank: this rank, from 0.
+        keys: its secret key and all ranks' public keys, in Z85. Without keys nothing is encrypted, which is refused
             unless all addresses are on this machine.
-        epoch: which start of the ranks this is; frames of another one are refused.
-        timeout_seconds: how long an exchange may take.
-        listen: where to bind, if that is not the rank's own address.
-        lost_after_seconds: how long a machine may be silent before it counts as lost; the end of a process is noticed
-            at once.
-        max_bytes: the largest frame that is taken in.
+        epoch: the number of the ranks' start; frames of another one are refused.
+        timeout_seconds: time limit of an exchange.
+        listen: the address to bind, if not the rank's own.
+        lost_after_seconds: silence after which a machine counts as lost; the end of a process is noticed at once.
+        max_bytes: the largest frame that is accepted.
 
     Raises:
-        BadInput: an address or a key that cannot be used, a port in use.
+        BadInput: an address or a key cannot be used, or the port is in use.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ZeroMqTransport:
 
         Raises:
             RankLost: a rank's process ended, its machine is silent, or it closed its transport.
-            TransportError: a rank did not come in time, gave up, or names another exchange; the transport was closed.
+            TransportError: a rank did not arrive in time, gave up, or is in another exchange; the transport was closed.
         """
         part = contiguous(part)
         with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
@@ -113,19 +112,19 @@ class ZeroMqTransport:
             return [part.copy() if each == root else parts[each].copy() for each in range(self.ranks)]
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """Say that a rank takes no part in an exchange, so that the others need not wait for the timeout."""
+        """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
         with Turn(self, Kind.ABANDON, rank, exchange) as turn:
             turn.abandon(reason)
 
     async def aclose(self) -> None:
-        """Wake the call that waits, tell the others, and free all sockets."""
+        """Wake a waiting call, tell the others, and free all sockets."""
         await asyncio.to_thread(self._close)
 
     def _sum(self, mine: Array, theirs: Mapping[int, Array]) -> Array:
         return sum_in_order([mine if each == self.rank else theirs[each] for each in range(self.ranks)])
 
     def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
-        """Each rank sums one piece of all parts, and sends what it came to."""
+        """Sum one piece of all parts here, and exchange the sums of pieces with the others."""
         flat = part.reshape(-1)
         cuts = pieces(flat.size, self.ranks)
         for each in self.others:

@@ -1,1 +1,1 @@
-"""Clusters: several nodes, each a process of its own, that run one model together."""
+"""Clusters: several nodes, each its own process, that run one model together."""

@@ -1,4 +1,4 @@
-"""Who may come in to the launcher: strangers are refused and logged."""
+"""Access control of the launcher: peers with unknown keys are refused and logged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = structlog.get_logger(__name__)
 
 
 class Door:
-    """Lets in who has a key of the cluster's. Poll `socket`, and `answer` when it has something.
+    """Admits peers that have a key of the cluster. Poll `socket`, and call `answer` when it is readable.
 
     Args:
-        known: who has which public key. Whoever is in is known by its key, as each message's `User-Id`.
+        known: names by public key. Each message carries its sender's key as `User-Id`.
 
     Attributes:
-        refused: addresses of the first that were refused, in order.
+        refused: addresses of the first refused peers, in order.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], known: Mapping[str, str]) -> None:
@@ -28,12 +28,12 @@ class Door:
         self.refused: list[str] = []
 
     def answer(self) -> None:
-        """Let one peer in or not."""
+        """Admit or refuse one peer."""
         knock = self._check.answer()
         if not knock.let_in and len(self.refused) < LOGGED:
             self.refused.append(knock.address)
-            _log.warning("refused: its key is none of the cluster's", peer=knock.address, key=knock.key)
+            _log.warning("refused: unknown key", peer=knock.address, key=knock.key)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self._check.close()

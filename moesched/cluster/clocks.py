@@ -1,4 +1,4 @@
-"""By how much another machine's clock is ahead of this one's, from messages there and back (Cristian's algorithm)."""
+"""Offsets between the clocks of machines, from round trips of messages (Cristian's algorithm)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
-    """How far a node's clock is ahead of the launcher's.
+    """The offset of a node's clock from the launcher's.
 
     Attributes:
-        offset: in nanoseconds.
-        error: by how much it may be wrong at most, had the shortest trip been as one-sided as can be; nanoseconds.
+        offset: nanoseconds by which the node's clock is ahead.
+        error: bound of the offset's error in nanoseconds: half of the shortest round trip.
     """
 
     offset: int
@@ -18,19 +18,24 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 class ClockMeter:
-    """The offset of one clock: of all trips there and back the shortest tells it best."""
+    """Measures the offset of one clock, and keeps the result of the shortest round trip."""
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = {}
         self.best: ClockOffset | None = None
 
     def ask(self, number: int, now: int) -> None:
-        """A question leaves; those that were never answered are forgotten."""
+        """Note that a request is sent; old ones without an answer are dropped."""
         self._sent = {each: sent for each, sent in self._sent.items() if each > number - 64}
         self._sent[number] = now
 
     def answer(self, number: int, clock: int, now: int) -> None:
-        """The answer is here: what the other clock said, and what this one says; others than asked for are ignored."""
+        """Take in an answer; one to an unknown request is ignored.
+
+        Args:
+            clock: the time on the other clock.
+            now: the time on this one.
+        """
         sent = self._sent.pop(number, None)
         if sent is None:
             return

@@ -1,4 +1,4 @@
-"""The cluster file: which nodes there are, where they are found, what they have, and whose keys they are known by.
+"""The cluster file: the nodes, their addresses, resources and public keys.
 
 network = "10gbe"
 
@@ -38,11 +38,11 @@ Seconds = Annotated[float, Meta(gt=0, lt=1e9)]
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the launcher is found.
+    """The launcher's address and public key.
 
     Attributes:
-        port: where it listens; 0 in a file is any that is free, which only the launcher's own processes learn.
-        key: the public key by which nodes know it.
+        port: the port that it listens on; 0 is any free one, which only processes that the launcher starts learn.
+        key: its public key, by which nodes recognise it.
     """
 
     address: str
@@ -54,15 +54,16 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One node.
 
     Attributes:
-        address: by which the others reach it, and the launcher by ssh unless `ssh` says otherwise.
-        port: where it listens to the other nodes; 0 is any that is free.
-        memory: what it may take for weights, cache and all else, in bytes or as text; by default what the machine has.
-        cores: those that it keeps to; all where none are named.
+        address: the address at which other nodes reach it, and the launcher too unless `ssh` is given.
+        port: the port that it listens on for other nodes; 0 is any free one.
+        memory: the memory that it may use in all, in bytes or as text such as "150GB"; by default the machine's
+            capacity.
+        cores: the cores that it may use; an empty list stands for all.
         key: its public key.
-        ssh: what to call it in `ssh`, such as "me@mac-0".
-        model: its folder of the model, where that is not the launcher's.
-        command: how moesched is started there.
-        secret: the file there that its secret key lies in; by default where `moesched keygen` puts it.
+        ssh: the destination for `ssh`, such as "me@mac-0"; by default the address.
+        model: its folder of the model, where the path differs from the launcher's.
+        command: the command that starts moesched there.
+        secret: the file there that holds its secret key; by default the one that `moesched keygen` writes.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def memory_bytes(self) -> int | None:
-        """What it may take, in bytes."""
+        """The memory that it may use, in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """All nodes, in the order of their ranks.
 
     Attributes:
-        network: what joins them, by the name of a profile; only predictions ask for it.
+        network: the name of a network profile; only predictions use it.
         lost_after: seconds of silence after which a node, or the launcher, counts as lost.
     """
 
@@ -116,7 +117,7 @@ def load_cluster(path: Path) -> Cluster:
     """The cluster that a file describes.
 
     Raises:
-        BadInput: it cannot be read, or something in it is wrong; the message names file and key.
+        BadInput: it cannot be read, or its content is invalid; the message names the file and the key.
     """
     try:
         text = path.read_bytes()
@@ -129,8 +130,8 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
     """A cluster from the text of its file.
 
     Raises:
-        BadInput: the text is no TOML, or a key is missing, unknown or has a value that cannot be. The message names
-            `where` and the key.
+        BadInput: the text is not TOML, or a key is missing, unknown or has an invalid value. The message names `where`
+            and the key.
     """
     try:
         raw = msgspec.toml.decode(text)
@@ -148,10 +149,10 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
 
 
 def require_known_hosts(cluster: Cluster, where: str) -> None:
-    """Ask the system for the address of each host.
+    """Check that the system can resolve the address of each host.
 
     Raises:
-        BadInput: one is unknown; the message names the key.
+        BadInput: one cannot be resolved; the message names the key.
     """
     places = [("launcher", cluster.launcher.address)]
     places += [(f"hosts[{number}]", host.address) for number, host in enumerate(cluster.hosts)]
@@ -165,9 +166,9 @@ def require_known_hosts(cluster: Cluster, where: str) -> None:
 
 
 def listening_at(address: str) -> str:
-    """Where to listen to be found at an address: there, or, where it is a name, on every interface.
+    """The interface to listen on for peers that connect to an address: the address itself, or "*" for a host name.
 
-    What a machine's own name stands for on itself is often not what it stands for elsewhere.
+    A machine often resolves its own name to another address than its peers do.
     """
     try:
         ip_address(address)
@@ -191,9 +192,9 @@ def _lines(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems(cluster: Cluster) -> Iterator[str]:
-    """What is wrong with a cluster all of whose keys are there, each beginning with its key."""
+    """The problems of a cluster file whose keys and types are right; each message begins with the key."""
     if not cluster.hosts:
-        yield "hosts: there are none: describe each node in a [[hosts]]"
+        yield "hosts: the list is empty: describe each node in a [[hosts]] table"
     yield from _key_problem("launcher.key", cluster.launcher.key)
     yield from _rank_problems(cluster.hosts)
     keys: dict[str, str] = {}
@@ -202,13 +203,13 @@ def _problems(cluster: Cluster) -> Iterator[str]:
         key = f"hosts[{number}]"
         yield from _key_problem(f"{key}.key", host.key)
         if keys.setdefault(host.key, str(host)) != str(host):
-            yield f"{key}.key: it is that of {keys[host.key]} too: make one for each with `moesched keygen`"
+            yield f"{key}.key: it is also the key of {keys[host.key]}: make one for each with `moesched keygen`"
         other = ports.setdefault((host.address, host.port), str(host)) if host.port else str(host)
         if other != str(host):
-            yield f"{key}.port: {host.port} is that of {other}, at the same address: give it another one"
+            yield f"{key}.port: {host.port} is also the port of {other}, at the same address: choose another one"
         try:
             if host.memory_bytes is not None and host.memory_bytes <= 0:
-                yield f"{key}.memory: {host.memory} is no capacity: it must be positive"
+                yield f"{key}.memory: {host.memory} is not a capacity: it must be positive"
         except BadInput as error:
             yield f"{key}.memory: {error}"
 
@@ -223,7 +224,8 @@ def _rank_problems(hosts: Sequence[Host]) -> Iterator[str]:
                 "give each node a rank of its own"
             )
         if host.name in names:
-            yield f"hosts[{number}].name: {host.name!r} is that of hosts[{names[host.name]}] too: give it another one"
+            other = f"hosts[{names[host.name]}]"
+            yield f"hosts[{number}].name: {host.name!r} is also the name of {other}: choose another one"
         seen[host.rank] = host.name
         names[host.name] = number
     for rank in range(len(hosts)):

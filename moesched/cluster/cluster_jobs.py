@@ -1,4 +1,4 @@
-"""Jobs on several nodes, in one call each: N processes of this machine, or the machines of a cluster file."""
+"""Jobs on several nodes: N processes of this machine, or the machines of a cluster file."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def run_local(
 
     Raises:
         BadInput: an argument cannot be used.
-        NodeLost: a process ended, and the others cannot do without it; `report` of the error holds the tokens so far.
+        NodeLost: a process ended, and the others cannot go on without it; `report` of the error holds the tokens so
+            far.
     """
     if not 1 <= nodes <= MOST_LOCAL:
         raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
@@ -110,20 +111,20 @@ def run_cluster(
         prompts: texts, or token ids.
         cluster_file: nodes, addresses and keys, as docs/cluster.md describes them.
         policy: a name of `moesched list policies`, or package.module:Class, for several nodes.
-        machine: what each node is: "auto", a name of `moesched list machines`, or a TOML file.
-        key: the file of the launcher's secret key; by default where `moesched keygen` puts it.
+        machine: the machine of each node: "auto", a name of `moesched list machines`, or a TOML file.
+        key: the file of the launcher's secret key; by default the one that `moesched keygen` writes.
         start: starts the nodes' processes.
 
     Raises:
         BadInput: an argument cannot be used.
-        NodeLost: a node is gone, and the others cannot do without it; `report` of the error holds the tokens so far.
+        NodeLost: a node is lost, and the others cannot go on without it; `report` of the error holds the tokens so far.
     """
     given = options_from(ClusterOptions, "run_cluster", options, policy=policy, machine=machine)
     cluster = load_cluster(cluster_file)
     require_known_hosts(cluster, str(cluster_file))
     if not cluster.launcher.port:
         raise BadInput(
-            f"{cluster_file}: launcher.port is 0: nodes cannot know which one that will be: choose one"
+            f"{cluster_file}: launcher.port is 0: nodes cannot know the port in advance: choose one"
         )
     named = (key or default_folder() / SECRET_NAME).expanduser()
     keys = read_keys(named)
@@ -138,7 +139,7 @@ def run_cluster(
 def run_with_given_ranks(
     model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **options: Any
 ) -> ClusterReport:
-    """`run_cluster` where others, such as mpirun, have started a process on each node, and this is the first one."""
+    """`run_cluster` for a program such as mpirun that started a process on each node, of which this is the first."""
     with TemporaryDirectory(prefix="moesched-") as name:
         here = start_here(Path(name))
 
@@ -244,7 +245,7 @@ def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) 
 
 @contextmanager
 def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tuple[Control, Cluster]]:
-    """The control channel, and the cluster with the port that it has; a file made for this run is written with it."""
+    """The control channel, and the cluster with its port; writes the cluster file where the port was left open."""
     known = {host.key: host.name for host in cluster.hosts}
     seat = cluster.launcher
     with closing(Control(seat.address, seat.port, keys, known)) as control:

@@ -1,4 +1,4 @@
-"""The results of a run on several nodes: their reports as one, and their traces on one clock."""
+"""Results of a run on several nodes: merges their reports, and their traces on one clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cluster_report(
 def write_traces(
     path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
 ) -> None:
-    """One trace for each batch, of all nodes on the launcher's clock."""
+    """Write one trace for each batch, with all nodes on the launcher's clock."""
     number = 0
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
@@ -90,7 +90,7 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """The pieces of one sort that nodes sent: for each order, by rank, as they came."""
+    """The content of one kind that nodes sent: for each order, sorted by rank, then by arrival."""
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in finished:
         if each.what == what:

@@ -20,11 +20,11 @@ from moesched.errors import BadInput
 _log = structlog.get_logger(__name__)
 
 Peer = bytes
-"""How the socket names a connection."""
+"""The socket's name of a connection."""
 
 
 class Heard(NamedTuple):
-    """A message, the connection that it came on, the public key of whoever sent it, and where it came from."""
+    """A received message, with its connection, and its sender's public key and address."""
 
     peer: Peer
     key: str
@@ -33,10 +33,10 @@ class Heard(NamedTuple):
 
 
 class Control:
-    """Hears what nodes say, and answers.
+    """Receives messages of nodes, and sends messages to them.
 
     Args:
-        known: who has which public key; strangers are refused.
+        known: names by public key; peers with other keys are refused.
 
     Raises:
         BadInput: the address is not this machine's, or the port is in use.
@@ -47,7 +47,7 @@ class Control:
         self._door = Door(self._context, known)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 2_000
-        self._socket.sndhwm = 0  # beyond a limit, messages would be dropped
+        self._socket.sndhwm = 0  # with a limit, messages beyond it would be dropped
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.secret.encode()
@@ -63,11 +63,11 @@ class Control:
 
     @property
     def refused(self) -> list[str]:
-        """Addresses of the first peers whose key nobody knew."""
+        """Addresses of the first peers that were refused."""
         return self._door.refused
 
     def hear(self, seconds: float) -> Iterator[Heard]:
-        """What comes within some time: returns with the first messages, or when the time is over."""
+        """Wait for messages and yield all that have arrived; yields none after the time-out."""
         deadline = time.monotonic() + seconds
         while not self._socket.poll(0):
             left = max(0.0, deadline - time.monotonic())
@@ -76,7 +76,9 @@ class Control:
                 self._door.answer()
             elif self._socket not in ready:
                 break
-        while self._ends.poll(0):  # before messages: a new connection may have the number of one that ended
+        while self._ends.poll(
+            0
+        ):  # before messages: a new connection may reuse the descriptor of one that ended
             peer = self._peers.pop(recv_monitor_message(self._ends)["value"], None)
             if peer is not None:
                 self._gone.append(peer)
@@ -86,16 +88,16 @@ class Control:
                 yield heard
 
     def gone(self) -> list[Peer]:
-        """The connections that ended since this was asked last; all that came on them has been heard."""
+        """The connections that ended since the last call; all their messages have been received."""
         gone, self._gone = self._gone, []
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message; one to a connection that is gone is dropped."""
+        """Send a message; it is dropped where the connection has ended."""
         self._socket.send_multipart([peer, pack(message)])
 
     def close(self) -> None:
-        """Hang up. What was said last is delivered to whoever takes it at once."""
+        """Close the channel. The last messages are delivered to peers that read them within two seconds."""
         self._door.close()
         self._socket.disable_monitor()
         self._ends.close()
@@ -109,10 +111,10 @@ class Control:
         address = str(last.get("Peer-Address"))
         try:
             if len(frames) != 2:
-                raise Unreadable(f"{len(frames)} frames are no message")
+                raise Unreadable(f"{len(frames)} frames are not a message")
             return Heard(peer, str(last.get("User-Id")), address, read_node(last.bytes))
         except Unreadable as error:
-            _log.warning("dropped what is no message", peer=address, why=str(error))
+            _log.warning("dropped an unreadable message", peer=address, why=str(error))
             return None
 
     def _bind(self, address: str, port: int) -> int:
@@ -128,9 +130,11 @@ class Control:
 
 
 def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
-    """Why a socket cannot be bound, and what to do."""
+    """The message for a socket that cannot be bound: the reason, and a remedy."""
     if error.errno == zmq.EADDRINUSE:
-        return f"port {port} of {address} is in use: end what listens there, or choose another one"
+        return (
+            f"port {port} of {address} is in use: end the process that listens there, or choose another port"
+        )
     if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} is no address of this machine: correct the cluster file"
+        return f"{address} is not an address of this machine: correct the cluster file"
     return f"cannot listen on {address}:{port}: {error.strerror}"

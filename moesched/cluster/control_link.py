@@ -31,22 +31,22 @@ from moesched.errors import BadInput, MoeschedError
 
 _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000
-"""How long the last messages to the launcher may take to leave."""
+"""Time allowed for sending the last messages to the launcher."""
 
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class LauncherGone(MoeschedError):
-    """The launcher is silent: nobody wants what this node computes any more."""
+    """The launcher has been silent for too long."""
 
 
 class ControlLink:
-    """Speaks with the launcher. `join` first; then messages come in by `next` and go out by `say`.
+    """Exchanges messages with the launcher: call `join` first, then `next` to receive and `say` to send.
 
     Args:
-        on_stop: told at once, on the link's thread, that the epoch in flight is to be let go of, and why.
-        on_gone: told the same way that the launcher is silent, or is through with this node.
+        on_stop: called at once, on the link's thread, when the launcher ends the current epoch.
+        on_gone: called likewise when the launcher is silent or ends the run.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ControlLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.sndhwm = 0  # with a limit, the thread would wait for a launcher that is gone
+        self._socket.sndhwm = 0  # with a limit, the thread would block on a launcher that is gone
         self._socket.maxmsgsize = MOST_BYTES
         self._socket.curve_serverkey = seat.key.encode()
         self._socket.curve_secretkey = keys.secret.encode()
@@ -78,14 +78,14 @@ class ControlLink:
         self._lost_after = 0.0
 
     def join(self, request: JoinRequest, patience: float) -> Welcome:
-        """Ask to take part; starts the thread once that is granted.
+        """Ask to join the run; starts the thread once the launcher agrees.
 
         Args:
             patience: seconds to wait for the launcher.
 
         Raises:
-            BadInput: it refuses, for a reason that it tells; it is another one than its key says, does not know this
-                node's, or is not there.
+            BadInput: the launcher refuses and gives its reason, has another key than the cluster file says, does not
+                know this node's key, or does not answer.
         """
         self._socket.connect(f"tcp://{self._seat.address}:{self._seat.port}")
         self._socket.send(pack(request))
@@ -104,10 +104,10 @@ class ControlLink:
         raise BadInput(f"no launcher at {self._where} in {patience:g} s: start `moesched launch` there")
 
     def next(self, seconds: float) -> LauncherSays | None:
-        """The next message for the node; None where none comes in that time.
+        """The next message for the node; None after the time-out.
 
         Raises:
-            LauncherGone: there will be none.
+            LauncherGone: the launcher is gone.
         """
         try:
             message = self._inbox.get(timeout=seconds)
@@ -124,7 +124,7 @@ class ControlLink:
             self._bell.send(b"")
 
     def close(self) -> None:
-        """Send what is left to be sent, and hang up."""
+        """Send the queued messages, and disconnect."""
         if self._socket.closed:
             return
         if self._thread.is_alive():
@@ -150,7 +150,7 @@ class ControlLink:
                     "the cluster file"
                 )
             raise BadInput(
-                f"what listens at {self._where} is not the launcher whose key is in the cluster file: correct "
+                f"the process at {self._where} does not have the launcher's key from the cluster file: correct "
                 "launcher.key, or the address"
             )
 
@@ -181,7 +181,7 @@ class ControlLink:
         try:
             message = read_launcher(data)
         except Unreadable:
-            return  # the connection is authentic: a launcher of another version, which the handshake finds out
+            return  # the sender is authenticated: a launcher of another version, which refuses this node's join
         if isinstance(message, Ping):
             self._socket.send(pack(Pong(number=message.number, clock=time.perf_counter_ns())))
             return

@@ -1,4 +1,4 @@
-"""A model's fingerprint: nodes with different ones hold different models. It reads headers, not weights."""
+"""A model's fingerprint, by which the launcher finds nodes with another model. It reads headers, not weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moesched.models.checkpoint import Checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash of the configuration, and of each tensor's name, shape, dtype and place in a file of so many bytes.
+    """A hash of the configuration, of each tensor's name, shape, dtype and place in its file, and of the files' sizes.
 
-    Equal for copies of one checkpoint wherever they lie. Weights of the same shapes in files of the same sizes are not
-    told apart: reading them all would take as long as loading the model everywhere.
+    Copies of one checkpoint have the same fingerprint in any folder. It does not cover the values of the weights:
+    reading them would take as long as loading the model on every node.
     """
     tensors = sorted(
         (name, list(stored.shape), stored.dtype, stored.file.name, stored.offset, stored.nbytes)
@@ -21,6 +21,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     )
     files = sorted({stored.file for stored in checkpoint.tensors.values()})
     sizes = [(file.name, file.stat().st_size) for file in files]
-    config = msgspec.structs.replace(checkpoint.config, name="")  # which is the folder's
+    config = msgspec.structs.replace(checkpoint.config, name="")  # the folder's name
     content = (msgspec.to_builtins(config), tensors, sizes)
     return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()

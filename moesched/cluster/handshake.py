@@ -1,4 +1,4 @@
-"""Who may take part: what a node must have in common with the launcher, and why one is refused."""
+"""The check of a node that asks to join: version, rank, key and model must match the launcher's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.cluster.messages import PROTOCOL, JoinRequest
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher has.
+    """The launcher's version and model, which each node must share.
 
     Attributes:
         version: of moesched.
@@ -21,10 +21,10 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -> str | None:
-    """Why a node may not join, in one line; None where it may.
+    """The reason to refuse a node, in one line; None to admit it.
 
     Args:
-        key: by which its connection is known.
+        key: the public key of its connection.
     """
     if join.protocol != PROTOCOL or join.version != expected.version:
         return (
@@ -41,8 +41,5 @@ def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -
         whose = f"that of rank {others[0]}" if others else "the launcher's"
         return f"it has rank {join.rank}, but its key is {whose}: give the --rank that the cluster file says"
     if join.model != expected.model:
-        return (
-            "its model is another one than the launcher's: configuration, tensors or files differ: copy the whole "
-            "folder again"
-        )
+        return "its model differs from the launcher's in configuration, tensors or files: copy the whole folder again"
     return None

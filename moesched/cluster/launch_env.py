@@ -1,4 +1,4 @@
-"""What torchrun, mpirun or mlx.launch tell a process by its environment: its rank, and how many there are."""
+"""Environment variables of torchrun, mpirun and mlx.launch: a process's rank and the number of processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MLX_RANK", "MLX_HOSTFILE"),
 )
-"""Of the rank, and of what says how many there are."""
+"""Variables of the rank and of the number of processes."""
 
 
 def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:
-    """This process's rank; None where nobody set one.
+    """This process's rank; None where the environment gives none.
 
     Args:
-        nodes: how many the cluster file has.
+        nodes: number of nodes in the cluster file.
 
     Raises:
-        BadInput: it is no number, or as many processes were started as there are not nodes.
+        BadInput: a variable is missing or not a number, or the number of processes is not the number of nodes.
     """
     for name, counter in _NAMES:
         if name not in environment:
@@ -51,7 +51,7 @@ def _count(name: str, environment: Mapping[str, str]) -> int:
     try:
         return len(msgspec.json.decode(file.read_bytes(), type=list[list[str]]))
     except (OSError, msgspec.MsgspecError) as error:
-        raise BadInput(f"MLX_HOSTFILE names {file}, which is no list of hosts: {error}") from None
+        raise BadInput(f"MLX_HOSTFILE names {file}, which is not a list of hosts: {error}") from None
 
 
 def _number(name: str, text: str) -> int:

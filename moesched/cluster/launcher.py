@@ -1,7 +1,7 @@
-"""The launcher: starts the nodes of a cluster, hands out the work, hears what comes of it, and copes with losses.
+"""The launcher of a cluster: sends orders to the nodes, collects their results, and recovers from lost nodes.
 
-Every order goes out in an epoch, which all members carry out together or not at all. Whoever is lost ends the epoch;
-the others go on in the next one from the tokens so far, if they hold all experts between them.
+The members of an epoch carry out its orders together. The loss of a node ends the epoch. If the others hold all experts
+between them, they go on in a new epoch from the tokens so far.
 """
 
 from __future__ import annotations
@@ -34,24 +34,29 @@ from moesched.inputs.options import SizeOptions, part_of
 _log = structlog.get_logger(__name__)
 
 GLANCE_SECONDS = 0.02
-"""How often the launcher checks the nodes' processes."""
+"""Interval at which the launcher checks the nodes' processes."""
 JOIN_SECONDS = 60.0
 PARTING_SECONDS = 5.0
-"""How long nodes may take to send what they have when an epoch ends early."""
+"""Time that nodes have to send their results when an epoch ends early."""
 
 
 class Events:
-    """What a launch tells of. Every method does nothing here."""
+    """Callbacks of a launch; the methods of this class do nothing."""
 
     def loading(self, done: int, total: int) -> None:
-        """So many of the pages that stay have been loaded, on all nodes."""
+        """Report how many of all nodes' resident pages are loaded."""
 
     def tokens(self, fresh: dict[int, list[int]]) -> None:
         """New tokens, by request."""
 
 
 class Finished(msgspec.Struct):
-    """What a node sent of one order: texts that the jobs can read, by what they are."""
+    """A report or a recording that a node sent for one order.
+
+    Attributes:
+        what: "report" or "recording".
+        data: its content, as MessagePack.
+    """
 
     rank: int
     order: int
@@ -64,14 +69,14 @@ class Launch:
 
     Args:
         roster: the nodes.
-        log: the prompts; tokens are added as they come.
-        sizes: those that were asked for.
+        log: the prompts; tokens are added as they arrive.
+        sizes: the requested batch sizes.
 
     Attributes:
         log: the prompts, and the tokens so far.
-        finished: what nodes sent of their orders, in the order in which it came.
-        epoch: how often the members changed.
-        failure: why the run ended early, with the tokens so far; None where nothing was wrong.
+        finished: reports and recordings of the nodes, in the order of arrival.
+        epoch: the number of the current epoch, from 0.
+        failure: the reason that the run ended early; None while there is none.
     """
 
     def __init__(self, roster: Roster, log: TokenLog, sizes: SizeOptions, events: Events) -> None:
@@ -85,19 +90,19 @@ class Launch:
         self._order = -1
         self._begun = False
         self._held: dict[int, frozenset[int]] = {}
-        """The experts of each node by rank, as they were placed last."""
+        """The experts of each node, by rank, in the latest placement."""
         self._gone: Node | None = None
         """The node that was lost last."""
         self._slow = SlowNodes([])
 
     def run(self) -> None:
-        """Have all tokens made.
+        """Run until all tokens are generated.
 
         Raises:
             BadInput: a node refuses, or is refused.
-            NodeLost: a node is gone, and the others cannot do without it.
-            MoeschedError: a node failed for a reason that it tells, or nodes came to different tokens.
-            KeyboardInterrupt: after the nodes have sent what there was so far.
+            NodeLost: a node is lost, and the others cannot go on without it.
+            MoeschedError: a node failed and told the reason, or nodes generated different tokens.
+            KeyboardInterrupt: after the nodes have sent their results so far.
         """
         self._wait_for(lambda: all(node.peer for node in self._roster.nodes), JOIN_SECONDS, "join")
         self._roster.members = list(self._roster.nodes)
@@ -118,7 +123,7 @@ class Launch:
     # -- orders ------------------------------------------------------------------------------------
 
     def _carry_out(self, remainder: Remainder) -> None:
-        """One order, by those who are here; where that changes, the caller asks again what is left."""
+        """Have the members carry out one order; where they change, it ends early and the caller plans the rest anew."""
         self._order += 1
         try:
             self._prepare(remainder)
@@ -170,19 +175,19 @@ class Launch:
             self._roster.say(node, begin)
 
     def _go_on_without(self, gone: Node) -> None:
-        """Have the others go on, or say that they cannot."""
+        """Go on with the other nodes, or raise NodeLost where they cannot."""
         _log.warning("a node is lost", node=str(gone.host), why=gone.lost)
         self._gone = gone
         left = self._roster.members = [node for node in self._roster.members if node is not gone]
         self._stop(f"{gone.host} is lost")
         if self.log.remainder() is None:
-            return  # it went when all was done
+            return  # all tokens were generated before the loss
         everywhere = frozenset().union(*self._held.values())
         here = frozenset().union(*(self._held.get(node.host.rank, ()) for node in left))
         if not here or here < everywhere:
             raise NodeLost(
-                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts, {self.log.count} tokens "
-                "were made",
+                f"{gone.host} is lost: {gone.lost}; the others do not hold its experts; {self.log.count} tokens "
+                "were generated",
                 gone.host.rank,
             )
         self._renew(left)
@@ -193,7 +198,7 @@ class Launch:
         _log.warning("going on", nodes=[node.host.rank for node in members], epoch=self.epoch)
 
     def _stop(self, reason: str) -> None:
-        """End the epoch, and give the members a moment to send what they have."""
+        """End the epoch, and give the members a moment to send their results."""
         asked = [node for node in self._roster.members if node.peer is not None and node.done is None]
         begun, self._begun = self._begun, False
         for node in asked:
@@ -202,7 +207,9 @@ class Launch:
         while (
             begun and time.monotonic() < deadline and any(not node.done and not node.lost for node in asked)
         ):
-            with suppress(Lost, Back, MoeschedError):  # one trouble at a time: what still matters shows again
+            with suppress(
+                Lost, Back, MoeschedError
+            ):  # the caller handles one failure at a time; lasting ones are raised again
                 self._look(GLANCE_SECONDS)
 
     def _compare(self, ends: Sequence[Done]) -> None:
@@ -211,7 +218,7 @@ class Launch:
                 f"node {node.host.rank}: {node.done and node.done.digest}" for node in self._roster.members
             )
             raise TransportError(
-                f"the nodes came to different tokens: {said}: give all of them the same build"
+                f"the nodes generated different tokens: {said}: give all of them the same build"
             )
 
     def _note_placement(self, plans: Sequence[Prepared]) -> None:
@@ -222,17 +229,20 @@ class Launch:
         for node, plan in zip(self._roster.members, plans, strict=True):
             if plan.placement != placement:
                 raise BadInput(
-                    f"{node.host} would place the experts otherwise than {self._roster.members[0].host}: give them the "
-                    "same memory in the cluster file"
+                    f"{node.host} would place the experts differently from {self._roster.members[0].host}: give them "
+                    "the same memory in the cluster file"
                 )
 
     # -- what comes in -----------------------------------------------------------------------------
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float = float("inf"), what: str = "") -> None:
-        """Look after everything until something is so.
+        """Process messages and losses until a condition holds.
+
+        Args:
+            what: what the nodes are waited for to do, for the message.
 
         Raises:
-            BadInput: it is not so in time.
+            BadInput: the time is over.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -240,18 +250,18 @@ class Launch:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(node.host) for node in self._roster.nodes if node.peer is None)
                 raise BadInput(
-                    f"{missing} did not {what} in {seconds:g} s: start it, or look whether it is reached"
+                    f"{missing} did not {what} in {seconds:g} s: start it, or check that it can be reached"
                 )
 
     def _look(self, seconds: float) -> None:
-        """Take in what comes within some time, and look after everybody."""
+        """Process messages for some time, then check for lost nodes."""
         for node, message in self._roster.hear(seconds):
             if message.epoch == self.epoch:
                 self._take_in(node, message)
         self._roster.look_after()
 
     def _take_in(self, node: Node, message: OfOrder) -> None:
-        """What a member says of the epoch."""
+        """Process a member's message of this epoch."""
         match message:
             case Prepared():
                 node.prepared, node.ready = message, True
@@ -292,7 +302,7 @@ class Launch:
             self.finished.append(Finished(node.host.rank, piece.order, piece.what, b"".join(parts)))
 
     def _failed(self, node: Node, message: Failed) -> None:
-        """A member gave up: for a reason of its own, or since another one is gone, which shows in a moment."""
+        """Process a member's failure; where it reports another node as lost, wait for that loss to be noticed here."""
         said = f"{node.host}: {message.message}"
         if message.kind == "input":
             raise BadInput(said)

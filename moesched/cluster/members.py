@@ -14,14 +14,14 @@ from moesched.cluster.cluster_file import Host
 from moesched.errors import BadInput
 
 GRACE_SECONDS = 10.0
-"""How long a process may take to end by itself when the run is over."""
+"""Time that a process has to end by itself after the run."""
 
 
 class Process(Protocol):
-    """A node's process, as far as the launcher can see it.
+    """A node's process, from the launcher's view.
 
     Attributes:
-        watched: whether its end can be seen.
+        watched: whether the launcher can see its end.
     """
 
     @property
@@ -34,10 +34,10 @@ class Process(Protocol):
         """Kill it."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code; raises subprocess.TimeoutExpired."""
+        """Wait for its end and return its exit code, or raise subprocess.TimeoutExpired."""
 
     def last_words(self) -> str:
-        """Its standard error, where that was kept, stripped."""
+        """Its standard error, stripped; empty where that was not kept."""
 
 
 Start = Callable[[Host, Sequence[str]], Process]
@@ -45,7 +45,7 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A child process in a session of its own, so that Ctrl-C on the terminal reaches the launcher only."""
+    """A child process in its own session, so that Ctrl-C on the terminal reaches only the launcher."""
 
     watched = True
 
@@ -86,7 +86,7 @@ def start_here(folder: Path) -> Start:
     """Start nodes as children of this process.
 
     Args:
-        folder: for their standard error, which the launcher reports for them.
+        folder: the folder for files of their standard error, which the launcher reports.
     """
 
     def start(host: Host, arguments: Sequence[str]) -> Process:
@@ -96,7 +96,7 @@ def start_here(folder: Path) -> Start:
 
 
 def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
-    """Start a node with the system's `ssh`, which asks for no password.
+    """Start a node with the system's `ssh`, without asking for a password.
 
     Raises:
         BadInput: there is no ssh here.
@@ -116,7 +116,7 @@ def ssh_command(host: Host, arguments: Sequence[str]) -> list[str]:
 
 
 class ByOthers:
-    """A node that is started and ended by something else: only its connection and its silence show its end."""
+    """A node that another program starts and ends; only its connection shows whether it runs."""
 
     watched = False
 
@@ -125,19 +125,19 @@ class ByOthers:
         return None
 
     def kill(self) -> None:
-        """Nothing: it ends by itself when the launcher is silent."""
+        """Do nothing: the node ends by itself when the launcher is silent."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Always raises: its end cannot be seen."""
+        """Raise subprocess.TimeoutExpired: its end cannot be seen."""
         raise subprocess.TimeoutExpired("a node that others started", timeout or 0)
 
     def last_words(self) -> str:
-        """Empty: its standard error went elsewhere."""
+        """An empty text: its standard error is not known here."""
         return ""
 
 
 def start_by_others(host: Host, arguments: Sequence[str]) -> Process:
-    """Start nothing: others do, such as mpirun or a person at that machine."""
+    """Start nothing: another program, or a person at that machine, starts the node."""
     return ByOthers()
 
 
@@ -147,7 +147,7 @@ def node_arguments(cluster_file: Path, host: Host, model: Path) -> list[str]:
 
 
 def share_cores(nodes: int) -> list[list[int]]:
-    """Cores for each node of this machine, equally many; nodes share cores where there are more nodes than cores."""
+    """Equal numbers of this machine's cores for each node; nodes share cores where there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if not cores:
         return [[] for _ in range(nodes)]
@@ -156,7 +156,7 @@ def share_cores(nodes: int) -> list[list[int]]:
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Restrict this process, and threads that it starts from now on, to some cores; an empty list restricts nothing.
+    """Restrict this process, and the threads that it starts from now on, to some cores; an empty list means all.
 
     Raises:
         BadInput: one of them does not exist.

@@ -1,4 +1,4 @@
-"""What the launcher and the nodes say to each other: typed, packed by msgspec, of limited length, never pickled."""
+"""Messages between the launcher and the nodes: typed, packed by msgspec, of limited length, never pickled."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
 
 PROTOCOL = 1
-"""Of this file; nodes that speak another one are refused."""
+"""Version of these messages; nodes with another one are refused."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Of one message; what is longer is dropped before it is read."""
+"""Limit of one message; longer ones are dropped unread."""
 
 PIECE_BYTES = 256 * 1024
-"""Reports and recordings travel in pieces, so that no message is long."""
+"""Size of the pieces in which reports and recordings are sent, so that no message is long."""
 
 
 class Unreadable(MoeschedError):
-    """Bytes that are no message."""
+    """The bytes are not a valid message."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -34,13 +34,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A node asks to take part. One of a later version may say more, and is still understood, so as to be refused.
+    """A node asks to join. Unknown fields are accepted, so that a node of a later version is refused with a reason.
 
     Attributes:
         protocol: the version of these messages; `version` is that of moesched.
         model: the fingerprint of its folder (see `fingerprint.py`).
-        epoch: the last one that it took part in, -1 for none: one that comes back says so.
-        process: its number on its host.
+        epoch: the last epoch that it took part in; -1 for none.
+        process: its process id.
     """
 
     protocol: int
@@ -52,7 +52,12 @@ class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Fals
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """The answer to a Ping: what the node's clock said, in nanoseconds."""
+    """The answer to a Ping.
+
+    Attributes:
+        number: that of the Ping.
+        clock: the time on the node's clock, in nanoseconds.
+    """
 
     number: int
     clock: int
@@ -62,9 +67,9 @@ class Prepared(Message, frozen=True, kw_only=True):
     """A node has opened its device and planned.
 
     Attributes:
-        port: where its transport will listen.
-        sizes: the largest that fit it.
-        placement: the experts of each node, as its policy placed them.
+        port: the port that its transport will listen on.
+        sizes: the largest batch sizes that fit it.
+        placement: the experts of each node, from its policy.
     """
 
     epoch: int
@@ -75,7 +80,7 @@ class Prepared(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """How many of the pages that stay are there."""
+    """The number of resident pages that are loaded, and of all."""
 
     epoch: int
     done: int
@@ -83,10 +88,13 @@ class Loading(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """New tokens by request, and how long the node computed for them and waited for others.
+    """New tokens of some requests.
 
     Attributes:
-        ended: requests that these are the last tokens of, whatever they are.
+        tokens: by request.
+        ended: requests that end with these tokens, even without a stop token.
+        seconds: time since the previous tokens.
+        waited: the part of it spent in exchanges.
     """
 
     epoch: int
@@ -97,7 +105,12 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class Piece(Message, frozen=True, kw_only=True):
-    """A part of something long; the last one completes it."""
+    """A piece of a report or a recording.
+
+    Attributes:
+        what: "report" or "recording".
+        last: whether this piece completes it.
+    """
 
     epoch: int
     order: int
@@ -110,8 +123,8 @@ class Done(Message, frozen=True, kw_only=True):
     """An order is carried out.
 
     Attributes:
-        digest: of all its tokens, the same on all nodes.
-        failure: why it ended early, with the tokens so far; empty where nothing was wrong.
+        digest: a hash of all its tokens; the same on all nodes.
+        failure: the reason that it ended early; empty where it did not.
     """
 
     epoch: int
@@ -124,10 +137,10 @@ class Failed(Message, frozen=True, kw_only=True):
     """An order cannot be carried out.
 
     Attributes:
-        kind: "input" where what was given cannot be used, "lost" where other nodes did not take part, "stopped" where
-            the launcher wanted it so.
+        kind: "input" for invalid input, "lost" where other nodes did not take part, "stopped" where the launcher ended
+            the epoch.
         message: one line.
-        gone: the ranks that it does not reach any more.
+        gone: the ranks that the node cannot reach any more.
     """
 
     epoch: int
@@ -141,12 +154,12 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The answer to a Join that was accepted.
+    """The answer to an accepted JoinRequest.
 
     Attributes:
-        run: what all orders have in common.
+        run: the options that all orders share.
         lost_after: seconds of silence after which the other side counts as lost.
-        transport: the name of what carries the nodes' exchanges.
+        transport: the name of the transport between the nodes.
     """
 
     run: NodeRun
@@ -155,24 +168,24 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """A Join, or a node's keys, memory or plan, cannot be accepted: the node ends."""
+    """The launcher refuses a node, which then ends."""
 
     reason: str
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Sent all the time: the launcher is there, and wants to know what the node's clock says."""
+    """Sent periodically: shows that the launcher runs, and asks for the time on the node's clock."""
 
     number: int
 
 
 class Order(Message, frozen=True, kw_only=True):
-    """Prompts to go on from, in a new epoch or in the same one.
+    """Prompts to generate tokens for.
 
     Attributes:
         members: the ranks that take part, ascending; a node's place among them is its number in the plan.
         first_request: the number of the first prompt's request in the run.
-        prompts: token ids, those generated so far included.
+        prompts: token ids, including those generated so far.
     """
 
     epoch: int
@@ -185,7 +198,7 @@ class Order(Message, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node's transport is reached, and by which key it is known."""
+    """The address and public key of a node's transport."""
 
     rank: int
     address: str
@@ -203,14 +216,18 @@ class Begin(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Let go of an epoch: leave the step in flight, keep the weights, wait for an order of a later one."""
+    """End an epoch: abandon the current step, keep the weights, and wait for an order of a later epoch."""
 
     epoch: int
     reason: str
 
 
 class Quit(Message, frozen=True, kw_only=True):
-    """The run is over; with `interrupted` before its end."""
+    """The run is over.
+
+    Attributes:
+        interrupted: whether it ended early.
+    """
 
     interrupted: bool = False
 
@@ -228,24 +245,24 @@ def pack(message: NodeSays | LauncherSays) -> bytes:
 
 
 def read_node(data: bytes) -> NodeSays:
-    """What a node says.
+    """Decode a node's message.
 
     Raises:
-        Unreadable: the bytes are no such message.
+        Unreadable: the bytes are not such a message.
     """
     try:
         return _of_nodes.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, BadInput) as error:
-        raise Unreadable(f"{len(data)} bytes are no message of a node: {error}") from None
+        raise Unreadable(f"{len(data)} bytes are not a message of a node: {error}") from None
 
 
 def read_launcher(data: bytes) -> LauncherSays:
-    """What the launcher says.
+    """Decode a message of the launcher.
 
     Raises:
-        Unreadable: the bytes are no such message.
+        Unreadable: the bytes are not such a message.
     """
     try:
         return _of_launchers.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, BadInput) as error:
-        raise Unreadable(f"{len(data)} bytes are no message of a launcher: {error}") from None
+        raise Unreadable(f"{len(data)} bytes are not a message of a launcher: {error}") from None

@@ -45,9 +45,9 @@ class Metered:
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def stop(self, reason: str) -> None:
-        """Fail the exchange in flight, and all that follow; from any thread, returns at once.
+        """Fail the current exchange and all later ones. Callable from any thread; returns at once.
 
-        Closing may take a while, where a peer does not read; `aclose` waits for that.
+        Closing takes longer while a peer does not read; `aclose` waits for that.
         """
         self._stopped = self._stopped or reason
         threading.Thread(

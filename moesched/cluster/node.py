@@ -36,7 +36,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
 JOIN_SECONDS = 60.0
 STAND_BY_SECONDS = 0.25
-"""Metal was seen to give up memory that lay idle for more than half a second (RACS'24, Finding 2)."""
+"""Metal releases memory that was idle for more than half a second (RACS'24, Finding 2)."""
 
 ALL_EPOCHS = 1 << 62
 
@@ -51,7 +51,7 @@ def run_node(
         patience: seconds to wait for the launcher.
 
     Raises:
-        BadInput: the launcher refuses the node, or asks for something that is impossible here; it is told why.
+        BadInput: the launcher refuses the node, or its order cannot be carried out here, which the launcher is told.
         LauncherGone: the launcher is silent.
     """
     cluster = load_cluster(cluster_file)
@@ -72,7 +72,7 @@ def run_node(
 
 
 class _Node:
-    """One node, from its join to its end."""
+    """One node, from joining to the end of the run."""
 
     def __init__(self, cluster: Cluster, host: Host, keys: KeyPair, checkpoint: Checkpoint) -> None:
         self._host = host
@@ -108,7 +108,7 @@ class _Node:
             self._obey(job, welcome)
 
     def close(self) -> None:
-        """Send what is left to be sent."""
+        """Send the queued messages, and disconnect."""
         self._link.close()
 
     def _obey(self, job: NodeJob, welcome: Welcome) -> None:
@@ -128,7 +128,7 @@ class _Node:
                     return
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Carry out a part of an order, and report an error of it to the launcher."""
+        """Carry out a part of an order, and report its error to the launcher."""
         failed = self._reports.failed
         try:
             act()
@@ -189,7 +189,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Raises TransportError where the launcher let go of the epoch."""
+        """Report tokens to the launcher; raises TransportError where it has ended the epoch."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)
@@ -202,11 +202,11 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _stop(self, stop: Stop) -> None:
-        """Leave the step in flight, by failing its exchanges."""
+        """Abandon the current step by failing its exchanges."""
         self._exchanges.stop(stop.epoch, stop.reason)
 
     def _leave(self) -> None:
-        """The run is over, or the launcher is gone: end this process, by force where it does not end by itself."""
+        """End this process after the run or the loss of the launcher, by force where it does not end in time."""
         timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()

@@ -12,7 +12,7 @@ from moesched.cluster.messages import Begin
 from moesched.cluster.metered import Metered
 from moesched.cluster.node_transports import meet
 
-LET_GO = "the launcher let go of this epoch"
+LET_GO = "the launcher ended this epoch"
 
 
 class NodeExchanges:
@@ -31,12 +31,12 @@ class NodeExchanges:
         self._reserved: socket.socket | None = None
 
     def reserve(self) -> int:
-        """The port that the next transport will listen on; one that is not fixed stays reserved until then."""
+        """The port that the next transport will listen on; reserves a free one where the cluster file fixes none."""
         if self._host.port:
             return self._host.port
         self._release()
         self._reserved = socket.socket()
-        # The transport may bind the port although an earlier connection of it lingers.
+        # Lets the transport bind the port while an earlier connection lingers.
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place = listening_at(self._host.address)
         self._reserved.bind(("" if place == "*" else place, 0))
@@ -83,7 +83,7 @@ class NodeExchanges:
         return epoch <= self._stopped
 
     def stop(self, epoch: int, reason: str) -> None:
-        """Fail the exchange in flight, and all others up to that epoch; from any thread, returns at once."""
+        """Fail the exchanges of all epochs up to this one. Callable from any thread; returns at once."""
         with self._lock:
             self._stopped = max(self._stopped, epoch)
             if self._transport is not None:

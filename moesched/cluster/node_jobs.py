@@ -1,4 +1,4 @@
-"""One node's part of a run on a cluster: its device stays open, its weights stay loaded, orders come one by one."""
+"""One node's part of a run on a cluster: the device stays open and the weights stay loaded between orders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         nodes, node: number of nodes, and this node's own number, from 0.
         prompts: token ids.
         first_request: the number of the first prompt's request in the run.
-        sizes: those that are fixed.
+        sizes: the batch sizes that are fixed.
     """
 
     nodes: int
@@ -71,19 +71,19 @@ class NodeBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OnTokens = Callable[[dict[int, list[int]], list[int]], object]
-"""Told of new tokens by the requests' numbers in the run, and which of the requests end with them."""
+"""Called with new tokens by the requests' numbers in the run, and with the requests that end with them."""
 
 
 class NodeJob:
     """A node's policy, layout, machine and device.
 
     Args:
-        memory: what the node may take of its accelerator's memory, in bytes; None for all that it has.
-        on_loading: told how many of the pages that stay are loaded, of how many.
-        on_tokens: told of tokens as they come.
+        memory: bytes of the accelerator's memory that the node may use; None for all.
+        on_loading: called with the number of resident pages that are loaded, and of all.
+        on_tokens: called with tokens as they are generated.
 
     Raises:
-        BadInput: something that was given cannot be used here.
+        BadInput: an option cannot be used here.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NodeJob:
         self._make: Callable[[], Policy] = partial(
             cls, **check_settings(cls, f"policy {run.policy}", run.settings or {})
         )
-        # Its costs, which may be those of all cores, are not asked: nobody plans sizes here.
+        # Its costs may be those of another number of cores; they are not used, since no sizes are planned here.
         machine = find_machine(run.machine, run.device, foreign=True)
         budgets = run.budgets or {}
         if memory is not None:
@@ -116,10 +116,10 @@ class NodeJob:
         self._device = kind(checkpoint, self._layout, **settings)
 
     def prepare(self, ask: Ask) -> tuple[SizeOptions, list[list[int]]]:
-        """The largest sizes that fit, of those that are not fixed, and the experts of each node.
+        """The largest batch sizes that fit, with fixed ones kept, and the experts of each node.
 
         Raises:
-            BadInput: not even one request fits; the message says by how many bytes, of what.
+            BadInput: not even one request fits; the message names the memory and the missing bytes.
         """
         problem = BadInput("no prompts were given: give at least one")
         for sizes in self._candidates(ask):
@@ -133,19 +133,19 @@ class NodeJob:
         raise problem
 
     def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
-        """Run the batches of an order, whose sizes are fixed. Where the nodes cannot meet, the last report says so."""
+        """Run the batches of an order with fixed sizes. The last report tells of a failure."""
         sizes = self._batch_sizes(ask.sizes)
         self._device.join(ask.node, transport, self._device)
         for batch in self._batches(ask, sizes):
             yield self._run_batch(ask, batch)
 
     def stand_by(self) -> None:
-        """Let the device keep its weights in memory. Called several times a second while there is nothing to do."""
+        """Let the device keep its weights in memory; called several times a second while the node is idle."""
         if isinstance(self._device, StandsBy):
             self._device.stand_by()
 
     def close(self) -> None:
-        """Let go of the device."""
+        """Close the device."""
         with interrupts_held():
             anyio.run(self._device.aclose)
 
@@ -208,7 +208,7 @@ class NodeJob:
         )
 
     def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
-        """Sizes to try: all requests at once, in one micro-batch, so that each layer sends one message; then fewer."""
+        """Sizes to try, largest first: one micro-batch of all requests sends only one message per layer."""
         fixed, count = ask.sizes, len(ask.prompts)
         fixed.require_positive()
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
@@ -218,7 +218,7 @@ class NodeJob:
 
 
 class _Loading:
-    """Counts the pages that stay, as they are loaded."""
+    """Counts the resident pages as they are loaded."""
 
     def __init__(self, plan: Plan, told: Callable[[int, int], object]) -> None:
         self._total = sum(len(resident.slots) for resident in plan.weights.resident)
@@ -226,7 +226,7 @@ class _Loading:
         self._told = told
 
     def ended(self, task: Task) -> None:
-        """Told of every task."""
+        """Count a load that ended."""
         if task.verb == "load":
             self._done += 1
             if self._done == self._total or self._done % 16 == 0:

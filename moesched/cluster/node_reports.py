@@ -45,25 +45,25 @@ class NodeReports:
         self._waited = 0.0
 
     def prepared(self, port: int, sizes: SizeOptions, placement: list[list[int]]) -> None:
-        """The order is planned, and the transport will listen on that port."""
+        """Report that the order is planned, and the port that the transport will listen on."""
         order = self._current
         self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
 
     def begin(self) -> None:
-        """Computing starts now."""
+        """Start to measure time and to hash tokens."""
         self._digest = sha256()
         self._since, self._waited = perf_counter(), 0.0
 
     def loading(self, done: int, total: int) -> None:
-        """Number of resident pages that are loaded."""
+        """Report the number of resident pages that are loaded."""
         if self.order is not None:
             self._say(Loading(epoch=self.order.epoch, done=done, total=total))
 
     def tokens(self, fresh: dict[int, list[int]], ended: Sequence[int], waited: float) -> None:
-        """New tokens by request.
+        """Report new tokens by request.
 
         Args:
-            ended: requests that these are the last tokens of.
+            ended: requests that end with these tokens.
             waited: seconds spent in exchanges since the order began.
         """
         now = perf_counter()
@@ -80,7 +80,7 @@ class NodeReports:
         self._since, self._waited = now, waited
 
     def content(self, what: Content, content: msgspec.Struct) -> None:
-        """Something long, in pieces."""
+        """Send a report or a recording in pieces."""
         order = self._current
         data = msgspec.msgpack.encode(content)
         for start in range(0, len(data), PIECE_BYTES):
@@ -89,14 +89,14 @@ class NodeReports:
             self._say(Piece(epoch=order.epoch, order=order.order, what=what, data=piece, last=last))
 
     def done(self, failure: str) -> None:
-        """The order is carried out, or ended early because of a failure."""
+        """Report the end of the order; `failure` is empty where it was carried out."""
         order = self._current
         self._say(
             Done(epoch=order.epoch, order=order.order, digest=self._digest.hexdigest(), failure=failure)
         )
 
     def failed(self, kind: FailureKind, error: MoeschedError, places: Sequence[int] = ()) -> None:
-        """The order cannot be carried out.
+        """Report that the order cannot be carried out.
 
         Args:
             places: the members that cannot be reached any more.

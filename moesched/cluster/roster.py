@@ -1,4 +1,4 @@
-"""The roster of a launch: admits nodes, and notices which are lost and why."""
+"""The roster of a launch: admits nodes, and detects lost ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
-"""How long a process may outlive its connection, or a connection its process, before the node counts as lost anyway."""
+"""Time between the ends of a node's process and connection after which the node counts as lost anyway."""
 
 OfOrder = Prepared | Loading | Tokens | Piece | Done | Failed
 """Messages of a node about an order."""
@@ -52,7 +52,7 @@ class Node:
         self.heard = 0.0
         self.clock = ClockMeter()
         self.ready = False
-        """Whether it has loaded everything that takes long."""
+        """Whether it has opened its device, which takes long."""
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
@@ -61,7 +61,7 @@ class Node:
         self.ending_since: float | None = None
         """The time at which its process or its connection was first seen to have ended."""
         self.lost: str | None = None
-        """Why it is lost; None while it is not."""
+        """The reason of its loss; None while it is not lost."""
         self.pieces: dict[tuple[int, str], list[bytes]] = {}
 
 
@@ -82,7 +82,7 @@ class Roster:
 
     Args:
         processes: the nodes' processes, by rank.
-        expected: the launcher's version and model, which each node must have too.
+        expected: the launcher's version and model, which each node must share.
         welcome: the answer to a node that is admitted.
 
     Attributes:
@@ -111,16 +111,16 @@ class Roster:
 
     @property
     def clocks(self) -> dict[int, ClockOffset]:
-        """By rank, how far each node's clock is ahead of this one, where that was measured."""
+        """The measured clock offsets, by rank."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
 
     @property
     def lost(self) -> dict[int, str]:
-        """By rank, why nodes are lost."""
+        """The reasons of lost nodes, by rank."""
         return {node.host.rank: node.lost for node in self.nodes if node.lost is not None}
 
     def hear(self, seconds: float) -> Iterator[tuple[Node, OfOrder]]:
-        """Messages about orders that come within some time; other messages are answered here.
+        """Wait some time for messages, yield those about orders, and answer the others.
 
         Raises:
             BadInput: a node is refused before the run.
@@ -135,7 +135,7 @@ class Roster:
                 continue
             node = next((node for node in self.nodes if node.peer == heard.peer), None)
             if node is None:
-                _log.warning("dropped a message of one that has not joined", peer=heard.address)
+                _log.warning("dropped a message of a node that has not joined", peer=heard.address)
                 continue
             node.heard = time.monotonic()
             if isinstance(message, Pong):
@@ -144,12 +144,13 @@ class Roster:
                 yield node, message
 
     def look_after(self) -> None:
-        """Notice lost nodes, and send pings.
+        """Detect lost nodes, and send pings.
 
         Raises:
             Lost: a member is lost.
             Back: no member is lost, and a node that was lost has joined again.
-            BadInput, NodeLost: a node is lost before the run; the first where it ended because of bad input.
+            BadInput: before the run, a node ended because of bad input.
+            NodeLost: before the run, a node was lost for another reason.
         """
         now = time.monotonic()
         if now >= self._next_ping:
@@ -168,7 +169,7 @@ class Roster:
             raise Back
 
     def say(self, node: Node, message: LauncherSays) -> None:
-        """Send a message; dropped where the node is not connected."""
+        """Send a message; it is dropped where the node is not connected."""
         if node.peer is not None:
             self._control.say(node.peer, message)
 
@@ -191,10 +192,10 @@ class Roster:
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
 
     def _why_lost(self, node: Node, now: float) -> str | None:
-        """Why a node is lost; None while it is not.
+        """The reason that a node counts as lost; None while it does not.
 
-        What it said last may be unread while its connection lasts, and its exit code unknown while its process does.
-        So both have to end, or one for a while.
+        Its last messages may be unread until its connection ends, and its exit code is unknown until its process ends.
+        So it counts as lost when both have ended, or some time after one did.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:
@@ -239,7 +240,7 @@ class Roster:
             node.lost = f"its process ended with code {code}" + (f", saying {words!r}" if words else "")
             if code == 2 and words and not self.members:
                 raise BadInput(f"{node.host}: {words.removeprefix('moesched: ')}")
-        node.process.kill()  # so that it does not come back half alive
+        node.process.kill()  # a node that hangs must not come back later
         if not self.members:
             raise NodeLost(f"{node.host} was lost before the run began: {node.lost}", node.host.rank)
 

@@ -1,4 +1,4 @@
-"""Which node is slow: the one that computes longer than the others do, and waits for nobody."""
+"""Detection of slow nodes: those that compute for longer than the others in several steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 SLOW_FACTOR = 2.0
 STEPS_IN_A_ROW = 5
 SHORTEST_SECONDS = 0.02
-"""Steps that compute for less are not compared: the system's own hiccups would count."""
+"""Shorter steps are not compared, since the system's own delays would dominate."""
 
 
 class SlowNodes:
@@ -25,7 +25,7 @@ class SlowNodes:
         self._told: set[int] = set()
 
     def computed(self, rank: int, seconds: float) -> dict[int, float]:
-        """A node's next step; returns the nodes found to be slow by now, each once, and by which factor."""
+        """Note a node's next step; returns the newly detected slow nodes, with their factor. Each is returned once."""
         self._queues[rank].append(seconds)
         found: dict[int, float] = {}
         while all(self._queues.values()):

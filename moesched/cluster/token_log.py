@@ -1,4 +1,4 @@
-"""What was generated so far, by request, and what is left to do: all that a run needs to go on elsewhere."""
+"""The tokens generated so far and the remaining work, from which a run can go on with other nodes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Remainder(NamedTuple):
-    """Requests that lie together and go on alike.
+    """Consecutive requests that are run together.
 
     Attributes:
         first_request: the number of the first one.
-        prompts: token ids: each request's prompt, then what it has got so far.
-        new_tokens: how many each gets at most.
+        prompts: token ids: each request's prompt and its tokens so far.
+        new_tokens: largest number of new tokens for each.
     """
 
     first_request: int
@@ -24,8 +24,8 @@ class TokenLog:
     """The requests of a run and their tokens.
 
     Args:
-        new_tokens: how many each request gets at most.
-        stop_tokens: those that end a request; they are kept.
+        new_tokens: largest number of tokens for each request.
+        stop_tokens: tokens that end a request; they are kept.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class TokenLog:
         self._ended: set[int] = set()
 
     def add(self, fresh: Mapping[int, Sequence[int]], ended: Collection[int] = ()) -> dict[int, list[int]]:
-        """Note new tokens, and which requests end with them whatever they are; returns those that count.
+        """Note new tokens; returns those that count, which are those of unfinished requests.
 
-        Tokens of requests that were finished before do not.
+        Args:
+            ended: requests that end with these tokens, even without a stop token.
         """
         counted = {request: list(tokens) for request, tokens in fresh.items() if not self.finished(request)}
         for request, tokens in counted.items():
@@ -56,14 +57,14 @@ class TokenLog:
 
     @property
     def count(self) -> int:
-        """Tokens of all requests."""
+        """Number of tokens of all requests."""
         return sum(map(len, self.tokens))
 
     def remainder(self) -> Remainder | None:
-        """What is to be done next: the requests that have begun, if any has, else all that are left; None at the end.
+        """The requests to run next: those that have begun, or else all unfinished ones; None at the end.
 
-        Requests keep their numbers, by which random numbers are drawn. So a finished one between others is run along
-        from its own prompt, and what it gets does not count.
+        Requests keep their numbers, which seed their random numbers. So a finished request between others is run again
+        from its prompt, and its tokens are ignored.
         """
         left = [request for request in range(len(self.tokens)) if not self.finished(request)]
         begun = [request for request in left if self.tokens[request]]

@@ -1,4 +1,4 @@
-"""Ctrl-C held back for a moment: while garbage is collected it may be lost, while compiled code is loaded do worse."""
+"""Delays Ctrl-C during garbage collection, which can lose it, and the loading of compiled code, which it can break."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C that comes meanwhile is raised as KeyboardInterrupt at the end."""
+    """Delay a Ctrl-C: it raises KeyboardInterrupt when the context ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

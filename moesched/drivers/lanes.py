@@ -1,7 +1,7 @@
-"""What a lane is on real hardware: a worker thread, a guest on others' threads, the event loop, an awaitable, a stream.
+"""Runners of lanes in real time, one class for each kind of lane: thread, guest, loop, awaitable and stream.
 
-Each kind has a runner. The driver calls `start` with the engine's lock held, when a task has taken its lane; the runner
-runs the task and reports back through `LaneReports`.
+The driver calls `start`, with the engine's lock held, when a task has taken its lane. The runner runs the task and
+reports back through `LaneReports`. A guest is a thread lane whose tasks other lanes' threads may run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moesched.tasks import Lane, Task
 LaneKind = Literal["thread", "guest", "loop", "awaitable", "stream"]
 Execute = Callable[[Task], Any]
 Clock = Callable[[], int]
-"""Tells the time in nanoseconds since whenever; never goes back."""
+"""A monotonic clock in nanoseconds, with any origin."""
 
 LOOP_SLICE_NANOSECONDS = 1_000_000
-"""How long tasks on the loop may run before the loop gets its turn."""
+"""Time for which tasks run on the loop before it handles other events."""
 
 
 class LaneReports(Protocol):
-    """What a runner tells the driver. Both calls return a task that the runner `mine` can go on with at once."""
+    """The driver's interface for runners. Both calls may return a task, which the runner `mine` starts at once."""
 
     clock: Clock
     origin: int
@@ -33,56 +33,56 @@ class LaneReports(Protocol):
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """A task ended. The lock must be held."""
+        """Report that a task ended. The lock must be held."""
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """A stream has taken a task in. The lock must be held."""
+        """Report that a task was issued to a stream. The lock must be held."""
 
 
 class Issued(Protocol):
-    """A task that a device's stream has taken in and will run in its turn."""
+    """A task that was issued to a device's stream."""
 
     def wait(self) -> None:
-        """Block until it ended; raises what it raised."""
+        """Block until it ends; raises its error."""
 
     @property
     def value(self) -> Any:
-        """What it came to."""
+        """Its result."""
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the driver's clock; known once `wait` has returned."""
+        """Its start and end on the driver's clock; known once `wait` has returned."""
 
 
 class Streams(Protocol):
-    """The part of a device that has streams."""
+    """A device's interface for its streams."""
 
     def issue(self, task: Task, after: list[Task]) -> Issued:
-        """Hand a task to its lane's stream, behind the tasks `after` on other streams of the device."""
+        """Issue a task to its lane's stream; it waits there for the tasks `after` on the device's other streams."""
 
 
 class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether its tasks may run on a thread of another runner, to which `LaneReports` return them.
-        host: whether it runs guests' tasks.
+        guest: whether other runners' threads may run its tasks; `LaneReports` return the tasks to them.
+        host: whether its threads may run guests' tasks.
     """
 
     guest: bool
     host: bool
 
     def start(self, task: Task) -> None:
-        """Begin a task; called with the lock held, never blocks."""
+        """Start a task without blocking; called with the lock held."""
 
     def open(self) -> None:
-        """Get ready, before the first task."""
+        """Prepare for tasks; called before the first one."""
 
     def close(self) -> None:
-        """Stop, once idle."""
+        """Stop; called when all tasks have ended."""
 
 
 class Worker:
-    """A thread of a lane. A raw lock is the cheapest way to wake it."""
+    """A thread of a lane. It is woken by a raw lock, which is cheaper than a condition or an event."""
 
     __slots__ = ("task", "thread", "wake")
 
@@ -102,11 +102,11 @@ class Worker:
 class ThreadRunner:
     """A lane's worker thread. It finishes tasks under the lock and takes the next one of its lane itself.
 
-    Where there is none it goes on with a guest's task that it let start, which saves waking two threads, one for that
-    task and one for the next after it. If its lane gets a task meanwhile, another thread takes that.
+    Where its lane has none, it runs a guest's task that the finished one released. That saves waking two threads: one
+    for that task, and one for the task after it. A new task of its lane meanwhile runs on another thread.
 
     Args:
-        guest: whether the lane's tasks are short, or wait most of the time, and do not care on which thread.
+        guest: whether other runners' threads may run the lane's tasks, which are short or mostly wait.
     """
 
     host = True
@@ -163,7 +163,7 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """The event loop itself, for tasks of a few microseconds: all lanes of the kind share it."""
+    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one runner."""
 
     guest = host = False
 
@@ -216,7 +216,7 @@ class LoopRunner:
 
 
 class AwaitableRunner:
-    """Tasks that are awaited on the loop: network calls. Executing one gives an awaitable."""
+    """Awaits tasks such as network calls on the event loop; executing one returns an awaitable."""
 
     guest = host = False
 
@@ -254,10 +254,10 @@ class AwaitableRunner:
 
 
 class StreamRunner:
-    """A stream of a device: one thread hands tasks to it, another one waits where the host must know of an end.
+    """A stream of a device: one thread issues tasks, and another one waits for tasks whose end the host needs.
 
-    The host must know of it when a policy awaits the task or a task outside the device waits for it. Other ends are
-    noted together with the next such one, or when the stream has nothing more to do.
+    The host needs the end of a task that a policy awaits, or that a task outside the device depends on. The ends of
+    other tasks are reported with the next such one, or when the stream is idle.
     """
 
     guest = host = False
@@ -328,7 +328,7 @@ class StreamRunner:
         return value, error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """The oldest running tasks, up to the first whose end the host must know of."""
+        """The oldest running tasks, up to the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())
@@ -339,7 +339,7 @@ class StreamRunner:
 
 
 class ThreadQueue:
-    """A thread that works through what it is given, in order."""
+    """A thread that processes items in the order in which they were put."""
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:
         self._work = work
@@ -352,12 +352,12 @@ class ThreadQueue:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Add to the work."""
+        """Add an item."""
         self._items.append(item)
         self._count.release()
 
     def close(self) -> None:
-        """End the thread after the work that it has."""
+        """End the thread after the items in the queue."""
         self._count.release()
         self._thread.join()
 

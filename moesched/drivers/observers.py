@@ -1,4 +1,4 @@
-"""All observers of a run as one function, since drivers tell them of hundreds of thousands of tasks a second."""
+"""All observers of a run as one function: drivers call it for hundreds of thousands of tasks a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 
 def observers_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
-    """What to call with each task that ended: the observer's own method where there is only one."""
+    """The function to call with each task that ended: the observer's own method where there is only one."""
     calls = [observer.ended for observer in observers]
     if len(calls) == 1:
         return calls[0]

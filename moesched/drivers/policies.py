@@ -1,4 +1,4 @@
-"""A policy's coroutine as both drivers run it: by hand, so that it can await handles and nothing else."""
+"""A policy's coroutine, which both drivers step directly, so that it can await task handles and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesched.tasks import DONE, Task
 
 
 class PolicyRun:
-    """One coroutine, the handle that it awaits, and how it ended."""
+    """One coroutine, with the handle that it awaits, and its result or error."""
 
     def __init__(self, main: Coroutine[Task, Any, Any], rank: int = 0) -> None:
         self.rank = rank
@@ -26,7 +26,7 @@ class PolicyRun:
         self._pending = error
 
     def close(self) -> None:
-        """Give the coroutine up, running its `finally` blocks."""
+        """Close the coroutine, which runs its `finally` blocks."""
         self.done, self.awaited = True, None
         try:
             self._main.close()
@@ -58,15 +58,16 @@ class PolicyRun:
                 awaited.waiter = self
                 if awaited.state < DONE:
                     return
-                # It settled on another thread just now, perhaps before it had a waiter to wake.
+                # Another thread settled it meanwhile, perhaps before `waiter` was set.
                 self.awaited = None
 
 
 def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
-    """What the coroutines returned, when all have ended.
+    """The return values of the coroutines, after all have ended.
 
     Raises:
-        the first error of one; that of a rank which only another one's failure ended counts last.
+        the first error, if any; a TaskCancelled, which follows from another rank's failure, only where there is no
+        other.
     """
     errors = [run.error for run in runs if run.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, TaskCancelled)):

@@ -1,4 +1,4 @@
-"""What the virtual drivers share: the time that work takes alone, and a pause of the garbage collector."""
+"""Helpers of the virtual drivers: the time that work takes alone, and a pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def nanoseconds(work: Work, cost: CostModel) -> int:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A schedule is many small lists and no cycles: looking for garbage among them only costs time.
+    """Pause the garbage collector: a schedule is many small objects without cycles, so that collections only cost time.
 
-    What was made meanwhile counts as old afterwards, or the next look at what is young would go through all of it.
+    Objects made meanwhile count as old afterwards; otherwise the next young collection would visit all of them.
     """
     was_on = gc.isenabled()
     gc.disable()

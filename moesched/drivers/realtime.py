@@ -1,8 +1,7 @@
-"""Real time: runs policy coroutines on an event loop while lanes run their tasks beside it.
+"""The real-time driver: runs policy coroutines on an event loop while lanes run tasks beside it.
 
-Lanes are worker threads, guests on others' threads, device streams, awaitables, or the loop itself. They finish tasks
-under the engine's lock and take the next one themselves; the loop hears only of handles that a policy awaits, since a
-trip through it costs more than most tasks.
+`lanes.py` describes the kinds of lanes. Lanes finish tasks under the engine's lock and take the next one themselves.
+The loop is woken only for handles that a policy awaits, since waking it costs more than most tasks take.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SWITCH_INTERVAL_SECONDS = 0.0005
 """Python's default of 5 ms lets a busy policy starve the lanes."""
 
 COLLECT_AFTER = 50_000
-"""New lists and such before the garbage collector looks at them; after Python's 700 it takes a tenth of the time."""
+"""New objects between garbage collections; Python's default of 700 costs a tenth of the time."""
 
 
 class SharedEngine(Engine):
@@ -52,9 +51,9 @@ class SharedEngine(Engine):
         self.dispatch: Callable[..., object] = lambda *_: None
         self.now: Callable[[], int] = lambda: 0
         self.policy_since = 0
-        """When the policy could go on: the end of what it awaited, or the last time that a lane waited for it."""
+        """The time from which the next submit delay counts: the awaited task's end, or the last noted submission."""
         self._submit_locked: Callable[..., Any] = super().submit
-        """What `submit` does while it holds the lock, looked up once: `super()` would cost as much as the lock."""
+        """The inherited `submit`, looked up once, since `super()` in each call would cost as much as the lock."""
 
     def submit(
         self,
@@ -65,11 +64,11 @@ class SharedEngine(Engine):
         transfer_class: int = 0,
     ) -> T:
         lock = self.lock
-        lock.acquire()  # `with` would make a method of each call
+        lock.acquire()  # cheaper than `with`
         try:
             self._submit_locked(task, reads, writes, after, transfer_class)
             if self.started or self.arrived:
-                self.dispatch(None, self._note_thought(task))
+                self.dispatch(None, self._note_submit_delay(task))
         finally:
             lock.release()
         return task
@@ -84,8 +83,8 @@ class SharedEngine(Engine):
         with self.lock:
             super().promote(task, transfer_class)
 
-    def _note_thought(self, task: Task) -> int:
-        """Note for a trace how long the policy took to submit a task that a lane was idle for; returns the time."""
+    def _note_submit_delay(self, task: Task) -> int:
+        """Note, for traces, how long the policy took until this submission; returns the time, or -1 without a trace."""
         if self.submit_delays is None:
             return -1
         now = self.now()
@@ -99,11 +98,11 @@ class RealtimeDriver:
 
     Args:
         engines: one for each rank.
-        execute: runs a task and returns its value; called where the task's lane runs.
-        kinds: what each lane is, by its name; a worker thread where nothing is said.
-        streams: the device whose streams the lanes of kind "stream" are.
-        observers: told of each task that ran, when it ends.
-        clock: what times are read from; a device that only imitates another one tells that one's time.
+        execute: runs a task and returns its value; called on the thread of the task's lane.
+        kinds: the kind of each lane, by its name; "thread" by default.
+        streams: the device that runs the lanes of kind "stream".
+        observers: called with each task that ran, when it ends.
+        clock: the source of times; an emulated device gives its own.
     """
 
     def __init__(
@@ -152,9 +151,9 @@ class RealtimeDriver:
         return self.clock() - self.origin
 
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
-        """Run one coroutine per rank to its end, and all tasks that they submitted; returns what they returned.
+        """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
 
-        A cancellation (Ctrl-C) withdraws what has not started, waits for what has, and goes on as CancelledError.
+        A cancellation (Ctrl-C) cancels tasks that have not started, waits for the others, then raises CancelledError.
 
         Raises:
             an error of an observer, or else the first one of a coroutine, after all have ended.
@@ -208,7 +207,7 @@ class RealtimeDriver:
             self._over.set_result(None)
 
     async def _stop(self) -> None:
-        """Withdraw what has not started, and wait for what has."""
+        """Cancel the tasks that have not started, and wait for the others."""
         self._over = self._loop.create_future()
         with self.lock:
             interrupted = TaskCancelled("the run was interrupted")
@@ -227,7 +226,7 @@ class RealtimeDriver:
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """Tell the engine that a task ended and start what may start; returns the next task for the runner `mine`."""
+        """Tell the engine that a task ended and start ready tasks; returns the next task for the runner `mine`."""
         lane = task.lane
         lane.busy += task.end - task.start
         engine = self._owners[lane.index]
@@ -250,15 +249,16 @@ class RealtimeDriver:
             engine.halt(error)
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """Tell the engine that a stream took a task in; returns the next task for the runner `mine`."""
+        """Tell the engine that a task was issued to its stream; returns the next task for the runner `mine`."""
         self._owners[task.lane.index].issued(task)
         return self._dispatch(mine)
 
     def _dispatch(self, mine: Runner | None = None, since: int = -1) -> Task | None:
-        """Hand started tasks to their lanes, and settled ones that are awaited to the loop.
+        """Hand started tasks to their lanes, and settled tasks that are awaited to the loop.
 
-        since: when they might have started: at the end of the task that they waited for, or at their submission; -1
-            where nobody asks.
+        Args:
+            since: the time at which the tasks became ready: the end of the task before them, or their submission; -1
+                where it is not recorded.
         """
         if self._rendezvous.arrived:
             self._rendezvous.collect()
@@ -268,7 +268,7 @@ class RealtimeDriver:
             for task in started:
                 task.taken = since
                 runner = self._runners[task.lane.index]
-                if runner is mine and kept is None:  # lanes of the loop have one runner
+                if runner is mine and kept is None:  # lanes of kind "loop" share one runner
                     kept = task
                 elif runner.guest and guest is None and mine is not None and mine.host:
                     guest = task
@@ -298,7 +298,7 @@ class RealtimeDriver:
 
 @contextmanager
 def _quiet_interpreter() -> Iterator[None]:
-    """Threads that take turns more often, garbage that is looked for less often."""
+    """Switch threads more often, and collect garbage less often."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(min(interval, SWITCH_INTERVAL_SECONDS))
     gc.set_threshold(max(thresholds[0], COLLECT_AFTER) if thresholds[0] else 0, *thresholds[1:])

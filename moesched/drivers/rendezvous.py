@@ -1,7 +1,7 @@
-"""Where the ranks of one process meet: a collective takes its lanes only when all ranks have arrived at it.
+"""Collectives between the ranks of one process: one takes its lanes only when all ranks have arrived at it.
 
-Collectives form one sequence, numbered by their tickets, the same on all ranks. Ranks that submitted different
-operations under one ticket, and ranks that will never come, are found out and named; nobody is left to wait.
+Collectives form one sequence, the same on all ranks, numbered by tickets. Where ranks submit different operations under
+one ticket, or one has ended, the collective is cancelled with an error that names them.
 """
 
 from __future__ import annotations

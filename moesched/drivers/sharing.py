@@ -1,4 +1,4 @@
-"""Sharing of processors, memories and links among the tasks that run at once: max-min fair, and as measured."""
+"""Sharing of processors, memories and links among concurrent tasks: max-min fair, with measured slowdowns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ IDLE = -1
 
 
 def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
-    """How fast each task runs, relative to running alone.
+    """The rate of each task, relative to running alone.
 
-    All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate and the others
-    rise on, until each is at 1 or held by a resource. Where it was measured how much some sorts of work slow another,
-    that comes on top.
+    All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate, and the others
+    rise further, until each is at 1 or limited by a resource. Then measured slowdowns of some sorts of work by others
+    apply.
     """
     rates = [0.0] * len(demands)
     rising = set(range(len(demands)))
@@ -53,19 +53,19 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """As measured beside all of them at once, else as if each one slowed what the others have left."""
+    """The measured speed beside all of them at once, or else the product of the speeds beside each one."""
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
 
 
 class _Mix:
-    """Kinds of work that run at once, by lane, and how fast each of them goes.
+    """The kinds of work that run at once, by lane, and their rates.
 
     Attributes:
-        kinds: what runs on each lane, `IDLE` for nothing.
-        rates: how fast, relative to running alone.
-        following: what it becomes when a lane takes up or ends a kind.
-        slower: by how much the lanes are slower in another mix, for those that are not as fast.
+        kinds: the kind of work on each lane; `IDLE` for none.
+        rates: the rate of each lane, relative to running alone.
+        following: the mix after a lane starts or ends a kind of work, by kind and lane.
+        slower: for another mix, the lanes whose rate differs there, with the ratio of the rates.
     """
 
     __slots__ = ("following", "kinds", "rates", "slower")
@@ -78,15 +78,15 @@ class _Mix:
 
 
 class Shared:
-    """When the tasks that run will end, as far as one can tell without knowing what starts meanwhile.
+    """The ends of the running tasks, assuming that no other task starts before.
 
-    Schedules have few mixes of works, so that all rates, and what they change by, are soon only looked up.
+    A schedule has few mixes of works, so rates and their ratios are computed once for each mix and then looked up.
 
     Args:
-        lanes: how many lanes there are.
+        lanes: number of lanes.
 
     Attributes:
-        now: when the last task ended; nanoseconds.
+        now: the end of the last task, in nanoseconds.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -98,7 +98,12 @@ class Shared:
         self._mix = self._rated = self._mix_of((IDLE,) * lanes)
 
     def start(self, lane: int, work: Work, longer: int = 0) -> None:
-        """A lane takes up a work, whose time alone is known, and which takes so many nanoseconds longer this time."""
+        """Start a work on a lane.
+
+        Args:
+            work: one whose time alone is known.
+            longer: extra nanoseconds that it takes this time.
+        """
         kind = self._kinds.get(work, IDLE)
         if kind == IDLE:
             kind = self._kinds[work] = self._kind(work.demand)
@@ -106,13 +111,13 @@ class Shared:
         self._change(lane, kind)
 
     def next_end(self) -> float:
-        """When the next task will end if nothing starts meanwhile; infinity when nothing runs."""
+        """The end of the next task if no other starts before; infinity when nothing runs."""
         if self._mix is not self._rated:
             self._rate()
         return min(self._ends)
 
     def end_next(self) -> int:
-        """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        """Advance to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
         if self._mix is not self._rated:
             self._rate()
         ends = self._ends
@@ -127,7 +132,7 @@ class Shared:
         return lane
 
     def _change(self, lane: int, kind: int) -> None:
-        """Note what a lane does from now on."""
+        """Note the kind of work that a lane runs from now on."""
         mix = self._mix
         change = kind * len(self._ends) + lane
         following = mix.following.get(change)
@@ -137,7 +142,7 @@ class Shared:
         self._mix = following
 
     def _rate(self) -> None:
-        """Have all ends be as they will if what runs now goes on: so far they are for the rates of another mix."""
+        """Update all ends, which were computed with another mix's rates, to the rates of the current mix."""
         before, mix = self._rated, self._mix
         slower = before.slower.get(mix)
         if slower is None:
@@ -164,7 +169,7 @@ class Shared:
         return mix
 
     def _kind(self, demand: Demand) -> int:
-        """Works that ask for the same shares are of one kind, whatever their time."""
+        """The kind of a demand: demands for the same shares are of one kind, whatever their time."""
         for kind, known in enumerate(self._demands):
             if known[1:] == demand[1:]:
                 return kind
@@ -173,12 +178,12 @@ class Shared:
 
 
 class SharedApart:
-    """Several machines on one clock, each with resources of its own: what runs on one slows nothing on another.
+    """Several machines on one clock, whose tasks do not slow each other: each machine has its own resources.
 
-    Used like a `Shared`. Lanes are numbered through, machine after machine.
+    Used like a `Shared`. Lanes are numbered machine after machine.
 
     Args:
-        lanes: how many each machine has.
+        lanes: number of lanes of each machine.
     """
 
     def __init__(self, lanes: Sequence[int]) -> None:
@@ -192,13 +197,18 @@ class SharedApart:
         self._firsts = dict(zip(self._machines, accumulate(lanes, initial=0), strict=False))
 
     def start(self, lane: int, work: Work, longer: int = 0) -> None:
-        """A lane takes up a work, whose time alone is known, and which takes so many nanoseconds longer this time."""
+        """Start a work on a lane.
+
+        Args:
+            work: one whose time alone is known.
+            longer: extra nanoseconds that it takes this time.
+        """
         machine, own = self._places[lane]
         machine.now = self.now
         machine.start(own, work, longer)
 
     def end_next(self) -> int:
-        """Move on to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        """Advance to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
         soonest = min(self._machines, key=Shared.next_end)
         lane = soonest.end_next()
         if lane == IDLE:

@@ -1,8 +1,8 @@
-"""The virtual clock: runs the same policy coroutines over modelled durations, in integer nanoseconds.
+"""The virtual driver: runs policy coroutines on a virtual clock over modelled durations, in integer nanoseconds.
 
-Nothing sleeps. Time jumps from one task's end to the next; a coroutine goes on at the moment at which the handle that
-it awaits settles. With sharing on, tasks that run at once and ask for more of a processor, memory or link than there
-is slow each other down, max-min fairly.
+Time jumps from one task's end to the next. A coroutine resumes at the time at which the handle that it awaits settles.
+With sharing on, concurrent tasks that need more of a processor, memory or link than it has slow each other down,
+max-min fairly.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class VirtualDriver:
     Args:
         engines: one for each rank.
         cost: turns a task's work into time and shares of resources.
-        sharing: whether tasks that run at once slow each other down; those of one engine, as each has a machine.
-        perform: what gives tasks of a type their value when they end; it may raise, which fails the task.
-        observers: told of each task that ran, when it ends.
-        delays: what makes the tasks of a lane longer than their work says.
+        sharing: whether concurrent tasks of one engine slow each other down; each engine has its own machine.
+        perform: functions that compute the values of tasks at their end, by type; an error fails the task.
+        observers: called with each task that ran, when it ends.
+        delays: functions that give the extra time of a lane's tasks.
 
     Attributes:
         now: nanoseconds since the driver was made.
@@ -72,7 +72,7 @@ class VirtualDriver:
                 self._owners.append(engine)
 
     def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
-        """Run one coroutine per rank to its end, and all tasks that they submitted; returns what they returned.
+        """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
 
         Raises:
             the first error of a coroutine, after all have ended.
@@ -94,7 +94,7 @@ class VirtualDriver:
                     if stuck is None:
                         break
                     stuck.fail(
-                        PolicyError(f"{stuck.awaited!r} can never run: nothing is left that could start it")
+                        PolicyError(f"{stuck.awaited!r} can never run: no task is left that could start it")
                     )
                     ready.append(stuck)
                 ready.extend(task.waiter for task in self._awaited)
@@ -102,7 +102,7 @@ class VirtualDriver:
         return results_of(runs)
 
     def _advance_alone(self) -> None:
-        """Run tasks until a handle that somebody awaits has settled, or none is left."""
+        """Run tasks until a handle that a policy awaits has settled, or no task is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         now, cost, delays = self.now, self._cost, self._delays
@@ -132,7 +132,7 @@ class VirtualDriver:
             ended(task)
 
     def _advance_shared(self) -> None:
-        """The same, with tasks that run at once sharing what they use."""
+        """Run tasks as `_advance_alone` does, with concurrent tasks sharing resources."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         cost, lanes, delays = self._cost, self._lanes, self._delays

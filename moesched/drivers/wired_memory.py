@@ -1,8 +1,8 @@
-"""Weights that the accelerator's driver unwires when they lie idle, and wires again when a kernel asks for them.
+"""The time that it takes to wire weights again after the accelerator's driver has unwired them.
 
-On a machine whose memory accelerator and host share, weights must be wired before a kernel may read them, and the
-driver lets go of arrays that were not used for a while (section 3.2 of the Apple silicon cluster paper, RACS'24,
-which calls it driver processing). An array is wired as a whole, however little of it is used.
+On a machine whose accelerator and host share one memory, weights must be wired before a kernel may read them. The
+driver unwires arrays that were idle for a while (section 3.2 of the Apple silicon cluster paper, RACS'24, which calls
+it driver processing). An array is always wired as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPERT_VERBS = ("run_expert", "warm_expert")
 
 
 class WiredPages:
-    """When arrays were used last, and what it takes to use one now."""
+    """The last use of each array, and the time to wire one."""
 
     def __init__(self, wired_memory: WiredMemory) -> None:
         self._wired_memory = wired_memory
@@ -30,7 +30,7 @@ class WiredPages:
         self._began = -1
 
     def wire(self, array: Array, nbytes: int, now: int) -> int:
-        """Nanoseconds that pass before a kernel can use an array of so many bytes."""
+        """Nanoseconds until a kernel can use an array of `nbytes` bytes."""
         if self._began < 0:
             self._began = now
         used = self._used.get(array)
@@ -43,15 +43,15 @@ class WiredPages:
         return round(nbytes / self._wired_memory.again_bandwidth * 1e9)
 
     def use(self, array: Array, until: int) -> None:
-        """A kernel uses an array, which was wired before."""
+        """Note that a kernel uses a wired array until a time."""
         self._used[array] = until
 
 
 class WiredArrays:
-    """What the accelerator's tasks of a run take longer, since weights have to be wired: a `Delay`.
+    """A `Delay`: the extra time of the accelerator's tasks for wiring their weights.
 
-    What lies in one array: of an expert, all layers where they are prestacked, else one layer; of what every token
-    needs, attention's projections and router of a layer, the embedding, and the LM head.
+    An expert has one array for all layers where they are prestacked, else one for each layer. Other weights have one
+    array for each layer and verb that reads them; so do the embedding and the LM head.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -78,12 +78,12 @@ class WiredArrays:
 
 
 def wired_memory_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Delay]:
-    """What makes tasks of a machine's lanes longer, by lane; nothing where weights are at hand in any case."""
+    """The delays of a machine's lanes, by lane; empty where its weights need no wiring."""
     return {lanes["accelerator"]: WiredArrays(plan)} if plan.machine.wired_memory is not None else {}
 
 
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
-    """Bytes of an array by what it is of: experts, or the verb that uses it, which not all nodes have."""
+    """Bytes of an array: of an expert, or by the verb that uses it. Nodes without attention have only experts."""
     operations, config = plan.operations, plan.layout.config
     query, key, element = operations.query_width, operations.key_width, operations.element
     vocabulary = config.vocabulary * operations.hidden_bytes

@@ -1,1 +1,1 @@
-"""What users name and give: models, machines, policies and workloads by name, and prompts."""
+"""User input: models, machines, policies and workloads by name, prompts, and options."""

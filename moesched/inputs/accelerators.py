@@ -1,4 +1,4 @@
-"""The shares of model, machine and budgets that each of several equal accelerators has."""
+"""The share of each of several equal accelerators in a model, a machine and its budgets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cut_over_ranks(
     A pipelined policy gets the whole model and machine, and assigns layers to accelerators itself.
 
     Args:
-        ranks: how many accelerators share the model; by default all that the machine has.
+        ranks: number of accelerators that share the model; by default all of the machine.
 
     Raises:
         BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, or `ranks` is given

@@ -24,7 +24,7 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
     """A named shape, or the one in a folder's config.json.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: the name is unknown, and not a folder.
     """
     if str(name_or_folder) in SHAPES:
         return SHAPES[str(name_or_folder)]
@@ -38,10 +38,10 @@ def find_machine(machine: Machine | str, device: str | None = None, *, foreign: 
     """A machine by its name or file; "auto" is this one, as the device describes it.
 
     Args:
-        foreign: accept costs that were measured on another processor than this one.
+        foreign: whether to accept costs that were measured on another processor.
 
     Raises:
-        BadInput: there is none of that name, or the device cannot be that machine.
+        BadInput: the name is unknown, or the device cannot run as that machine.
     """
     kind = plugins.find("devices", device) if device else None
     if machine == "auto":
@@ -63,7 +63,7 @@ def find_policy(name: str) -> type[Policy]:
     """A policy's class by its name, or by package.module:Class.
 
     Raises:
-        BadInput: there is none, or it is no policy.
+        BadInput: there is none of that name, or it is not a policy.
     """
     return plugins.find("policies", name)
 
@@ -72,7 +72,7 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
     """A workload by its name or file, or one with the lengths of these prompts.
 
     Raises:
-        BadInput: there is none, or no prompts.
+        BadInput: there is none of that name, or it has no prompts.
     """
     if isinstance(workload, str):
         if not workload.endswith(".jsonl"):

@@ -1,6 +1,6 @@
-"""Options that several jobs share, each with its default, and how a function takes them as keywords.
+"""Options that several jobs share, with their defaults, and helpers for functions that take them as keywords.
 
-A job's options are a frozen dataclass; a `TypedDict` beside it has editors and type checkers know the keywords. A test
+A job's options are a frozen dataclass. A `TypedDict` beside it tells editors and type checkers the keywords; a test
 compares the two.
 """
 
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class SettingOptions:
-    """The policy's settings, and the numbers that are computed with.
+    """The policy's settings, and the number format of the computation.
 
     Attributes:
         settings: the policy's own settings, by name; the others keep the policy's defaults.
@@ -57,8 +57,8 @@ class SizeOptions:
     Attributes:
         batch_size: requests that run together.
         micro_batch_size: requests that share a kernel.
-        prefill_chunk: tokens of prompts that pass a layer together, at most; None for all of a micro-batch, or as many
-            as fit.
+        prefill_chunk: largest number of prompt tokens that pass a layer together; None for all of a micro-batch, or as
+            many as fit.
     """
 
     batch_size: int | None = None
@@ -67,7 +67,7 @@ class SizeOptions:
 
     @property
     def sizes(self) -> SizeOptions:
-        """These alone."""
+        """Only these options."""
         return SizeOptions(**part_of(self, SizeOptions))
 
     def require_positive(self) -> None:
@@ -88,12 +88,12 @@ class SizeKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The machine, and how much of it may be used.
+    """The machine, and the memory budgets on it.
 
     Attributes:
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
-        budgets: bytes by memory, as numbers or text such as "600MB"; other memories have the machine's capacity. A
-            budget of a memory that accelerators share is for all of them.
+        budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacity. A budget of a
+            memory that accelerators share is for all of them.
     """
 
     machine: Machine | str
@@ -152,7 +152,7 @@ def options_from(kind: type[Options], function: str, given: Mapping[str, Any], *
     """Options from a function's keywords.
 
     Args:
-        more: those that are parameters of the function itself.
+        more: options that are named parameters of the function.
 
     Raises:
         TypeError: a keyword is not an option; the message lists those that are.
@@ -167,7 +167,7 @@ def options_from(kind: type[Options], function: str, given: Mapping[str, Any], *
 
 
 def takes(kind: type) -> Callable[[Function], Function]:
-    """Have `help` of a function show the options that it takes as keywords: types, defaults and meanings."""
+    """Decorate a function so that `help` shows the options that it takes as keywords: types, defaults, meanings."""
 
     def document(function: Function) -> Function:
         own = inspect.signature(function)

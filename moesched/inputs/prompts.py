@@ -1,4 +1,4 @@
-"""Prompts: where they come from, how they become token ids, and how tokens become text as they are generated."""
+"""Prompts: reading them, encoding them as token ids, and decoding tokens to text as they are generated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tokenizer:
             self._tokenizer: Any = FromFile.from_file(str(path))
         except Exception as error:  # the library raises nothing more exact
             raise BadInput(
-                f"{path} is no tokenizer: {error}: copy it again from where the checkpoint came from"
+                f"{path} is not a tokenizer: {error}: copy it again from where the checkpoint came from"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -45,10 +45,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of tokens as they come: each piece is final, a character cut by tokens is held back until it is whole.
+    """Decodes tokens to text as they are generated. A character split between tokens is held back until complete.
 
     Args:
-        context: the tokens before the first one, since what a token looks like depends on its neighbours.
+        context: the tokens before the first one, since the text of a token depends on its neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -58,12 +58,12 @@ class TextStream:
         self._before = 0
 
     def push(self, token: int) -> str:
-        """The text that one more token makes final."""
+        """Add a token; returns the text that is final now."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -92,7 +92,7 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
     """Prompts as token ids: "1,2,3;4,5" is one of three tokens and one of two.
 
     Raises:
-        BadInput: something in it is no number.
+        BadInput: an item is not a number.
     """
     prompts = []
     for number, prompt in enumerate(text.split(";")):
@@ -100,7 +100,7 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
         for item in ids:
             if not item.isdecimal():
                 raise BadInput(
-                    f"prompt {number}: {item!r} is no token id: write ids with commas between them, "
+                    f"prompt {number}: {item!r} is not a token id: write ids with commas between them, "
                     "and semicolons between prompts, such as 1,2,3;4,5"
                 )
         prompts.append([int(item) for item in ids])
@@ -118,11 +118,11 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
     Other fields are ignored, blank lines skipped.
 
     Args:
-        tell: is told, in one line and before anything else happens, which lines are no prompts; they are left out. With
-            nobody to tell, such a file is refused.
+        tell: called once, with a message that names the lines that are not prompts; these are left out. Without it,
+            such a file is refused.
 
     Raises:
-        BadInput: the file cannot be read, or it holds no prompt, or nobody would be told of a line that is none; the
+        BadInput: the file cannot be read, holds no prompt, or, without `tell`, has a line that is not a prompt; the
             message names the line.
     """
     try:
@@ -147,14 +147,14 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
 
 
 def _left_out(broken: Mapping[int, BadInput]) -> str:
-    """Which lines are left out, and what is wrong with the first of them."""
+    """A message that names the lines left out, and the problem of the first."""
     first, *others = broken
     rest = ""
     if others:
         named = ", ".join(map(str, others[:_NAMED_LINES]))
         more = f" and {len(others) - _NAMED_LINES} more" if len(others) > _NAMED_LINES else ""
-        rest = f"; lines {named}{more} are no prompts either"
-    return f"{broken[first]}{rest}; left out, the other prompts run"
+        rest = f"; lines {named}{more} are not prompts either"
+    return f"{broken[first]}{rest}; they are left out, and the other prompts run"
 
 
 def _read_line(where: str, line: bytes) -> Prompt:

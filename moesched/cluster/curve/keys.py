@@ -1,4 +1,4 @@
-"""CURVE keys: who a node is. All know its public key; the secret one is in a file that only its owner may read."""
+"""CURVE keys, which identify nodes. The secret key is in a file that only its owner may read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 
 KEY_LENGTH = 40
-"""Letters of a key as text (Z85: five letters for four bytes)."""
+"""Characters of a key as text (Z85: five characters for four bytes)."""
 
 PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
 
@@ -34,18 +34,18 @@ def make_keys() -> KeyPair:
 
 
 def default_folder() -> Path:
-    """Where this machine's keys lie unless another folder is named."""
+    """The default folder of this machine's keys."""
     return Path.home() / ".moesched"
 
 
 def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
-    """Write a pair into a folder: `moesched.key` for all to see, and `moesched.secret` with mode 0600.
+    """Write a pair into a folder: `moesched.key`, readable by all, and `moesched.secret` with mode 0600.
 
     Args:
         keys: by default a new pair.
 
     Raises:
-        BadInput: there are keys already, which others may know, or the folder cannot be written to.
+        BadInput: the folder holds keys already, or cannot be written to.
     """
     keys = keys or make_keys()
     try:
@@ -56,7 +56,7 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
                 file.write(text + "\n")
     except FileExistsError as error:
         raise BadInput(
-            f"{error.filename} is there already, and others may know it: name another folder with --out"
+            f"{error.filename} exists already, and may be in use: name another folder with --out"
         ) from None
     except OSError as error:
         raise BadInput(f"cannot write keys to {folder}: {error.strerror}: name another --out") from error
@@ -67,21 +67,21 @@ def public_key(secret: str) -> str:
     """The public key that belongs to a secret one.
 
     Raises:
-        BadInput: it is no key.
+        BadInput: the text is not a key.
     """
     import zmq
 
     problem = key_problem(secret)
     if problem:
-        raise BadInput(f"the secret key is none: {problem}: make one with `moesched keygen`")
+        raise BadInput(f"the secret key is not valid: {problem}: make one with `moesched keygen`")
     return zmq.curve_public(secret.encode()).decode()
 
 
 def read_keys(secret_file: Path) -> KeyPair:
-    """The pair whose secret key lies in a file; the public one follows from it.
+    """The pair whose secret key is in a file; the public key is computed from it.
 
     Raises:
-        BadInput: the file cannot be read, holds no key, or others than its owner may read it.
+        BadInput: the file cannot be read, holds no key, or can be read by others than its owner.
     """
     try:
         text = secret_file.read_text(encoding="ascii").strip()
@@ -101,19 +101,19 @@ def read_keys(secret_file: Path) -> KeyPair:
 
 
 def key_problem(text: str) -> str | None:
-    """What is wrong with a key's text; None where nothing is."""
+    """The problem of a key's text; None where it is valid."""
     if len(text) != KEY_LENGTH:
-        return f"it has {len(text)} letters, a key has {KEY_LENGTH}"
+        return f"it has {len(text)} characters, a key has {KEY_LENGTH}"
     strange = next((letter for letter in text if letter not in _LETTERS), None)
     if strange is not None:
-        return f"{strange!r} is no letter of a key"
+        return f"{strange!r} is not a character of a key"
     groups = (text[start : start + 5] for start in range(0, KEY_LENGTH, 5))
     beyond = next((group for group in groups if _number(group) >= 1 << 32), None)
-    return None if beyond is None else f"{beyond!r} stands for no four bytes"
+    return None if beyond is None else f"{beyond!r} does not decode to four bytes"
 
 
 def _number(letters: str) -> int:
-    """What letters stand for, the first one counting most."""
+    """The number that Z85 characters encode, most significant first."""
     number = 0
     for letter in letters:
         number = number * len(_LETTERS) + _LETTERS.index(letter)

@@ -1,4 +1,4 @@
-"""ZeroMQ's questions about keys (ZAP, RFC 27): a CURVE server asks here who may come in."""
+"""ZeroMQ's authentication protocol (ZAP, RFC 27): CURVE servers ask here whether to admit a peer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import zmq
 from zmq.utils import z85
 
 LOGGED = 100
-"""Refusals beyond these are not logged, so that a flood of them fills no disk."""
+"""Number of refusals that are logged, so that a flood of them does not fill the disk."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class Knock(NamedTuple):
-    """Somebody who wanted to come in.
+    """A peer that tried to connect.
 
     Attributes:
-        address: from where; empty on this machine.
-        key: the public key, as text; empty where there was none.
+        address: its address; empty on this machine.
+        key: its public key, as text; empty where it sent none.
+        let_in: whether it was admitted.
     """
 
     address: str
@@ -28,10 +29,10 @@ class Knock(NamedTuple):
 
 
 class KeyCheck:
-    """Answers for all CURVE servers of one ZeroMQ context. Poll `socket`, and `answer` when it has something.
+    """Answers for all CURVE servers of one ZeroMQ context. Poll `socket`, and call `answer` when it is readable.
 
     Args:
-        users: whose public key is let in, by the key: what each message says of its sender, as `User-Id`.
+        users: the `User-Id` of each admitted peer's messages, by its public key.
     """
 
     def __init__(self, context: zmq.Context[Any], users: Mapping[str, str]) -> None:
@@ -41,7 +42,7 @@ class KeyCheck:
         self.socket.bind(_ENDPOINT)
 
     def answer(self) -> Knock:
-        """Let one peer in or not."""
+        """Admit or refuse one peer."""
         version, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         user = self._users.get(key)
@@ -50,5 +51,5 @@ class KeyCheck:
         return Knock(address.decode(errors="replace"), key, user is not None)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self.socket.close()
