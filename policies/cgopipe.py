@@ -6,8 +6,8 @@ page between the micro-batches' activations, first into pinned memory, then onto
 
 from __future__ import annotations
 
-from moesched.dispatch.kv_placement import attend
-from moesched.dispatch.page_placement import double_buffered, split_kv
+from moesched.dispatch.kv_placement import attend, split_kv
+from moesched.dispatch.resident_pages import double_buffered
 from moesched.models.layout import DENSE, Page
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan

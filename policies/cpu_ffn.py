@@ -7,8 +7,7 @@ for the weights to be worth their way, so in prefill experts stream to the GPU.
 from __future__ import annotations
 
 from moesched.dispatch.expert_placement import keep_dense, leave_on_host
-from moesched.dispatch.kv_placement import attend
-from moesched.dispatch.page_placement import split_kv
+from moesched.dispatch.kv_placement import attend, split_kv
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Task

@@ -13,7 +13,7 @@ from moesched.dispatch.node_placement import Placement, assign_by_rows, best_pla
 from moesched.dispatch.node_steps import (
     LeastRecent,
     NodeExperts,
-    experts_that_fit,
+    experts_per_node,
     run_own,
     warm_spare,
 )
@@ -46,7 +46,7 @@ class EpBalanced(NodeExperts):
 
     def _placement(self, plan: Plan) -> Placement:
         config, nodes = plan.layout.config, plan.nodes.count
-        room = self.most if self.most > 0 else experts_that_fit(plan, centralised=not self.decentralised)
+        room = self.most if self.most > 0 else experts_per_node(plan, centralised=not self.decentralised)
         held = min(config.experts, max(room, -(-config.experts // nodes)))
         return best_placement(config.experts, config.top_k, nodes, held)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesched.dispatch.page_placement import keep_beside_buffer
+from moesched.dispatch.resident_pages import keep_beside_buffer
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan

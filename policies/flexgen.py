@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from moesched.dispatch.page_placement import double_buffered, split_kv
+from moesched.dispatch.kv_placement import split_kv
+from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

@@ -6,8 +6,8 @@ CPU and comes back before the next one begins, and its hidden states wait behind
 
 from __future__ import annotations
 
-from moesched.dispatch.kv_placement import attend
-from moesched.dispatch.page_placement import double_buffered, split_kv
+from moesched.dispatch.kv_placement import attend, split_kv
+from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from moesched.dispatch.page_placement import double_buffered
+from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 

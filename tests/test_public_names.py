@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import moesched
+from moesched import dispatch
 
 PUBLIC = [
     "BadInput",
@@ -45,6 +46,48 @@ PUBLIC = [
     "write_report",
 ]
 
+KIT = [
+    "Expert",
+    "ExpertLatencies",
+    "ExpertPool",
+    "Layer",
+    "LayerByLayer",
+    "LayerCosts",
+    "LayerDecision",
+    "LeastRecent",
+    "Load",
+    "NodeExperts",
+    "Placement",
+    "Popularity",
+    "Routed",
+    "all_fit",
+    "assign",
+    "assign_by_rows",
+    "attend",
+    "best_placement",
+    "decide",
+    "double_buffered",
+    "expected_load",
+    "experts_per_node",
+    "experts_that_fit",
+    "host_has_experts",
+    "keep_beside_buffer",
+    "keep_dense",
+    "keep_experts",
+    "leave_on_host",
+    "mirrored",
+    "order_of",
+    "parts_for",
+    "place_kv_that_fits",
+    "popularity_of",
+    "run_own",
+    "seconds_of",
+    "split_kv",
+    "tokens_of",
+    "users_of",
+    "warm_spare",
+]
+
 
 def test_the_public_names_are_these() -> None:
     assert moesched.__all__ == PUBLIC
@@ -55,8 +98,18 @@ def test_every_public_name_is_there_and_has_a_docstring() -> None:
         assert getattr(moesched, name).__doc__, name
 
 
+def test_the_public_names_of_the_policy_kit_are_these() -> None:
+    assert dispatch.__all__ == KIT
+
+
+def test_every_name_of_the_policy_kit_is_there_and_has_a_docstring() -> None:
+    for name in KIT:
+        assert getattr(dispatch, name).__doc__, name
+
+
 def test_other_names_are_refused() -> None:
     assert not hasattr(moesched, "no_such_name")
+    assert not hasattr(dispatch, "no_such_name")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -68,6 +121,11 @@ def loaded_by(statement: str) -> set[str]:
 def test_importing_the_package_loads_nothing_else_of_weight() -> None:
     heavy = {"torch", "numpy", "msgspec", "anyio", "tokenizers", "moesched.runs.planning"}
     assert not loaded_by("import moesched") & heavy
+
+
+def test_importing_the_policy_kit_loads_none_of_its_pieces() -> None:
+    loaded = loaded_by("import moesched.dispatch")
+    assert not [name for name in loaded if name.startswith(("moesched.dispatch.", "moesched.steps", "numpy"))]
 
 
 def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None:

@@ -1,4 +1,4 @@
-"""KV cache placement for policies that serve few requests: on the accelerator as far as it fits, the rest on the host.
+"""Placement of KV caches: which micro-batches have theirs on the accelerator, and attention where a cache is.
 
 The Twiddler paper keeps all of it on the GPU, which limits the context (section 5). Keys and values on the host are not
 copied back: the CPU computes attention over them. Prefill attention always runs on the GPU.
@@ -6,8 +6,30 @@ copied back: the CPU computes attention over them. Prefill attention always runs
 
 from __future__ import annotations
 
+from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+
+
+def split_kv(plan: Plan, on_gpu: float) -> None:
+    """Place the KV caches of a share of the micro-batches on the accelerator, and those of the others on the host.
+
+    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention.
+
+    on_gpu: the share, from 0 to 1.
+
+    Raises:
+        BadInput: the share is out of range.
+    """
+    if not 0 <= on_gpu <= 1:
+        raise BadInput(
+            f"kv_on_gpu is {on_gpu:g}: give the share of the KV cache on the accelerator, from 0 to 1"
+        )
+    count = len(plan.micro_batches)
+    here = round(on_gpu * count)
+    resident = [j for j in plan.micro_batches if (j + 1) * here // count > j * here // count]
+    plan.place_kv("accelerator", resident)
+    plan.place_kv("host", set(plan.micro_batches) - set(resident))
 
 
 def place_kv_that_fits(plan: Plan, experts: int) -> None:

@@ -56,7 +56,7 @@ class NodeExperts(ABC):
         """Assign a micro-batch's experts to nodes, and run this node's share."""
 
 
-def experts_that_fit(plan: Plan, *, centralised: bool) -> int:
+def experts_per_node(plan: Plan, *, centralised: bool) -> int:
     """Number of experts per layer that fit on the first node, the one with the least free memory.
 
     Raises:

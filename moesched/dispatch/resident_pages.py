@@ -4,31 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moesched.errors import BadInput
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
-
-
-def split_kv(plan: Plan, on_gpu: float) -> None:
-    """Place the KV caches of a share of the micro-batches on the accelerator, and those of the others on the host.
-
-    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention.
-
-    on_gpu: the share, from 0 to 1.
-
-    Raises:
-        BadInput: the share is out of range.
-    """
-    if not 0 <= on_gpu <= 1:
-        raise BadInput(
-            f"kv_on_gpu is {on_gpu:g}: give the share of the KV cache on the accelerator, from 0 to 1"
-        )
-    count = len(plan.micro_batches)
-    here = round(on_gpu * count)
-    resident = [j for j in plan.micro_batches if (j + 1) * here // count > j * here // count]
-    plan.place_kv("accelerator", resident)
-    plan.place_kv("host", set(plan.micro_batches) - set(resident))
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
