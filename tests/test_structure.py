@@ -149,7 +149,6 @@ def test_at_most_2_percent_of_docstrings_open_with_a_question_word() -> None:
     assert len(questions) <= 0.02 * len(docstrings()), listed(questions)
 
 
-@pytest.mark.xfail(strict=True, reason="said in dispatch, drivers, steps and the kernels")
 def test_no_file_says_so_many_where_a_name_or_number_belongs() -> None:
     texts = [
         path
