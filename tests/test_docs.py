@@ -84,3 +84,15 @@ def test_the_readme_s_policy_generates_the_tokens_of_any_other(
     expected = run_model(MODEL, ["Return a new"], policy="resident", max_new_tokens=8)
     assert expected.text is not None
     assert expected.text[0] in capsys.readouterr().out
+
+
+def test_the_policy_kit_s_page_runs_and_its_policy_generates_the_tokens_of_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "policy-kit.md").read_text(encoding="utf-8")
+    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    (tmp_path / "policy_kit_page.py").write_text("\n".join(blocks))
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = run_model(MODEL, ["Return a new"], policy="policy_kit_page:WhereItIs", max_new_tokens=8)
+    expected = run_model(MODEL, ["Return a new"], policy="resident", max_new_tokens=8)
+    assert ours.text == expected.text
