@@ -68,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", help="the older commit")
+    parser.add_argument("before", nargs="?", default="HEAD", help="the older commit; by default HEAD")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="by default 15")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")

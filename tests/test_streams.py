@@ -59,7 +59,7 @@ class UntimedOperation(Operation):
 class FakeStreams:
     """A device whose streams are threads that work through a queue, as CUDA's do."""
 
-    def __init__(self, execute: Callable[[Task], Any], operation: type[Operation]) -> None:
+    def __init__(self, execute: Callable[[Task], Any], operation: type[Operation] = Operation) -> None:
         self._execute = execute
         self._operation = operation
         self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
