@@ -118,6 +118,14 @@ def engine(result: Result) -> Iterator[Claim]:
         )
 
 
+def engine_paired(result: Result) -> Iterator[Claim]:
+    """The engine's speed beside an older commit's."""
+    slower = sum(row["interval"][0] > 1.03 for row in result["rows"].values())
+    yield none_of(
+        "engine: rows surely more than 3 % slower than the older commit", slower, len(result["rows"])
+    )
+
+
 def exactness(result: Result) -> Iterator[Claim]:
     """Against Hugging Face, and from policy to policy."""
     float32, policies = result["float32"], result["policies"]
@@ -258,6 +266,12 @@ def reproduce(result: Result) -> Iterator[Claim]:
         )
 
 
+def same_behaviour(result: Result) -> Iterator[Claim]:
+    """Tokens, slices, flows and nanoseconds beside an older commit's."""
+    words = "policies by settings that behave otherwise than in the older commit"
+    yield none_of(words, len(result["different"]), result["cases"])
+
+
 def times(ratio: float) -> str:
     """A ratio in words."""
     return f"{ratio:.2f}x"
@@ -267,8 +281,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
         all_reduce, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated, engine,
-        exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate, makespan, offload_disk,
-        packing, peak_memory, plan_search, prediction, random_runs, reproduce,
+        engine_paired, exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate,
+        makespan, offload_disk, packing, peak_memory, plan_search, prediction, random_runs, reproduce, same_behaviour,
     )
 }  # fmt: skip
 """By benchmark."""

@@ -15,13 +15,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import NamedTuple
 
 from _engine_probe import ROWS
-from _results import this_machine
+from _results import commit, this_machine
 from rich.progress import track
 from same_behaviour import ROOT, checkout, prepared
 
@@ -95,6 +96,8 @@ def main() -> int:
         command = f"python benchmarks/engine_paired.py {options.before} --rounds {options.rounds}"
         result = {
             "command": command,
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
             "machine": this_machine(),
             "load_before_each_round": loads,
             "rows": {row: figure._asdict() for row, figure in figures.items()},

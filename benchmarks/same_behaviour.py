@@ -16,9 +16,12 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from _results import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "benchmarks" / "_behaviour_probe.py"
@@ -54,6 +57,8 @@ def main() -> int:
     if options.out is not None:
         summary = {
             "command": f"python benchmarks/same_behaviour.py {options.before}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
             "cases": len(verdicts),
             "refused": refused,
             "different": different,
