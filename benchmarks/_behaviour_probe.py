@@ -1,4 +1,4 @@
-"""What one checkout does in fixed cases, as JSON: run by same_behaviour.py, with the checkout first on Python's path.
+"""Run the fixed cases of same_behaviour.py on the checkout that is first on Python's path, and print JSON.
 
 It uses public names only, so that it runs on older checkouts too.
 """

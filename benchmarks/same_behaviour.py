@@ -94,7 +94,7 @@ def prepared(tree: Path) -> Iterator[Path]:
 
 
 def behaviour(tree: Path, only: str) -> dict[str, Any]:
-    """What a tree does, by case."""
+    """Run the cases on a tree; returns the results by case."""
     print(f"running {tree}", file=sys.stderr, flush=True)
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     command = [sys.executable, str(PROBE), str(MODEL), only]
@@ -133,7 +133,7 @@ def renamed(name: str, verbs: Mapping[str, str]) -> str:
 
 
 def difference(before: Any, after: Any) -> str:
-    """What differs first between two cases; "same" if nothing does."""
+    """Describe the first difference between two results; "same" if there is none."""
     if before is None or after is None:
         return "only in one of them"
     for key in {**before, **after}:

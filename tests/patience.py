@@ -1,4 +1,4 @@
-"""How long tests wait for something that must happen: far longer than it takes on a slow and busy machine."""
+"""Waiting times of tests, long enough for a slow and busy machine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Sampled = tuple[MicroBatch, Task]
 
 
 class TokenHandling(NamedTuple):
-    """When requests end, and where their tokens go.
+    """Stop tokens of requests, and the receiver of their tokens.
 
     Attributes:
         stop_tokens: each of them ends its request.

@@ -172,7 +172,7 @@ class Pool:
 
     @property
     def empty_slots(self) -> int:
-        """How many slots hold no page."""
+        """Number of slots that hold no page."""
         return len(self._empty)
 
     def pages(self) -> list[Page]:

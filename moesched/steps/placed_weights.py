@@ -1,4 +1,4 @@
-"""Where a plan puts the model's pages: those that stay in a memory, and the pools that the others pass through."""
+"""Placement of a plan's pages: resident pages, and the pools through which the others stream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlacedWeights:
         return resident
 
     def claims(self, memory: Memory, free: int) -> Iterator[tuple[str, int]]:
-        """What they take of a memory of which `free` bytes are left: each claim's name and bytes."""
+        """Name and bytes of each claim on a memory that has `free` bytes left."""
         for pool in self._in_order:
             if pool.memory is memory:
                 for what, nbytes in pool.claims(free):

@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def kv(self) -> KVPlan:
-        """Where the KV cache lives, by the declarations so far."""
+        """Placement of the KV cache, by the declarations so far."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:

@@ -61,7 +61,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a policy has declared of its plan so far, besides pools and pages that stay.
+    """Declarations of a policy so far, besides pools and resident pages.
 
     It is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
 
@@ -85,7 +85,7 @@ class Declared:
 
 
 class KVPlan(NamedTuple):
-    """Where the KV cache lives.
+    """Placement of the KV cache.
 
     Attributes:
         roles: the memory that holds each micro-batch's cache; None where none is declared.
@@ -159,7 +159,7 @@ class Reservations:
             yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
 
     def kv(self, declared: Declared) -> KVPlan:
-        """Where the KV cache lives, and the buffers that it is loaded to."""
+        """Placement of the KV cache, and the buffers that it is loaded to."""
         loaded = [
             requests
             for requests, role in zip(self._batch.micro_batches, declared.kv_roles, strict=True)
