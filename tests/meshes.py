@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
 from moesched.seams import Exchange, Transport
 from moesched.transports.curve import Keys
+from moesched.transports.frames import Frame, Kind, pack
 from moesched.transports.zeromq import ZeroMqTransport
 from patience import PATIENCE_SECONDS
 
@@ -82,3 +84,9 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 def sums(transports: Sequence[Transport], exchange: Exchange = FIRST, part: Any = ONE) -> list[Any]:
     """What each rank's all-reduce returns or raises."""
     return at_once(*(partial(each.all_reduce, rank, exchange, part) for rank, each in enumerate(transports)))
+
+
+def from_rank_1(**changes: Any) -> Any:
+    """The bytes of a frame that rank 1 might send in the first exchange."""
+    frame = Frame(Kind.ALL_REDUCE, Kind.ALL_REDUCE, 1, shape=(1,), values=ONE)
+    return pack(msgspec.structs.replace(frame, **changes))

@@ -1,4 +1,4 @@
-"""Ranks over ZeroMQ: what is lost, late, different or strange is refused or named, and nobody is left to wait."""
+"""Ranks over ZeroMQ: sums, and errors that name the rank that differs, is late or is lost."""
 
 from __future__ import annotations
 
@@ -6,95 +6,26 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from structlog.testing import capture_logs
 
-from fuzzed_frames import fuzzed_frames
-from meshes import FIRST, ONE, at_once, closing, keys_of, mesh_of, ports, sockets_in, sums
-from moesched.cluster.curve.zap import LOGGED
+from meshes import FIRST, ONE, at_once, closing, from_rank_1, keys_of, mesh_of, ports, sockets_in, sums
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
 from moesched.transports.curve import Keys
-from moesched.transports.frames import DTYPES, TEXT_BYTES, BadFrame, Frame, Kind, cut, pack, unpack
+from moesched.transports.frames import Frame, Kind, pack
 from moesched.transports.inbox import AHEAD_FRAMES
 from moesched.transports.zeromq import ZeroMqTransport
 from patience import PATIENCE_SECONDS, wait_until
-
-# -- the wire format -------------------------------------------------------------------------------
-
-
-@given(
-    st.sampled_from([Kind.ALL_REDUCE, Kind.BROADCAST, Kind.GATHER]),
-    arrays.arrays(
-        st.sampled_from(DTYPES), arrays.array_shapes(min_dims=0, max_dims=8, min_side=0, max_side=3)
-    ),
-    st.text(max_size=40),
-    st.integers(0, 2**64 - 1),
-)
-def test_a_frame_comes_out_as_it_went_in(kind: Kind, array: Any, text: str, epoch: int) -> None:
-    sent = Frame(kind, kind, 3, epoch, 7, 9, -1, 2, 1, shape=array.shape, text=text, values=array.reshape(-1))
-    data = pack(sent)
-    found = unpack(data)
-    assert msgspec.structs.replace(found, values=None) == msgspec.structs.replace(sent, values=None)
-    assert (found.values.dtype, found.values.tobytes()) == (array.dtype, array.tobytes())
-
-
-def test_large_frames_are_put_together_alike() -> None:
-    values = np.arange(100_000, dtype=np.float32)
-    found = unpack(pack(Frame(Kind.GATHER, Kind.GATHER, 0, shape=(100, 1000), text="large", values=values)))
-    assert (found.shape, found.text, found.values.tolist()) == ((100, 1000), "large", values.tolist())
-
-
-def test_a_frame_lies_at_the_places_that_the_docs_say() -> None:
-    data = pack(Frame(Kind.ALL_REDUCE, Kind.ALL_REDUCE, 258, shape=(2,), text="t", values=np.ones(2, "<f4")))
-    assert (data[:4], data[4], data[6:8], len(data)) == (b"MoEx", 1, b"\x02\x01", 96 + 16 + 8)
-
-
-def test_long_texts_are_cut_and_stay_different() -> None:
-    one, other = cut("x" * 9000 + "1"), cut("x" * 9000 + "2")
-    assert one != other
-    assert len(one.encode()) <= TEXT_BYTES
-
-
-@pytest.mark.parametrize("array", [np.array([object()]), np.ones((1,) * 9), np.array(["text"])])
-def test_what_is_no_array_of_numbers_cannot_be_sent(array: Any) -> None:
-    with pytest.raises(TransportError, match="cannot be sent"):
-        pack(Frame(Kind.GATHER, Kind.GATHER, 0, shape=array.shape, values=array.reshape(-1)))
-
-
-@given(st.binary(max_size=300))
-def test_bytes_that_are_no_frame_are_refused_as_such(data: bytes) -> None:
-    with pytest.raises(BadFrame):
-        unpack(data)
-
-
-@pytest.mark.parametrize("keyed", [False, True])
-def test_fuzzed_frames_change_nothing(tmp_path: Path, keyed: bool) -> None:
-    """From a rank's own connection, between two of its frames."""
-    keys = keys_of(2) if keyed else None
-    with closing(mesh_of(sockets_in(tmp_path, 2), keys=keys, timeout_seconds=PATIENCE_SECONDS)) as ranks:
-        assert [total.tolist() for total in sums(ranks)] == [[2.0]] * 2
-        with capture_logs():
-            for data in fuzzed_frames(300, seed=1):
-                while not ranks[1].mesh.send(0, data):
-                    ranks[0].mesh.read(ranks[0].mesh.receive())
-            assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
-        assert ranks[0].mesh.watch.refused > LOGGED
-
 
 # -- sums ------------------------------------------------------------------------------------------
 
@@ -249,34 +180,37 @@ def test_a_rank_that_closes_its_transport_is_missed_at_once(tmp_path: Path) -> N
             )
 
 
+@contextmanager
+def rank_and_its_bare_peer(
+    folder: Path,
+) -> Iterator[tuple[ZeroMqTransport, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """Rank 0 after one exchange with rank 1, and the sockets on which rank 1 listens and speaks."""
+    addresses = sockets_in(folder, 2)
+    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
+        listening, speaking = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        listening.bind(addresses[1])
+        speaking.connect(addresses[0])
+        speaking.send(from_rank_1())
+        first.all_reduce(0, FIRST, ONE)
+        yield first, listening, speaking
+
+
 def test_what_a_rank_said_last_is_heard_after_its_own_socket_is_gone(tmp_path: Path) -> None:
     """A rank listens on one connection and speaks on another: the second may end much later than the first."""
-    addresses = sockets_in(tmp_path, 2)
-    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
-        ear, mouth = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        ear.bind(addresses[1])
-        mouth.connect(addresses[0])
-        mouth.send(from_rank_1())
-        first.all_reduce(0, FIRST, ONE)
-        ear.close(0)
+    with rank_and_its_bare_peer(tmp_path) as (first, listening, speaking):
+        listening.close(0)
         wait_until(lambda: first.mesh.watch.hung_up(1), "the end of a connection")
         assert not first.mesh.watch.lost(1)
-        mouth.send(pack(Frame(Kind.LEAVE, Kind.ABANDON, 1, text="out of memory")))
-        mouth.close()
+        speaking.send(pack(Frame(Kind.LEAVE, Kind.ABANDON, 1, text="out of memory")))
+        speaking.close()
         with pytest.raises(RankLost, match="rank 1 is lost: out of memory"):
             first.all_reduce(0, Exchange(1), ONE)
 
 
 def test_a_rank_is_lost_when_both_of_its_connections_ended(tmp_path: Path) -> None:
-    addresses = sockets_in(tmp_path, 2)
-    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
-        ear, mouth = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        ear.bind(addresses[1])
-        mouth.connect(addresses[0])
-        mouth.send(from_rank_1())
-        first.all_reduce(0, FIRST, ONE)
-        ear.close(0)
-        mouth.close()
+    with rank_and_its_bare_peer(tmp_path) as (first, listening, speaking):
+        listening.close(0)
+        speaking.close()
         with pytest.raises(RankLost, match="rank 1 is lost: its connection ended"):
             first.all_reduce(0, Exchange(1), ONE)
 
@@ -350,142 +284,6 @@ def test_ranks_start_anew_at_the_same_addresses_with_another_epoch() -> None:
     for epoch in range(3):
         with closing(mesh_of(addresses, keys=keys, epoch=epoch)) as ranks:
             assert [total.tolist() for total in sums(ranks)] == [[2.0]] * 2
-
-
-# -- strangers -------------------------------------------------------------------------------------
-
-
-class Stranger:
-    """A socket of ZeroMQ that is no rank's."""
-
-    def __init__(self, address: str, *, server: str = "", pair: tuple[bytes, bytes] | None = None) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        if pair:
-            self.socket.curve_publickey, self.socket.curve_secretkey = pair
-            self.socket.curve_serverkey = server.encode()
-        self.socket.connect(address)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-@pytest.fixture
-def strangers() -> Iterator[Callable[..., Stranger]]:
-    made: list[Stranger] = []
-
-    def make(*args: Any, **options: Any) -> Stranger:
-        made.append(Stranger(*args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def refusals_until(count: int, transport: ZeroMqTransport, logs: list[Any]) -> list[Any]:
-    """The logged refusals, once that many were counted."""
-    wait_until(lambda: transport.mesh.watch.refused >= count, f"{count} refusals")
-    return [entry for entry in logs if "refused" in entry["event"]]
-
-
-@pytest.mark.parametrize("stranger", ["no key", "unknown key", "wrong key of ours", "garbage", "half open"])
-def test_strangers_are_sent_away_and_logged_and_the_ranks_go_on(
-    stranger: str, strangers: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if stranger == "half open":
-        monkeypatch.setattr("moesched.transports.mesh.HANDSHAKE_MILLISECONDS", 100)
-    addresses, keys = ports(2), keys_of(2)
-    host, port = addresses[0].removeprefix("tcp://").split(":")
-    with closing(mesh_of(addresses, keys=keys)) as ranks, capture_logs() as logs:
-        sums(ranks)
-        if stranger == "no key":
-            strangers(addresses[0])
-        elif stranger == "unknown key":
-            strangers(addresses[0], server=keys[0].public[0], pair=zmq.curve_keypair())
-        elif stranger == "wrong key of ours":
-            strangers(addresses[0], server=keys[0].public[1], pair=zmq.curve_keypair())
-        else:
-            plain = socket.create_connection((host, int(port)))
-            if stranger == "garbage":
-                plain.sendall(b"\xff" + bytes(8) + b"\x7f\x03" + os.urandom(200))
-        refused = refusals_until(1, ranks[0], logs)
-        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
-        if stranger in ("garbage", "half open"):
-            plain.close()
-    assert refused[0]["event"] == "a connection was refused"
-    assert refused[0]["address"].startswith((host, "unknown"))
-
-
-def from_rank_1(**changes: Any) -> Any:
-    """The bytes of a frame that rank 1 might send in the first exchange."""
-    frame = Frame(Kind.ALL_REDUCE, Kind.ALL_REDUCE, 1, shape=(1,), values=ONE)
-    return pack(msgspec.structs.replace(frame, **changes))
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (from_rank_1(epoch=4), "of epoch 4; this is epoch 5"),
-        (from_rank_1(epoch=5, rank=0), "from rank 0, which is not one of the others"),
-        (from_rank_1(epoch=5, rank=700), "from rank 700, which is not one of the others"),
-        (b"GET / HTTP/1.1\r\n", "16 bytes, less than a header"),
-        (b"\x80\x04\x95" + bytes(200), r"it begins with b'\x80\x04\x95\x00'"),
-        (bytes(from_rank_1(epoch=5))[:-1], "99 bytes for 0 of text and 1 of float32"),
-        (b"MoEx\x02" + bytes(from_rank_1(epoch=5))[5:], "version 2 of the wire format; this is version 1"),
-    ],
-    ids=["epoch", "own rank", "no rank", "too short", "pickle", "too little", "version"],
-)
-def test_frames_that_are_strange_are_refused_and_logged_with_their_address(
-    data: Any, why: str, strangers: Callable[..., Stranger]
-) -> None:
-    addresses = ports(2)
-    with closing(mesh_of(addresses, epoch=5)) as ranks, capture_logs() as logs:
-        strangers(addresses[0]).socket.send(data)
-        with ThreadPoolExecutor(1) as threads:
-            total = threads.submit(ranks[0].all_reduce, 0, FIRST, ONE)
-            refused = refusals_until(1, ranks[0], logs)
-            assert (
-                ranks[1].all_reduce(1, FIRST, ONE).tolist()
-                == total.result(PATIENCE_SECONDS).tolist()
-                == [2.0]
-            )
-    assert refused == [
-        {"event": "a frame was refused", "why": why, "address": "127.0.0.1", "log_level": "warning"}
-    ]
-
-
-def test_a_rank_cannot_speak_for_another_one(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 3), keys=keys_of(3))) as ranks, capture_logs() as logs:
-        sums(ranks)
-        forged = from_rank_1(sequence=1, ticket=1, values=np.full(1, 9, np.float32))
-        assert ranks[2].mesh.send(0, forged)
-        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[3.0]] * 3
-        assert refusals_until(1, ranks[0], logs)[0]["why"] == "from rank 1, with the key of rank 2"
-
-
-def test_a_frame_that_comes_twice_counts_once(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 3))) as ranks, capture_logs() as logs:
-        sums(ranks)
-        for _ in range(2):
-            assert ranks[1].mesh.send(0, from_rank_1(sequence=1, ticket=1))
-        with ThreadPoolExecutor(1) as threads:
-            total = threads.submit(ranks[0].all_reduce, 0, Exchange(1), ONE)
-            assert refusals_until(1, ranks[0], logs)[0]["why"] == "it is a duplicate"
-            assert ranks[2].mesh.send(0, from_rank_1(rank=2, sequence=1, ticket=1))
-            assert total.result(PATIENCE_SECONDS).tolist() == [3.0]
-
-
-def test_an_oversize_frame_ends_its_connection_and_no_other(strangers: Callable[..., Stranger]) -> None:
-    addresses = ports(2)
-    with closing(mesh_of(addresses, max_bytes=10_000)) as ranks:
-        sums(ranks)
-        big = strangers(addresses[0])
-        big.socket.send(bytes(20_000))
-        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
-        for found in sums(ranks, Exchange(2), np.zeros(20_000, np.uint8)):
-            assert "20096 bytes at once; at most 10000 are accepted" in str(found)
 
 
 # -- what cannot be made ---------------------------------------------------------------------------

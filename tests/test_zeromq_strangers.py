@@ -1,0 +1,163 @@
+"""Strangers and strange frames over ZeroMQ are refused and logged, and the ranks go on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from fuzzed_frames import fuzzed_frames
+from meshes import FIRST, ONE, closing, from_rank_1, keys_of, mesh_of, ports, sockets_in, sums
+from moesched.cluster.curve.zap import LOGGED
+from moesched.seams import Exchange
+from moesched.transports.zeromq import ZeroMqTransport
+from patience import PATIENCE_SECONDS, wait_until
+
+
+class Stranger:
+    """A socket of ZeroMQ that is no rank's."""
+
+    def __init__(self, address: str, *, server: str = "", pair: tuple[bytes, bytes] | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if pair:
+            self.socket.curve_publickey, self.socket.curve_secretkey = pair
+            self.socket.curve_serverkey = server.encode()
+        self.socket.connect(address)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[..., Stranger]]:
+    made: list[Stranger] = []
+
+    def make(*args: Any, **options: Any) -> Stranger:
+        made.append(Stranger(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def refusals_until(count: int, transport: ZeroMqTransport, logs: list[Any]) -> list[Any]:
+    """The logged refusals, once that many were counted."""
+    wait_until(lambda: transport.mesh.watch.refused >= count, f"{count} refusals")
+    return [entry for entry in logs if "refused" in entry["event"]]
+
+
+@pytest.mark.parametrize("stranger", ["no key", "unknown key", "wrong key of ours", "garbage", "half open"])
+def test_strangers_are_sent_away_and_logged_and_the_ranks_go_on(
+    stranger: str, strangers: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stranger == "half open":
+        monkeypatch.setattr("moesched.transports.mesh.HANDSHAKE_MILLISECONDS", 100)
+    addresses, keys = ports(2), keys_of(2)
+    host, port = addresses[0].removeprefix("tcp://").split(":")
+    with closing(mesh_of(addresses, keys=keys)) as ranks, capture_logs() as logs:
+        sums(ranks)
+        if stranger == "no key":
+            strangers(addresses[0])
+        elif stranger == "unknown key":
+            strangers(addresses[0], server=keys[0].public[0], pair=zmq.curve_keypair())
+        elif stranger == "wrong key of ours":
+            strangers(addresses[0], server=keys[0].public[1], pair=zmq.curve_keypair())
+        else:
+            plain = socket.create_connection((host, int(port)))
+            if stranger == "garbage":
+                plain.sendall(b"\xff" + bytes(8) + b"\x7f\x03" + os.urandom(200))
+        refused = refusals_until(1, ranks[0], logs)
+        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
+        if stranger in ("garbage", "half open"):
+            plain.close()
+    assert refused[0]["event"] == "a connection was refused"
+    assert refused[0]["address"].startswith((host, "unknown"))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (from_rank_1(epoch=4), "of epoch 4; this is epoch 5"),
+        (from_rank_1(epoch=5, rank=0), "from rank 0, which is not one of the others"),
+        (from_rank_1(epoch=5, rank=700), "from rank 700, which is not one of the others"),
+        (b"GET / HTTP/1.1\r\n", "16 bytes, less than a header"),
+        (b"\x80\x04\x95" + bytes(200), r"it begins with b'\x80\x04\x95\x00'"),
+        (bytes(from_rank_1(epoch=5))[:-1], "99 bytes for 0 of text and 1 of float32"),
+        (b"MoEx\x02" + bytes(from_rank_1(epoch=5))[5:], "version 2 of the wire format; this is version 1"),
+    ],
+    ids=["epoch", "own rank", "no rank", "too short", "pickle", "too little", "version"],
+)
+def test_frames_that_are_strange_are_refused_and_logged_with_their_address(
+    data: Any, why: str, strangers: Callable[..., Stranger]
+) -> None:
+    addresses = ports(2)
+    with closing(mesh_of(addresses, epoch=5)) as ranks, capture_logs() as logs:
+        strangers(addresses[0]).socket.send(data)
+        with ThreadPoolExecutor(1) as threads:
+            total = threads.submit(ranks[0].all_reduce, 0, FIRST, ONE)
+            refused = refusals_until(1, ranks[0], logs)
+            assert (
+                ranks[1].all_reduce(1, FIRST, ONE).tolist()
+                == total.result(PATIENCE_SECONDS).tolist()
+                == [2.0]
+            )
+    assert refused == [
+        {"event": "a frame was refused", "why": why, "address": "127.0.0.1", "log_level": "warning"}
+    ]
+
+
+def test_a_rank_cannot_speak_for_another_one(tmp_path: Path) -> None:
+    with closing(mesh_of(sockets_in(tmp_path, 3), keys=keys_of(3))) as ranks, capture_logs() as logs:
+        sums(ranks)
+        forged = from_rank_1(sequence=1, ticket=1, values=np.full(1, 9, np.float32))
+        assert ranks[2].mesh.send(0, forged)
+        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[3.0]] * 3
+        assert refusals_until(1, ranks[0], logs)[0]["why"] == "from rank 1, with the key of rank 2"
+
+
+def test_a_frame_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    with closing(mesh_of(sockets_in(tmp_path, 3))) as ranks, capture_logs() as logs:
+        sums(ranks)
+        for _ in range(2):
+            assert ranks[1].mesh.send(0, from_rank_1(sequence=1, ticket=1))
+        with ThreadPoolExecutor(1) as threads:
+            total = threads.submit(ranks[0].all_reduce, 0, Exchange(1), ONE)
+            assert refusals_until(1, ranks[0], logs)[0]["why"] == "it is a duplicate"
+            assert ranks[2].mesh.send(0, from_rank_1(rank=2, sequence=1, ticket=1))
+            assert total.result(PATIENCE_SECONDS).tolist() == [3.0]
+
+
+def test_an_oversize_frame_ends_its_connection_and_no_other(strangers: Callable[..., Stranger]) -> None:
+    addresses = ports(2)
+    with closing(mesh_of(addresses, max_bytes=10_000)) as ranks:
+        sums(ranks)
+        big = strangers(addresses[0])
+        big.socket.send(bytes(20_000))
+        assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
+        for found in sums(ranks, Exchange(2), np.zeros(20_000, np.uint8)):
+            assert "20096 bytes at once; at most 10000 are accepted" in str(found)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_fuzzed_frames_change_nothing(tmp_path: Path, keyed: bool) -> None:
+    """From a rank's own connection, between two of its frames."""
+    keys = keys_of(2) if keyed else None
+    with closing(mesh_of(sockets_in(tmp_path, 2), keys=keys, timeout_seconds=PATIENCE_SECONDS)) as ranks:
+        assert [total.tolist() for total in sums(ranks)] == [[2.0]] * 2
+        with capture_logs():
+            for data in fuzzed_frames(300, seed=1):
+                while not ranks[1].mesh.send(0, data):
+                    ranks[0].mesh.read(ranks[0].mesh.receive())
+            assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[2.0]] * 2
+        assert ranks[0].mesh.watch.refused > LOGGED
