@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
 from functools import partial
 from itertools import count, pairwise, permutations
 from pathlib import Path
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 
 from moesched.calibration.calibrate import calibrate_into
-from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, Exercise, FinishedTasks, Mode
 from moesched.calibration.extent import (
     LARGE,
@@ -27,7 +25,6 @@ from moesched.calibration.extent import (
     small_model,
 )
 from moesched.calibration.scaling import scaled_points
-from moesched.calibration.task_times import TaskTimes
 from moesched.calibration.timing import measure, speed_beside, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import (
@@ -43,20 +40,16 @@ from moesched.machines.cost import Calibrated, cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import DType
 from moesched.models.layout import weight_layout
-from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
-from moesched.models.tensor_sizes import ResidentShare
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
+from moesched.tasks import Task
 
 MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
 LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
 BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, vocabulary=80)
-OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
-ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 
 BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, serial=2, fresh=1, together=1)
 QUICKEST = Extent(
@@ -86,199 +79,6 @@ BOTH_DTYPES = msgspec.structs.replace(
         "float32": Runs(models=(MODEL, BETWEEN, LARGER), steps=3, serial=2, fresh=1),
     },
 )
-
-_numbers = count()
-
-
-def task(
-    verb: str,
-    start: float,
-    end: float,
-    *,
-    tokens: int = 4,
-    lane: Lane = ACCELERATOR,
-    layer: int = 0,
-    step: int = 1,
-) -> Task:
-    """A task of the small model that took from `start` to `end` seconds."""
-    if verb == "fetch":
-        kind: type[Task] = PageTransfer
-        work = Work(lane.name, lane.name, nbytes=100, parts=(WorkPart(lane.name, 50, 2),))
-    else:
-        kind = Kernel
-        amount = (
-            OPERATIONS.attention([(1, 4)] * tokens)
-            if verb in ("attention", "cpu_attention")
-            else getattr(OPERATIONS, verb)(tokens)
-        )
-        work = Work(verb, "cpu", amount.flops, amount.nbytes, tokens, amount.parts)
-    made = kind(lane, work, verb, layer, 0, -1, None, step)
-    made.id, made.start, made.end = next(_numbers), round(start * 1e9), round(end * 1e9)
-    return made
-
-
-def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", tasks)
-    return {point.operation: point for point in times.points()}
-
-
-# -- tasks to points
-
-
-def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched_just_before() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
-    times.add_fresh(MODEL, "bfloat16", [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
-    found = {point.operation: point for point in times.points()}
-    assert (found["resident route"].seconds, found["route"].seconds) == (0.5, 1.25)
-    assert found["route"].rows == 4
-
-
-def test_what_is_slowed_beside_others_is_held_against_weights_that_were_used_before() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 3, layer=1)])
-    times.add_fresh(MODEL, "bfloat16", [task("route", 0, 4, layer=1)])
-    together = [task("route", 0, 4, layer=1), task("fetch", 0, 4, lane=DISK)]
-    assert times.rates(MODEL, "bfloat16", together)["few rows", "disk->host"] == pytest.approx(0.75)
-
-
-def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None:
-    times = TaskTimes()
-    for ends in ((1.0, 2.0, 9.0), (0.5, 3.0, 4.0), (7.0, 8.0, 9.0)):
-        times.add(MODEL, "bfloat16", [task("route", 0, end) for end in ends])
-    assert [point.seconds for point in times.points()] == [4.0]
-
-
-def test_what_experts_take_is_the_rest_of_a_layers_second_half() -> None:
-    tasks = [task("route", 0, 0.25), task("combine", 1, 1.125), task("post_attention", 2, 3)]
-    experts = costs(tasks)["resident experts"]
-    warmed = 8 * (1 - 0.75**4)
-    assert experts.seconds == pytest.approx((1 - 0.25 - 0.125) / warmed, rel=1e-3)
-    assert experts.rows == pytest.approx(8 / warmed, rel=1e-3)
-
-
-def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -> None:
-    times = TaskTimes()
-    tasks = []
-    for micro_batch, (lengths, seconds) in enumerate([([4], 7.0), ([4, 4, 4], 13.0), ([4, 5, 6], 17.0)]):
-        tasks.append(task("attention", 0, seconds))
-        tasks[-1].micro_batch = micro_batch
-        flops, nbytes, parts = OPERATIONS.attention_step(lengths)
-        tasks[-1].work = Work("attention", "cpu", flops, nbytes, len(lengths), parts)
-    times.add(MODEL, "bfloat16", tasks)
-    found = {point.operation: point.seconds for point in times.points()}
-    assert found == {"attention": 2.0, "attention call": 2.0, "step attention": 3.0}
-
-
-def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
-    times = TaskTimes()
-    fetch = task("fetch", 0, 3, lane=DISK)
-    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
-    times.add(MODEL, "float32", [fetch])
-    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
-    times.add(MODEL, "bfloat16", [fetch])
-    assert times.longer_than("disk->host", lambda size, rows: size * rows / 50) == 1.5  # 3 s, not 2
-
-
-# -- what runs at once
-
-
-def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overlapped() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)])
-    together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
-    rates = times.rates(MODEL, "bfloat16", together)
-    # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
-    assert rates == pytest.approx({("few rows", "disk->host"): 0.5, ("disk->host", "few rows"): 0.75})
-
-
-def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("route", 1, 2)])
-    together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
-    assert times.rates(MODEL, "bfloat16", together) == pytest.approx(
-        {("attention", "few rows"): 0.5, ("few rows", "attention"): 0.5}
-    )
-
-
-def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("attention", 1, 2, step=2)])
-    few = [task("cpu_attention", 0, 2, lane=HOST), task("post_attention", 0, 2, tokens=8)]
-    many = [
-        task("cpu_attention", 0, 1.25, lane=HOST, step=2),
-        task("post_attention", 0, 2, tokens=256, step=2),
-    ]
-    assert times.rates(MODEL, "bfloat16", few) == {("attention", "few rows"): pytest.approx(0.5)}
-    assert times.rates(MODEL, "bfloat16", many) == {("attention", "many rows"): pytest.approx(0.8)}
-
-
-def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -> None:
-    times = TaskTimes()
-    one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
-    work = OPERATIONS.attention_step([4, 5, 6])
-    several.work = Work("attention", "cpu", work.flops, work.nbytes, 3, work.parts)
-    times.add(MODEL, "bfloat16", [one, several])
-    read = task("fetch", 0, 9, lane=DISK)
-    slowed = [task("attention", 0, 2), task("attention", 2, 6, step=2), read]
-    slowed[1].work = several.work
-    assert times.rates(MODEL, "bfloat16", slowed) == {
-        ("attention", "disk->host"): pytest.approx(0.5),
-        ("attention calls", "disk->host"): pytest.approx(0.25),
-    }
-
-
-def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
-    times = TaskTimes()
-    times.add(
-        MODEL, "bfloat16", [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)]
-    )
-    beside_the_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
-    beside_one_after_the_other = [
-        task("combine", 10, 20),
-        task("fetch", 10, 15, lane=DISK),
-        task("cpu_attention", 15, 20, lane=HOST),
-    ]
-    rates = times.rates(MODEL, "bfloat16", beside_the_fetch + beside_one_after_the_other)
-    assert rates["few rows", "disk->host"] == pytest.approx(0.8, rel=0.01)
-    assert rates["few rows", "attention"] == pytest.approx(0.4, rel=0.01)
-
-
-def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
-    together = [
-        task("route", 0, 10),
-        task("fetch", 0, 10, lane=DISK),
-        task("cpu_attention", 0, 10, lane=HOST),
-    ]
-    assert times.rates(MODEL, "bfloat16", together) == {
-        ("few rows", "attention + disk->host"): pytest.approx(0.4)
-    }
-
-
-def test_rates_bring_the_tasks_to_the_right_sum() -> None:
-    """Of tasks that a slow one is among, the mean counts, as the time of their lane is a sum."""
-    others = [Observed(1.0, took, {"few rows": took}) for took in (1.0, 1.0, 4.0)]
-    assert rates_beside(others) == {"few rows": pytest.approx(3 / 6)}
-
-
-def test_mixes_that_cannot_be_told_apart_have_one_rate() -> None:
-    always_alike = [Observed(1.0, 2.0, {"few rows": 1.9, "attention + few rows": 0.1})] * 5
-    rates = rates_beside(always_alike)
-    assert rates == pytest.approx({"few rows": 0.5, "attention + few rows": 0.5})
-
-
-def test_a_mix_that_was_hardly_seen_has_the_rate_of_all() -> None:
-    tasks = [Observed(1.0, 2.0, {"few rows": 2.0})] * 9 + [Observed(1e-5, 1e-4, {"attention": 1e-4})]
-    assert rates_beside(tasks)["attention"] == pytest.approx(0.5, rel=0.02)
-
-
-def test_tasks_that_hardly_overlap_say_nothing() -> None:
-    times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
-    assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
 
 
 def exercised(mode: Mode) -> list[Task]:

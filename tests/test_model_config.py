@@ -1,0 +1,147 @@
+"""Configurations: what is read of a config.json, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesched.models.reading import read_config
+from stored_checkpoints import (
+    published,
+    refusal,
+    write,
+    write_config,
+)
+
+
+def config_of(directory: Path, **changes: Any) -> Any:
+    write_config(directory, **changes)
+    return read_config(directory)
+
+
+def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        rms_norm_eps=1e-4,
+        rope_theta=5e5,
+        sliding_window=8,
+        max_position_embeddings=99,
+        tie_word_embeddings=True,
+        eos_token_id=[3, 4],
+        torch_dtype="bfloat16",
+    )
+    assert (config.name, config.layers, config.hidden, config.intermediate) == (tmp_path.name, 2, 6, 5)
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocabulary) == (3, 1, 4, 11)
+    assert (config.experts, config.top_k, config.norm_eps, config.rope_theta) == (3, 2, 1e-4, 5e5)
+    assert (config.sliding_window, config.max_positions, config.tied_embeddings) == (8, 99, True)
+    assert (config.stop_tokens, config.dtype) == ((3, 4), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 77.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        {"rope_theta": 77, "rope_scaling": None, "rope_parameters": None},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 77.0}},
+        {"rope_theta": 5.0, "rope_scaling": {"type": "default", "rope_theta": 77.0}},
+    ],
+)
+def test_rope_settings_are_read_in_either_spelling(tmp_path: Path, rope: dict[str, Any]) -> None:
+    assert config_of(tmp_path, **rope).rope_theta == 77.0
+
+
+DEFAULTS = {
+    "mixtral": (14336, 8, 8, 2, 131072, 1e-5, 1e6, None),
+    "mistral": (14336, 8, 1, 1, 131072, 1e-6, 1e4, 4096),
+    "llama": (11008, 32, 1, 1, 2048, 1e-6, 1e4, None),
+}
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_what_is_missing_has_the_default_of_hugging_face(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = read_config(tmp_path)
+    assert (config.layers, config.hidden, config.heads, config.head_dim) == (32, 4096, 32, 128)
+    assert (config.vocabulary, config.stop_tokens, config.tied_embeddings) == (32000, (2,), False)
+    assert DEFAULTS[model_type] == (
+        config.intermediate,
+        config.kv_heads,
+        config.experts,
+        config.top_k,
+        config.max_positions,
+        config.norm_eps,
+        config.rope_theta,
+        config.sliding_window,
+    )
+
+
+def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        model_type="mistral",
+        head_dim=None,
+        num_key_value_heads=None,
+        rope_theta=None,
+        rms_norm_eps=None,
+        sliding_window=None,
+        eos_token_id=None,
+    )
+    assert (config.head_dim, config.kv_heads) == (2, 3)  # hidden_size // heads, as many as heads
+    assert (config.rope_theta, config.norm_eps) == (1e4, 1e-6)
+    assert (config.sliding_window, config.stop_tokens) == (None, ())  # null switches these off
+
+
+def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert config_of(tmp_path, eos_token_id=2).stop_tokens == (7, 8)
+
+
+def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
+    assert f"{tmp_path} has no config.json" in refusal(tmp_path)
+    assert "nowhere has no config.json" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "not json", '"\\ud800"', '{"hidden_size": "large"}'])
+def test_a_config_that_is_no_json_object_of_settings_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json: " in refusal(tmp_path)
+
+
+def test_a_config_in_no_known_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff\xfe"}')
+    assert "config.json: " in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type is 'llama3'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention'"),
+        ({"torch_dtype": "float8"}, "dtype is 'float8'"),
+        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"vocab_size": -5}, "vocabulary is -5"),
+        ({"num_attention_heads": 0}, "heads is 0"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads and 2 key-value heads"),
+        ({"head_dim": 3}, "head_dim is 3"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    message = refusal(write(tmp_path, published(), **changes))
+    assert message.startswith(str(tmp_path / "config.json"))
+    assert complaint in message
