@@ -19,7 +19,6 @@ from against_hugging_face import STEPS, assert_same_tokens, generated
 from moesched.devices.products.linear import linear
 from moesched.devices.products.plain_weights import plain_linear
 from moesched.devices.shared.page_reader import DTYPES, PageReader
-from moesched.errors import BadInput
 from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
@@ -31,6 +30,7 @@ from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
+from stored_checkpoints import refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,16 +251,6 @@ def test_a_simulation_moves_every_layer_once_a_step() -> None:
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-def refusal(directory: Path) -> str:
-    """The one line that opening the checkpoint ends with."""
-    with pytest.raises(BadInput) as error:
-        open_checkpoint(directory)
-    message = str(error.value)
-    assert "\n" not in message
-    assert "; " in message, "a remedy follows the complaint"
-    return message
 
 
 def change_config(directory: Path, section: str | None = None, **changes: Any) -> None:

@@ -23,6 +23,7 @@ from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
+from stored_checkpoints import refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -260,16 +261,6 @@ def test_a_token_uses_the_weights_that_the_name_says(name: str, uses: float) -> 
     router = config.experts * config.hidden
     layer = attention + router + config.top_k * expert
     assert config.layers * layer + 2 * config.vocabulary * config.hidden == pytest.approx(uses, rel=0.03)
-
-
-def refusal(directory: Path) -> str:
-    """The one line that opening the checkpoint ends with."""
-    with pytest.raises(BadInput) as error:
-        open_checkpoint(directory)
-    message = str(error.value)
-    assert "\n" not in message
-    assert "; " in message, "a remedy follows the complaint"
-    return message
 
 
 @pytest.mark.parametrize(

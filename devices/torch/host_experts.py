@@ -30,7 +30,7 @@ class HostExperts:
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         there: runs the experts of the accelerator.
         products: multiplies.
-        watchers: are told of an expert before it runs.
+        device_observers: told of an expert before it runs.
     """
 
     def __init__(

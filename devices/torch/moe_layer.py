@@ -49,7 +49,7 @@ class MoELayer:
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         team: whose cores share out the experts of a layer, if they do.
         products: multiplies.
-        watchers: are told which experts were chosen, and before they run.
+        device_observers: told which experts were chosen, and before they run.
         first_request: how many requests came in the batches before.
     """
 
