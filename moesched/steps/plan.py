@@ -81,7 +81,9 @@ class Plan:
             kv_roles=(None,) * len(self.micro_batches),
             nodes=NodeShare(nodes, node),
         )
-        self.reservations = Reservations(self.machine, layout, batch, self.stages, self.slot_bytes)
+        self.reservations = Reservations(
+            self.machine, layout, batch, self.chunks, self.operations, self.stages, self.slot_bytes
+        )
 
     # -- what a policy reads -----------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from moesched.models.config import ITEM_BYTES
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
+from moesched.requests.chunks import Chunk
 from moesched.steps.batch_bytes import BatchBytes
 
 Role = Literal["accelerator", "host", "pinned"]
@@ -112,6 +113,7 @@ class Reservations:
 
     Args:
         machine: with its accelerators written out, one for each stage.
+        chunks: the micro-batches of prefill, by number.
         stages: the layers of each stage of a pipeline; one without.
         slot_bytes: bytes of a page in a slot of the device.
     """
@@ -121,6 +123,8 @@ class Reservations:
         machine: Machine,
         layout: WeightLayout,
         batch: Batch,
+        chunks: Mapping[int, Chunk],
+        operations: Operations,
         stages: Sequence[range],
         slot_bytes: Callable[[Page], int],
     ) -> None:
@@ -129,8 +133,8 @@ class Reservations:
         self._batch = batch
         self._stages = stages
         self._slot_bytes = slot_bytes
-        self._operations = Operations(layout.config, layout.dtype)
-        self._chunks = batch.chunks()
+        self._operations = operations
+        self._chunks = chunks
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
         fast, self._host = machine.accelerator.memory, machine.host.memory
         self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
