@@ -178,7 +178,7 @@ def test_placements_say_where_each_extent_lies(model: Path) -> None:
         for page in layout.pages:
             assert page.nbytes <= reader.bytes_in_slot(page) <= reader.slot_bytes
             reader.read(page, arena.slot(1)[: reader.bytes_in_slot(page)])
-            for placement, extent in zip(reader.placements(page), page.extents, strict=True):
+            for placement, extent in zip(reader.location(page).placements, page.extents, strict=True):
                 assert (placement.tensor, placement.rows) == (extent.tensor, extent.rows)
                 rows = expected[extent.tensor][slice(*extent.rows)]
                 assert torch.equal(arena.view(1, placement.offset, rows.shape, torch.bfloat16), rows)
@@ -189,7 +189,9 @@ def test_converted_pages_lie_at_the_offsets_of_the_layout(model: Path) -> None:
     layout = weight_layout(checkpoint.config, "float32")
     with PageReader(checkpoint, layout) as reader:
         for page in layout.pages:
-            assert [p.offset for p in reader.placements(page)] == [extent.offset for extent in page.extents]
+            assert [p.offset for p in reader.location(page).placements] == [
+                extent.offset for extent in page.extents
+            ]
         assert all(reader.bytes_in_slot(p) - p.nbytes < ALIGNMENT for p in layout.pages)
         assert reader.buffer_bytes > 0
 
@@ -200,7 +202,7 @@ def test_an_expert_that_lies_in_one_piece_is_one_read(tmp_path: Path) -> None:
     layout = weight_layout(checkpoint.config)
     with PageReader(checkpoint, layout) as reader:
         for page in layout.expert(1, 2):
-            assert page.nbytes < reader.bytes_to_read(page) <= page.nbytes + 2 * ALIGNMENT
+            assert page.nbytes < reader.location(page).bytes_to_read <= page.nbytes + 2 * ALIGNMENT
         assert reader.buffer_bytes == 0
 
 
@@ -213,8 +215,8 @@ def test_bytes_read_are_counted_in_whole_blocks(tmp_path: Path, dtype: str) -> N
         arena = Arena(1, reader.slot_bytes)
         counted = [reader.read(page, arena.slot(0)) for page in layout.pages]
         assert reader.bytes_read == sum(counted)
-        assert counted[:-1] == [reader.bytes_to_read(page) for page in layout.pages[:-1]]
-        at_the_end_of_the_file = reader.bytes_to_read(layout.pages[-1]) - counted[-1]
+        assert counted[:-1] == [reader.location(page).bytes_to_read for page in layout.pages[:-1]]
+        at_the_end_of_the_file = reader.location(layout.pages[-1]).bytes_to_read - counted[-1]
         assert 0 <= at_the_end_of_the_file < ALIGNMENT
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import structlog
 import torch
 
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
-from moesched.models.layout import Extent, Page, WeightLayout
+from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import is_transposed
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .direct_file import DirectFile
+from .page_location import PageLocation, Run, byte_range, locate, row_bytes
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
 PIECE_ITEMS = 1 << 15  # up to this many torch copies on the calling thread
@@ -30,46 +30,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _log = structlog.get_logger(__name__)
 
 
-class Placement(NamedTuple):
-    """The place of a tensor's rows in the slot that holds their page."""
-
-    tensor: str
-    rows: tuple[int, int]
-    offset: int  # bytes from the start of the slot
-
-
-class Run(NamedTuple):
-    """One read: the blocks of a file that hold neighbouring extents."""
-
-    file: Blocks
-    offset: int
-    nbytes: int
-    needed: int  # bytes up to the end of the last extent
-    at: int  # bytes from the start of the slot
-
-
-class _Plan(NamedTuple):
-    """The reads of one page, and the places of its tensors in a slot."""
-
-    placements: tuple[Placement, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of each placement's tensor
-    runs: tuple[Run, ...]  # none where the page is converted
-    nbytes: int
-
-
 class PageReader:
     """Reads pages into slots: past the page cache where the system allows it and `direct` asks for it.
 
-    A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So a page is read as the
-    blocks that cover it, straight into the slot, and `placements` says where each piece came to lie.
-    A page with a tensor that is stored in another dtype than the layout's, or at an offset where no view of
-    its dtype can start, is converted on the way and lies at the layout's own offsets.
     Several threads may read at once, each into its own slot.
 
-    on_disk: whether the files are the disk's. slot_bytes: what the largest page takes. converts: whether there are
-    pages that do not lie in the files as they are needed. buffer_bytes: what each reading thread holds besides, to
-    convert them.
-    bytes_read: read from the files so far, in whole blocks. Raises BadInput where a file cannot be opened.
+    Attributes:
+        dtype: of the layout.
+        on_disk: whether the files are the disk's.
+        slot_bytes: bytes of the largest page in a slot.
+        converts: whether there are pages that do not lie in the files as they are needed.
+        buffer_bytes: bytes that each reading thread holds besides, to convert those.
+        bytes_read: bytes read from the files so far, in whole blocks.
+
+    Raises:
+        BadInput: a file cannot be opened.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, direct: bool = True) -> None:
@@ -90,9 +65,11 @@ class PageReader:
             raise
         if direct:
             _warn_of_page_cache(self._files)
-        self._plans = {page.id: self._plan(page) for page in layout.pages}
+        self._locations = {
+            page.id: locate(page, layout.dtype, self._tensors, self._files) for page in layout.pages
+        }
         self.slot_bytes = max(map(self.bytes_in_slot, layout.pages))
-        self.converts = not all(plan.runs for plan in self._plans.values())
+        self.converts = not all(location.runs for location in self._locations.values())
         self.buffer_bytes = _BUFFER_BYTES if self.converts else 0
 
     def __enter__(self) -> PageReader:
@@ -108,25 +85,13 @@ class PageReader:
         for file in self._files.values():
             file.close()
 
-    def placements(self, page: Page) -> tuple[Placement, ...]:
-        """The place of each extent in the page's slot, in the page's order."""
-        return self._plans[page.id].placements
-
-    def runs(self, page: Page) -> tuple[Run, ...]:
-        """The blocks of the files that hold the page; none where it is converted."""
-        return self._plans[page.id].runs
+    def location(self, page: Page) -> PageLocation:
+        """The location of the page in the files and in a slot."""
+        return self._locations[page.id]
 
     def bytes_in_slot(self, page: Page) -> int:
         """The bytes that the page takes in a slot of its own."""
-        return round_up(self._plans[page.id].nbytes)
-
-    def bytes_to_read(self, page: Page) -> int:
-        """The bytes, in whole blocks, that reading the page asks of the files."""
-        runs = self._plans[page.id].runs
-        if runs:
-            return sum(run.nbytes for run in runs)
-        ranges = (self._byte_range(extent.tensor, extent.rows) for extent in page.extents)
-        return sum(round_up(end) - round_down(start) for start, end in ranges)
+        return round_up(self._locations[page.id].nbytes)
 
     def views(self, slot: torch.Tensor, page: Page) -> dict[str, list[torch.Tensor]]:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
@@ -134,11 +99,10 @@ class PageReader:
         Of a matrix that the files hold transposed, blocks are (outputs, some of the inputs), left to right.
         slot: uint8, on any device, with the bytes that `read` leaves.
         """
-        plan = self._plans[page.id]
         items = slot.view(self.dtype)
         first, size = items.storage_offset(), self.dtype.itemsize
         blocks: dict[str, list[torch.Tensor]] = {}
-        for (name, _, offset), shape in zip(plan.placements, plan.shapes, strict=True):
+        for name, _, shape, offset in self._locations[page.id].placements:
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
             block = torch.as_strided(items, shape, strides, first + offset // size)
             blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)
@@ -149,9 +113,9 @@ class PageReader:
 
         Raises MoeschedError where the device fails, the file ends early or the slot does not hold the page.
         """
-        plan = self._plans[page.id]
-        _require_fit(slot, plan.nbytes)
-        nbytes = self._read_runs(plan.runs, slot) if plan.runs else self._read_converted(page, slot)
+        location = self._locations[page.id]
+        _require_fit(slot, location.nbytes)
+        nbytes = _read_runs(location.runs, slot) if location.runs else self._read_converted(page, slot)
         self._count(nbytes)
         return nbytes
 
@@ -164,79 +128,17 @@ class PageReader:
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
         """The same, into as many items (1-D) of the layout's dtype."""
-        rows = self._tensors[name].shape[0]
-        self._count(self._convert(name, (0, rows), items, aligned_bytes(_BUFFER_BYTES)))
-
-    # ------------------------------------------------------------ planning
-
-    def _plan(self, page: Page) -> _Plan:
-        shapes = tuple((e.rows[1] - e.rows[0], *self._tensors[e.tensor].shape[1:]) for e in page.extents)
-        if any(self._must_convert(extent.tensor, extent.rows) for extent in page.extents):
-            offsets = [extent.offset for extent in page.extents]
-            return _Plan(_place(page.extents, offsets), shapes, (), page.nbytes)
-        runs, offsets = self._plan_runs(page.extents)
-        return _Plan(_place(page.extents, offsets), shapes, runs, runs[-1].at + runs[-1].nbytes)
-
-    def _plan_runs(self, extents: tuple[Extent, ...]) -> tuple[tuple[Run, ...], list[int]]:
-        """The reads that fetch the extents, file neighbours as one, and each extent's place in the slot."""
-        runs: list[Run] = []
-        offsets = [0] * len(extents)
-        for index in sorted(range(len(extents)), key=lambda i: self._place_in_files(extents[i])):
-            extent = extents[index]
-            file = self._files[self._tensors[extent.tensor].file]
-            start, end = self._byte_range(extent.tensor, extent.rows)
-            last = runs[-1] if runs else None
-            if last and last.file is file and round_down(start) <= last.offset + last.nbytes:
-                runs[-1] = _run_to(file, last.offset, end, last.at)
-            else:
-                runs.append(_run_to(file, round_down(start), end, last.at + last.nbytes if last else 0))
-            offsets[index] = runs[-1].at + start - runs[-1].offset
-        return tuple(runs), offsets
-
-    def _place_in_files(self, extent: Extent) -> tuple[Path, int]:
-        return self._tensors[extent.tensor].file, self._byte_range(extent.tensor, extent.rows)[0]
-
-    def _byte_range(self, name: str, rows: tuple[int, int]) -> tuple[int, int]:
-        """The range of the rows in their file: whole rows, even if only some columns are needed."""
         stored = self._tensors[name]
-        row_bytes = _row_bytes(stored)
-        return stored.offset + rows[0] * row_bytes, stored.offset + rows[1] * row_bytes
-
-    def _must_convert(self, name: str, rows: tuple[int, int]) -> bool:
-        stored = self._tensors[name]
-        lies_otherwise = DTYPES[stored.dtype] != self.dtype or stored.columns is not None
-        return lies_otherwise or self._byte_range(name, rows)[0] % self.dtype.itemsize != 0
-
-    # ------------------------------------------------------------ reading
-
-    def _read_runs(self, runs: tuple[Run, ...], slot: torch.Tensor) -> int:
-        memory = slot.numpy().data
-        return sum(
-            run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed) for run in runs
-        )
+        file, rows = self._files[stored.file], (0, stored.shape[0])
+        self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES)))
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
         items, size = slot.view(self.dtype), self.dtype.itemsize
-        buffer = self._own_buffer()
-        return sum(
-            self._convert(extent.tensor, extent.rows, items[extent.offset // size :], buffer)
-            for extent in page.extents
-        )
-
-    def _convert(self, name: str, rows: tuple[int, int], out: torch.Tensor, buffer: torch.Tensor) -> int:
-        """Read the rows through the buffer into `out` (1-D); returns the bytes read."""
-        stored = self._tensors[name]
-        file, stored_as = self._files[stored.file], DTYPES[stored.dtype]
-        start, end = self._byte_range(name, rows)
-        chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)
-        nbytes = done = 0
-        for lo in range(start, end, chunk):
-            hi = min(lo + chunk, end)
-            first, last = round_down(lo), round_up(hi)
-            nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first)
-            items = _wanted(_typed(buffer[lo - first : hi - first], stored_as), stored)
-            _copy_here(items, out[done : done + len(items)])
-            done += len(items)
+        buffer, nbytes = self._own_buffer(), 0
+        for extent in page.extents:
+            stored = self._tensors[extent.tensor]
+            out = items[extent.offset // size :]
+            nbytes += _convert(self._files[stored.file], stored, extent.rows, out, buffer)
         return nbytes
 
     def _own_buffer(self) -> torch.Tensor:
@@ -250,12 +152,26 @@ class PageReader:
             self.bytes_read += nbytes
 
 
-def _place(extents: tuple[Extent, ...], offsets: list[int]) -> tuple[Placement, ...]:
-    return tuple(Placement(e.tensor, e.rows, at) for e, at in zip(extents, offsets, strict=True))
+def _read_runs(runs: Sequence[Run], slot: torch.Tensor) -> int:
+    memory = slot.numpy().data
+    return sum(run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed) for run in runs)
 
 
-def _run_to(file: Blocks, offset: int, end: int, at: int) -> Run:
-    return Run(file, offset, round_up(end) - offset, end - offset, at)
+def _convert(
+    file: Blocks, stored: StoredTensor, rows: tuple[int, int], out: torch.Tensor, buffer: torch.Tensor
+) -> int:
+    """Read rows of a tensor through the buffer into `out` (1-D); returns the bytes read."""
+    start, end = byte_range(stored, rows)
+    chunk = CHUNK_BYTES if stored.columns is None else _whole_rows(stored)
+    nbytes = done = 0
+    for lo in range(start, end, chunk):
+        hi = min(lo + chunk, end)
+        first, last = round_down(lo), round_up(hi)
+        nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first)
+        items = _wanted(_typed(buffer[lo - first : hi - first], DTYPES[stored.dtype]), stored)
+        _copy_here(items, out[done : done + len(items)])
+        done += len(items)
+    return nbytes
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -265,16 +181,9 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def _row_bytes(stored: StoredTensor) -> int:
-    """Bytes from one row to the next in the file."""
-    if stored.columns is not None:
-        return stored.columns.of * DTYPES[stored.dtype].itemsize
-    return stored.nbytes // stored.shape[0]
-
-
 def _whole_rows(stored: StoredTensor) -> int:
     """Bytes of as many rows as are read at once where they are cut."""
-    return CHUNK_BYTES // _row_bytes(stored) * _row_bytes(stored)
+    return CHUNK_BYTES // row_bytes(stored) * row_bytes(stored)
 
 
 def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ class TorchDevice:
 
     def bytes_to_read(self, page: Page) -> int:
         """Bytes, in whole blocks, that bringing in a page asks of the files."""
-        return self._store.reader.bytes_to_read(page)
+        return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
         """Bytes that a page takes in a slot."""

@@ -16,7 +16,8 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
 
-from ..shared.page_reader import DTYPES, PageReader, Run
+from ..shared.page_location import Run
+from ..shared.page_reader import DTYPES, PageReader
 from .resident_pages import Weights
 
 POPULATE_READ = 22  # Python's mmap module has no name for it
@@ -58,11 +59,11 @@ class MappedPages:
         before = self._shown.pop(slot, None)
         if before is not None:
             self._advise(before, DONT_NEED)
-        for run in self._reader.runs(page):
+        for run in self._reader.location(page).runs:
             run.file.require(run.offset, run.needed)
         self._shown[slot] = page
         self._advise(page, POPULATE_READ)
-        self.bytes_mapped += sum(self._memory(run)[1] for run in self._reader.runs(page))
+        self.bytes_mapped += sum(self._memory(run)[1] for run in self._reader.location(page).runs)
 
     def views(self, page: Page) -> Weights:
         """The page's tensors by their canonical names, as row blocks from top to bottom."""
@@ -97,7 +98,7 @@ class MappedPages:
         return self._files[path]
 
     def _advise(self, page: Page, advice: int) -> None:
-        for run in self._reader.runs(page):
+        for run in self._reader.location(page).runs:
             error = _madvise(*self._memory(run), advice)
             if error:
                 raise MoeschedError(

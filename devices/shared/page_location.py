@@ -1,0 +1,116 @@
+"""The location of a page's tensors in the files of a checkpoint and in a slot; computed, nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from moesched.models.checkpoint import Blocks, StoredTensor
+from moesched.models.config import ITEM_BYTES
+from moesched.models.layout import Extent, Page
+from moesched.models.tensors import Shape
+
+from .arena import round_down, round_up
+
+
+class Placement(NamedTuple):
+    """The place of a tensor's rows in the slot that holds their page."""
+
+    tensor: str
+    rows: tuple[int, int]
+    shape: Shape
+    offset: int  # bytes from the start of the slot
+
+
+class Run(NamedTuple):
+    """One read: the blocks of a file that hold neighbouring extents."""
+
+    file: Blocks
+    offset: int
+    nbytes: int
+    needed: int  # bytes up to the end of the last extent
+    at: int  # bytes from the start of the slot
+
+
+class PageLocation(NamedTuple):
+    """The blocks of the files that hold a page, and the places of its tensors in a slot.
+
+    A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So a page is read as the blocks
+    that cover it, and its tensors lie in the slot as they lie in those. A page with a tensor that is stored in another
+    dtype than the layout's, or at an offset where no view of its dtype can start, is converted on the way and lies at
+    the layout's own offsets.
+
+    Attributes:
+        placements: the place of each extent, in the page's order.
+        runs: the reads that fill the slot; none where the page is converted.
+        nbytes: bytes of the slot that are filled.
+        bytes_to_read: bytes, in whole blocks, that reading the page asks of the files.
+    """
+
+    placements: tuple[Placement, ...]
+    runs: tuple[Run, ...]
+    nbytes: int
+    bytes_to_read: int
+
+
+def locate(
+    page: Page, dtype: str, tensors: Mapping[str, StoredTensor], files: Mapping[Path, Blocks]
+) -> PageLocation:
+    """Find a page whose kernels need that dtype."""
+    stored = [tensors[extent.tensor] for extent in page.extents]
+    ranges = [byte_range(each, extent.rows) for each, extent in zip(stored, page.extents, strict=True)]
+    if any(_must_convert(each, start, dtype) for each, (start, _) in zip(stored, ranges, strict=True)):
+        offsets = [extent.offset for extent in page.extents]
+        to_read = sum(round_up(end) - round_down(start) for start, end in ranges)
+        return PageLocation(_placed(page.extents, stored, offsets), (), page.nbytes, to_read)
+    runs, offsets = _runs([(each.file, *span) for each, span in zip(stored, ranges, strict=True)], files)
+    filled = runs[-1].at + runs[-1].nbytes  # runs lie one behind the other
+    return PageLocation(_placed(page.extents, stored, offsets), runs, filled, filled)
+
+
+def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
+    """The range of the rows in their file: whole rows, even if only some columns are needed."""
+    first, end = rows
+    return stored.offset + first * row_bytes(stored), stored.offset + end * row_bytes(stored)
+
+
+def row_bytes(stored: StoredTensor) -> int:
+    """Bytes from one row to the next in the file."""
+    if stored.columns is not None:
+        return stored.columns.of * ITEM_BYTES[stored.dtype]
+    return stored.nbytes // stored.shape[0]
+
+
+def _must_convert(stored: StoredTensor, start: int, dtype: str) -> bool:
+    return stored.dtype != dtype or stored.columns is not None or start % ITEM_BYTES[dtype] != 0
+
+
+def _runs(
+    spans: list[tuple[Path, int, int]], files: Mapping[Path, Blocks]
+) -> tuple[tuple[Run, ...], list[int]]:
+    """The reads that fetch these bytes of files, neighbours as one, and the place of each span in the slot."""
+    runs: list[Run] = []
+    offsets = [0] * len(spans)
+    for index, (path, start, end) in sorted(enumerate(spans), key=itemgetter(1)):
+        file, last = files[path], runs[-1] if runs else None
+        if last and last.file is file and round_down(start) <= last.offset + last.nbytes:
+            runs[-1] = _run_to(file, last.offset, end, last.at)
+        else:
+            runs.append(_run_to(file, round_down(start), end, last.at + last.nbytes if last else 0))
+        offsets[index] = runs[-1].at + start - runs[-1].offset
+    return tuple(runs), offsets
+
+
+def _run_to(file: Blocks, offset: int, end: int, at: int) -> Run:
+    return Run(file, offset, round_up(end) - offset, end - offset, at)
+
+
+def _placed(
+    extents: tuple[Extent, ...], stored: list[StoredTensor], offsets: list[int]
+) -> tuple[Placement, ...]:
+    return tuple(
+        Placement(extent.tensor, extent.rows, (extent.rows[1] - extent.rows[0], *each.shape[1:]), offset)
+        for extent, each, offset in zip(extents, stored, offsets, strict=True)
+    )
