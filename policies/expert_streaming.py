@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.resident_pages import keep_beside_buffer
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool
@@ -61,9 +62,7 @@ class ExpertStreaming:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                step.attention(i, j)
-                if not step.kv_on_accelerator(j):
-                    step.offload_kv(i, j)
+                attend(step, i, j)
             routing = [step.route(i, j) for j in step.micro_batches]
             self._let_go(step, (i, -1))
             routed = [await handle for handle in routing]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from moesched.dispatch.kv_placement import split_kv
+from moesched.dispatch.kv_placement import attend_on_accelerator, split_kv
 from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -40,7 +40,7 @@ class FlexGen:
             self._fetch(step, i + 1)
             for j in step.micro_batches:
                 step.pre_attention(i, j)
-                self._attend(step, i, j)
+                attend_on_accelerator(step, i, j)
                 step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
@@ -57,7 +57,7 @@ class FlexGen:
             if not step.kv_on_accelerator(j):
                 self._load(step, loads)
             step.pre_attention(i, j)
-            self._attend(step, i, j)
+            attend_on_accelerator(step, i, j)
             step.post_attention(i, j)
         for j in step.micro_batches:
             step.sample(j)
@@ -66,11 +66,6 @@ class FlexGen:
         """The next keys and values that come from the host, if any do."""
         for load in islice(loads, 1):
             step.load_kv(*load)
-
-    def _attend(self, step: Step, i: int, j: int) -> None:
-        step.attention(i, j)
-        if not step.kv_on_accelerator(j):
-            step.offload_kv(i, j)
 
     def _fetch(self, step: Step, i: int) -> None:
         """All that streams of a layer, as one transfer; past the last layer, that of the next step's first."""

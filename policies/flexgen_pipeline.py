@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from moesched.dispatch.kv_placement import attend_on_accelerator
 from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -62,8 +63,7 @@ class FlexGenPipeline:
             for load in loads[number : number + 1]:
                 step.load_kv(*load)
             step.pre_attention(i, j)
-            step.attention(i, j)
-            step.offload_kv(i, j)
+            attend_on_accelerator(step, i, j)
             step.post_attention(i, j)
         for j in group:
             step.sample(j)

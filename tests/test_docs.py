@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moesched import run_model
+from moesched import dispatch, run_model, simulate_model
 from moesched.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -86,13 +86,65 @@ def test_the_readme_s_policy_generates_the_tokens_of_any_other(
     assert expected.text[0] in capsys.readouterr().out
 
 
-def test_the_policy_kit_s_page_runs_and_its_policy_generates_the_tokens_of_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="session")
+def kit_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The code of the policy kit's page, as the name of a module."""
     page = (ROOT / "docs" / "policy-kit.md").read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    (tmp_path / "policy_kit_page.py").write_text("\n".join(blocks))
-    monkeypatch.syspath_prepend(tmp_path)
-    ours = run_model(MODEL, ["Return a new"], policy="policy_kit_page:WhereItIs", max_new_tokens=8)
-    expected = run_model(MODEL, ["Return a new"], policy="resident", max_new_tokens=8)
+    folder = tmp_path_factory.mktemp("kit")
+    (folder / "policy_kit_page.py").write_text("\n".join(blocks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        import_module("policy_kit_page")
+    return "policy_kit_page"
+
+
+@pytest.mark.parametrize("policy", ["TwoBuffers", "WhereItIs", "FirstInFirstOut", "Overlapping"])
+def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other(kit_page: str, policy: str) -> None:
+    prompts = ["Return a new", "Raise an error if"]
+    ours = run_model(MODEL, prompts, policy=f"{kit_page}:{policy}", max_new_tokens=8, micro_batch_size=1)
+    expected = run_model(MODEL, prompts, policy="resident", max_new_tokens=8)
     assert ours.text == expected.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [
+        ("TwoBuffers", {"fetch", "cpu_attention"}),
+        ("WhereItIs", {"offload_routed", "load_routed"}),
+        ("FirstInFirstOut", {"fetch", "offload_routed"}),
+    ],
+)
+def test_each_policy_of_the_kit_s_page_offloads_where_the_accelerator_is_too_small(
+    kit_page: str, policy: str, kinds: set[str]
+) -> None:
+    report = simulate_model(
+        MODEL,
+        machine="t4",
+        policy=f"{kit_page}:{policy}",
+        workload="uniform",
+        gen=4,
+        batch_size=4,
+        micro_batch_size=2,
+        budgets={"gpu": "12MB"},
+    )
+    assert kinds <= {kind.kind for kind in report.kinds}
+
+
+def test_the_node_policy_of_the_kit_s_page_adds_up_the_outputs_of_two_nodes(kit_page: str) -> None:
+    report = simulate_model(
+        MODEL,
+        machine="m2-ultra",
+        nodes=2,
+        network="10gbe",
+        policy=f"{kit_page}:Overlapping",
+        workload="uniform",
+        gen=4,
+        batch_size=1,
+    )
+    assert {"run_expert", "all_reduce"} <= {kind.kind for kind in report.kinds}
+
+
+def test_the_kit_s_page_explains_every_name_of_the_kit() -> None:
+    page = (ROOT / "docs" / "policy-kit.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(dispatch.__all__)

@@ -64,6 +64,7 @@ KIT = [
     "assign",
     "assign_by_rows",
     "attend",
+    "attend_on_accelerator",
     "best_placement",
     "decide",
     "double_buffered",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         users_of,
     )
     from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-    from moesched.dispatch.kv_placement import attend, place_kv_that_fits, split_kv
+    from moesched.dispatch.kv_placement import attend, attend_on_accelerator, place_kv_that_fits, split_kv
     from moesched.dispatch.layer_by_layer import LayerByLayer
     from moesched.dispatch.layer_makespan import Layer, LayerCosts, LayerDecision, decide
     from moesched.dispatch.node_placement import (
@@ -58,7 +58,7 @@ _NAMES = {
         "users_of",
     ),
     "expert_pool": ("ExpertPool", "all_fit", "experts_that_fit", "host_has_experts"),
-    "kv_placement": ("attend", "place_kv_that_fits", "split_kv"),
+    "kv_placement": ("attend", "attend_on_accelerator", "place_kv_that_fits", "split_kv"),
     "layer_by_layer": ("LayerByLayer",),
     "layer_makespan": ("Layer", "LayerCosts", "LayerDecision", "decide"),
     "node_placement": (
@@ -94,6 +94,7 @@ __all__ = [
     "assign",
     "assign_by_rows",
     "attend",
+    "attend_on_accelerator",
     "best_placement",
     "decide",
     "double_buffered",

@@ -52,12 +52,19 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
 
 def attend(step: Step, i: int, j: int) -> None:
     """Run a micro-batch's attention where its KV cache is; in prefill, always on the accelerator."""
-    if step.kv_on_accelerator(j):
-        step.attention(i, j)
-    elif step.kind == "prefill":
-        step.attention(i, j)
-        step.offload_kv(i, j)
+    if step.kind == "prefill" or step.kv_on_accelerator(j):
+        attend_on_accelerator(step, i, j)
     else:
         step.offload_qkv(i, j)
         step.cpu_attention(i, j)
         step.load_hidden(i, j)
+
+
+def attend_on_accelerator(step: Step, i: int, j: int) -> None:
+    """Run a micro-batch's attention on the accelerator; copy new keys and values to the host if its KV cache is there.
+
+    In decode, submit `load_kv` first for a KV cache on the host.
+    """
+    step.attention(i, j)
+    if not step.kv_on_accelerator(j):
+        step.offload_kv(i, j)
