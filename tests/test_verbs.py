@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from moesched.machines import load_machine
+from moesched.plugins import make_policy
 from moesched.steps import step
+from moesched.steps.plan import Plan
 from moesched.steps.verbs.page import page
 from moesched.steps.verbs.table import VERBS, paths, picture
+from moesched.tasks import Kernel, Lane, Work
+from moesched.testing import Case
+from moesched.testing.symbolic import SymbolicDevice
+from moesched.testing.symbolic.batch import SymbolicBatch
+from moesched.testing.symbolic.exchanges import Board
+from moesched.testing.symbolic.verbs import verbs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,3 +42,21 @@ def test_a_verb_is_a_method_of_a_step_and_its_number_is_its_place_in_the_table()
 def test_the_picture_shows_every_verb_that_moves_a_micro_batch_once() -> None:
     shown = [verb.name for path in paths() for verb in path]
     assert sorted(shown) == sorted(verb.name for verb in VERBS if verb.leaves != verb.needs)
+
+
+def a_plan() -> Plan:
+    return Case(name="small", machine=load_machine("t4")).plan(make_policy("resident"))
+
+
+def test_the_symbolic_device_has_an_entry_for_every_verb_of_the_table_that_has_a_task() -> None:
+    plan = a_plan()
+    entries = verbs_of(plan, SymbolicBatch(plan), Board())
+    assert {verb.name for verb in VERBS if verb.lane} <= entries.keys()
+
+
+def test_the_symbolic_device_names_a_verb_without_an_entry() -> None:
+    device = SymbolicDevice()
+    device.begin(a_plan())
+    task = Kernel(Lane("accelerator"), Work("unknown", "gpu"), "transmogrify", 2, 1)
+    with pytest.raises(NotImplementedError, match=r"transmogrify L2 mb1: .* has no verb transmogrify"):
+        device.execute(task)

@@ -1,0 +1,79 @@
+"""The verbs of the first half of a layer, with the embedding before it, and the copies of its data."""
+
+from __future__ import annotations
+
+from moesched.tasks import Task
+from moesched.testing.symbolic.batch import SymbolicBatch
+from moesched.testing.symbolic.data import Access, Key
+from moesched.testing.symbolic.model import append, attend, embed, positions, project
+
+
+class Attention:
+    """From tokens to the output of attention, on either processor."""
+
+    def __init__(self, batch: SymbolicBatch) -> None:
+        self._batch = batch
+
+    def embed(self, task: Task, data: Access) -> None:
+        """Look up the tokens of a step, or of a chunk of the prompts."""
+        j = task.micro_batch
+        data.write(self._batch.hidden(task), embed(data.read(("tokens" if task.step else "prompt", j))))
+        data.write(("positions", j), positions(task.step, self._batch.starts(task)))
+
+    def pass_hidden(self, task: Task, data: Access) -> None:
+        """Copy a hidden state to the next accelerator of a pipeline."""
+        source, destination = task.operands
+        data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
+
+    def pre_attention(self, task: Task, data: Access) -> None:
+        """Queries, keys and values."""
+        hidden = data.read(self._batch.hidden(task))
+        data.write(("qkv", task.micro_batch), project(task.layer, hidden, data.weights(task.operands)))
+
+    def attention(self, task: Task, data: Access) -> None:
+        """Attention on the accelerator, over the cache there or over a copy of keys and values from the host's."""
+        batch, j = self._batch, task.micro_batch
+        key, held = self._cache(task), None
+        if batch.kv_on_host(task):
+            key = ("kv slot", task.operands) if task.step else ("kv of prompts", batch.whole(task))
+            held = None if batch.continues(task) else 0  # the layer before left its keys and values there
+        data.write(("attention", j), self._attend(task, data, ("qkv", j), key, held))
+
+    def cpu_attention(self, task: Task, data: Access) -> None:
+        """Attention on the host."""
+        j, where = task.micro_batch, self._batch.on_host
+        output = self._attend(task, data, (f"qkv{where}", j), self._cache(task))
+        data.write((f"attention{where}", j), output)
+
+    def load_kv(self, task: Task, data: Access) -> None:
+        """Copy a layer's cache from the host to a buffer on the accelerator."""
+        data.read(("positions", task.micro_batch))
+        data.write(("kv slot", task.operands), data.read(self._cache(task)))
+
+    def offload_kv(self, task: Task, data: Access) -> None:
+        """Append the new keys and values to the cache on the host."""
+        self._append(task, data, data.read(("qkv", task.micro_batch)), self._cache(task))
+
+    def offload_qkv(self, task: Task, data: Access) -> None:
+        """Copy queries, keys and values to the host."""
+        j = task.micro_batch
+        data.write((f"qkv{self._batch.on_host}", j), data.read(("qkv", j)))
+
+    def load_hidden(self, task: Task, data: Access) -> None:
+        """Copy the host's attention output to the accelerator."""
+        j = task.micro_batch
+        data.write(("attention", j), data.read((f"attention{self._batch.on_host}", j)))
+
+    def _cache(self, task: Task) -> Key:
+        return "kv", task.layer, self._batch.whole(task)
+
+    def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
+        """Append to a cache, which holds what was last written there unless `held` is given, and attend over it."""
+        qkv = data.read(source)
+        return attend(task.layer, qkv, self._append(task, data, qkv, key, held))
+
+    def _append(self, task: Task, data: Access, qkv: int, key: Key, held: int | None = None) -> int:
+        before = data.read(key) if held is None else held
+        cache = append(before, qkv, data.read(("positions", task.micro_batch)))
+        data.write(key, cache)
+        return cache

@@ -1,0 +1,66 @@
+"""The micro-batches of a batch, as the verbs of a symbolic device ask for them."""
+
+from __future__ import annotations
+
+from moesched.machines.group import numbered
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.testing.symbolic.data import Key
+from moesched.testing.symbolic.model import first_tokens
+
+
+class SymbolicBatch:
+    """Data and sizes of the micro-batch that a task names: one of decoding, or a chunk in prefill.
+
+    Attributes:
+        on_host: the end of the names of data in the host's memory; empty where the machine has one memory.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.config = plan.layout.config
+        self.on_host = "" if plan.machine.unified else " on the host"
+        self._micro_batches = plan.batch.micro_batches
+        self._chunks = plan.chunks
+        self._kv_on_host = set() if plan.machine.unified else set(plan.kv.held_by("host"))
+        self._memory_of = {
+            numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
+        }
+
+    def prompts(self) -> dict[Key, int]:
+        """The data that is there before the first task, apart from weights."""
+        tokens: dict[Key, int] = {
+            ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
+        }
+        for index, chunk in self._chunks.items():
+            tokens["prompt", index] = first_tokens(chunk.requests, chunk.starts)
+        return tokens
+
+    def hidden(self, task: Task) -> Key:
+        """The hidden state in the memory of the accelerator that a kernel runs on."""
+        return "hidden", task.micro_batch, self._memory_of[task.lane.name]
+
+    def tokens(self, task: Task) -> int:
+        """The number of tokens that pass a layer together."""
+        if task.step:
+            return len(self._micro_batches[task.micro_batch])
+        return sum(self._chunks[task.micro_batch].tokens)
+
+    def starts(self, task: Task) -> tuple[int, ...]:
+        """In prefill, the tokens of each request in earlier chunks."""
+        return () if task.step else self._chunks[task.micro_batch].starts
+
+    def continues(self, task: Task) -> bool:
+        """Whether keys and values of the micro-batch are there from an earlier step or chunk."""
+        return bool(task.step) or self._chunks[task.micro_batch].before >= 0
+
+    def sampled(self, task: Task) -> tuple[int, ...]:
+        """The requests that a token is sampled for."""
+        return self._micro_batches[task.micro_batch] if task.step else self._chunks[task.micro_batch].ends
+
+    def whole(self, task: Task) -> int:
+        """The micro-batch of decoding that a task's chunk is part of."""
+        return task.micro_batch if task.step else self._chunks[task.micro_batch].micro_batch
+
+    def kv_on_host(self, task: Task) -> bool:
+        """Whether the KV cache is in the host's memory, away from the accelerator."""
+        return self.whole(task) in self._kv_on_host

@@ -1,0 +1,90 @@
+"""The data of a symbolic device, and the check that no task touches what another one is changing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping
+from itertools import count
+from typing import Any
+
+from moesched.steps.memory import View
+from moesched.tasks import Task
+from moesched.testing.symbolic.model import symbol
+
+Key = Hashable
+"""The name of a piece of data: a slot, or words and numbers such as ("hidden", 2)."""
+
+
+class Clash(AssertionError):
+    """A task read or wrote data while another task was changing it."""
+
+
+class Access:
+    """The reads and writes of one task.
+
+    Attributes:
+        start: when the task began.
+        reads: the data that it read.
+        writes: its values by the data that they are written to, once the task ends.
+    """
+
+    def __init__(self, values: Mapping[Key, int], start: int) -> None:
+        self._values = values
+        self.start = start
+        self.reads: set[Key] = set()
+        self.writes: dict[Key, int] = {}
+
+    def read(self, key: Key) -> int:
+        """The present value; 0 where nothing was written yet."""
+        self.reads.add(key)
+        return self._values.get(key, 0)
+
+    def write(self, key: Key, value: int) -> None:
+        """Set a value when the task ends."""
+        self.writes[key] = value
+
+    def weights(self, view: View[Any]) -> dict[int, int]:
+        """A symbol of the pages that a view shows, by expert; -1 is the dense part."""
+        held: dict[int, list[int]] = {}
+        for page, slot in zip(view.pages, view.slots, strict=True):
+            held.setdefault(page.expert, []).append(self.read(slot))
+        return {part: symbol("weights", *pages) for part, pages in held.items()}
+
+
+class Data:
+    """Values by key, with the times of the last read and the last write of each.
+
+    A virtual driver executes a task when its start and end are known; times on threads are ticks.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Key, int] = {}
+        self._written: dict[Key, int] = {}
+        self._read: dict[Key, int] = {}
+        self._ticks = count()
+        self._lock = threading.Lock()
+
+    def begin(self, task: Task) -> Access:
+        """Note the start of a task."""
+        return Access(self.values, task.start if task.end >= 0 else next(self._ticks))
+
+    def end(self, task: Task, access: Access) -> None:
+        """Write what a task computed.
+
+        Raises:
+            Clash: another task changed what it used, or used what it changed, while it ran.
+        """
+        reads, writes = access.reads, access.writes
+        with self._lock:
+            end = task.end if task.end >= 0 else next(self._ticks)
+            for key in reads | writes.keys():
+                if self._written.get(key, -1) > access.start:
+                    raise Clash(f"{task.label} uses {key} while another task changes it")
+            for key in writes:
+                if self._read.get(key, -1) > access.start:
+                    raise Clash(f"{task.label} changes {key} while another task reads it")
+            for key in reads:
+                self._read[key] = max(end, self._read.get(key, -1))
+            for key, value in writes.items():
+                self._written[key] = end
+                self.values[key] = value

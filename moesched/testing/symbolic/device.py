@@ -1,0 +1,84 @@
+"""The symbolic device: runs each task by the table of verbs, and checks the data that it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moesched.drivers.lanes import LaneKind
+from moesched.models.layout import Page, WeightLayout
+from moesched.requests.sampling import Sampling
+from moesched.seams import Device, Transport
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+from moesched.testing.symbolic.batch import SymbolicBatch
+from moesched.testing.symbolic.data import Data
+from moesched.testing.symbolic.exchanges import Board
+from moesched.testing.symbolic.verbs import Verb, verbs_of
+
+
+class SymbolicDevice:
+    """Runs a batch of one model on symbols.
+
+    Args:
+        fails: says of a task whether it is to fail; by default none does.
+    """
+
+    def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
+        self._fails = fails or (lambda task: False)
+        self._board = Board()
+        self._data = Data()
+        self._verbs: dict[str, Verb] = {}
+
+    def join(self, rank: int, transport: Transport | None, first: Device) -> None:
+        """Become one of several nodes of this process; exchanges go through the first one, without a transport."""
+        assert isinstance(first, SymbolicDevice)
+        self._board = first._board
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The layout of the batch's plan."""
+        return self._plan.layout
+
+    @property
+    def streams(self) -> None:
+        """There are none."""
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        """Worker threads, all of them."""
+        return {}
+
+    def slot_bytes(self, page: Page) -> int:
+        """Bytes that a page takes in a slot."""
+        return page.nbytes
+
+    def begin(
+        self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
+    ) -> None:
+        """Forget the batch before. Symbols stand for the prompts, whatever their tokens are."""
+        self._plan = plan
+        batch = SymbolicBatch(plan)
+        self._data = Data()
+        self._data.values.update(batch.prompts())
+        for slot in plan.weights.home.slots if plan.weights.home else ():
+            self._data.values[slot] = slot.page.id if slot.page is not None else 0
+        self._verbs = verbs_of(plan, batch, self._board)
+
+    def execute(self, task: Task) -> Any:
+        """Run one task; its value is known and its writes are seen at its end.
+
+        Raises:
+            NotImplementedError: the device has no such verb.
+        """
+        if task.verb not in self._verbs:
+            raise NotImplementedError(f"{task.label}: the symbolic device has no verb {task.verb}")
+        access = self._data.begin(task)
+        if self._fails(task):
+            raise RuntimeError(f"{task.label} was told to fail")
+        value = self._verbs[task.verb](task, access)
+        self._data.end(task, access)
+        return value
+
+    async def aclose(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,84 @@
+"""The verbs that exist only where several nodes share the experts, and the board on which the nodes post data."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from moesched.steps.node_tasks import ROWS, SUM, TOKENS
+from moesched.steps.reservations import NodeShare
+from moesched.tasks import Task
+from moesched.testing.symbolic.data import Access
+from moesched.testing.symbolic.experts import Experts
+
+
+class Board:
+    """The values that nodes of one process bring to their exchanges."""
+
+    def __init__(self) -> None:
+        self._posted: dict[tuple[str, int, int, int], dict[int, Any]] = {}
+        self._lock = threading.Lock()
+
+    def post(self, task: Task, data: str, node: int, value: Any) -> None:
+        """Leave what a node brings to the exchange that follows a task."""
+        with self._lock:
+            self._posted.setdefault((data, task.step, task.layer, task.micro_batch), {})[node] = value
+
+    def posted(self, task: Task) -> list[Any]:
+        """The values brought to an exchange, in the order of the nodes."""
+        with self._lock:
+            posted = self._posted[task.operands, task.step, task.layer, task.micro_batch]
+            return [posted[node] for node in sorted(posted)]
+
+
+class Exchanges:
+    """Sums over nodes, and the results that the first node of a centralised plan sends to the others."""
+
+    def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
+        self._nodes = nodes
+        self._experts = experts
+        self._board = board
+
+    def partial_sum(self, task: Task, data: Access) -> None:
+        """Post the outputs of the node's own experts."""
+        own = [e for e, node in task.operands.items() if node == self._nodes.index]
+        self._post(task, SUM, {e: data.read(("output", e, task.micro_batch)) for e in own})
+
+    def all_reduce(self, task: Task, data: Access) -> None:
+        """Take the outputs of all nodes' experts."""
+        for outputs in self._board.posted(task):
+            for e, output in outputs.items():
+                data.write(("output", e, task.micro_batch), output)
+
+    def gather(self, task: Task, data: Access) -> None:
+        """The same on the first node; the others have posted theirs."""
+        if self._nodes.attends:
+            self.all_reduce(task, data)
+
+    def broadcast(self, task: Task, data: Access) -> None:
+        """Take what the first node posted."""
+        key = ("normed" if task.operands == ROWS else "tokens", task.micro_batch)
+        if self._nodes.attends:
+            data.read(key)
+        else:
+            data.write(key, self._board.posted(task)[0])
+
+    def route_for_all(self, task: Task, data: Access) -> dict[int, int]:
+        """Route on the first node, and post the rows."""
+        routed = self._experts.route(task, data)
+        self._post(task, ROWS, data.writes["normed", task.micro_batch])
+        return routed
+
+    def sample_for_all(self, task: Task, data: Access) -> list[int]:
+        """Sample on the first node, and post the tokens."""
+        tokens = self._experts.sample(task, data)
+        self._post(task, TOKENS, tokens)
+        return tokens
+
+    def sampled(self, task: Task, data: Access) -> list[int]:
+        """The tokens that the first node sampled."""
+        tokens: Any = data.read(("tokens", task.micro_batch))
+        return list(tokens)
+
+    def _post(self, task: Task, data: str, value: Any) -> None:
+        self._board.post(task, data, self._nodes.index, value)

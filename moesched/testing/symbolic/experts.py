@@ -1,0 +1,82 @@
+"""The verbs of the second half of a layer, with the sampling after the last one, on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesched.tasks import HostKernel, Task
+from moesched.testing.symbolic.batch import SymbolicBatch
+from moesched.testing.symbolic.data import Access
+from moesched.testing.symbolic.model import choose_experts, combine, expert, project_output, sample, symbol
+
+
+class Experts:
+    """From the output of attention to the next layer's input or to tokens, with experts on either processor."""
+
+    def __init__(self, batch: SymbolicBatch) -> None:
+        self._batch = batch
+
+    def post_attention(self, task: Task, data: Access) -> None:
+        """Router, experts and their sum as one kernel."""
+        weights = data.weights(task.operands)
+        hidden = self._project_output(task, data, weights)
+        outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
+        data.write(self._batch.hidden(task), combine(hidden, outputs))
+
+    def route(self, task: Task, data: Access) -> dict[int, int]:
+        """Choose experts."""
+        hidden = self._project_output(task, data, data.weights(task.operands))
+        data.write(self._batch.hidden(task), hidden)
+        data.write(("normed", task.micro_batch), hidden)
+        return self._choose(task, hidden)
+
+    def chosen(self, task: Task, data: Access) -> dict[int, int]:
+        """The experts that the first node chose, on a node without attention."""
+        return self._choose(task, data.read(("normed", task.micro_batch)))
+
+    def preview_route(self, task: Task, data: Access) -> dict[int, int]:
+        """Guess the next layer's experts."""
+        hidden, weights = data.read(self._batch.hidden(task)), data.weights(task.operands)[-1]
+        return self._choose(task, symbol("preview", task.layer, hidden, weights))
+
+    def offload_routed(self, task: Task, data: Access) -> None:
+        """Copy routed rows to the host."""
+        j = task.micro_batch
+        data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
+
+    def run_expert(self, task: Task, data: Access) -> None:
+        """One expert."""
+        where = self._batch.on_host if isinstance(task, HostKernel) else ""
+        hidden = data.read((f"normed{where}", task.micro_batch))
+        output = expert(task.layer, task.expert, hidden, data.weights(task.operands)[task.expert])
+        data.write((f"output{where}", task.expert, task.micro_batch), output)
+
+    def warm_expert(self, task: Task, data: Access) -> None:
+        """Read an expert's weights."""
+        data.weights(task.operands)
+
+    def load_routed(self, task: Task, data: Access) -> None:
+        """Copy the outputs of experts on the host to the accelerator."""
+        j = task.micro_batch
+        for e in task.operands:
+            data.write(("output", e, j), data.read((f"output{self._batch.on_host}", e, j)))
+
+    def combine(self, task: Task, data: Access) -> None:
+        """Add up the outputs of the chosen experts."""
+        hidden = data.read(self._batch.hidden(task))
+        outputs = [data.read(("output", e, task.micro_batch)) for e in self._choose(task, hidden)]
+        data.write(self._batch.hidden(task), combine(hidden, outputs))
+
+    def sample(self, task: Task, data: Access) -> list[int]:
+        """Choose the next tokens."""
+        key = ("tokens", self._batch.whole(task))
+        tokens = sample(data.read(self._batch.hidden(task)), self._batch.sampled(task))
+        data.write(key, symbol("tokens", data.read(key), *tokens))
+        return tokens
+
+    def _project_output(self, task: Task, data: Access, weights: Mapping[int, int]) -> int:
+        attention, hidden = data.read(("attention", task.micro_batch)), data.read(self._batch.hidden(task))
+        return project_output(task.layer, attention, hidden, weights[-1])
+
+    def _choose(self, task: Task, hidden: int) -> dict[int, int]:
+        return choose_experts(self._batch.config, hidden, self._batch.tokens(task))

@@ -1,0 +1,115 @@
+"""The model, on symbols: what each operation makes of its inputs, and the tokens that come of it without a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from random import Random
+
+from moesched.models.config import ModelConfig
+from moesched.requests.batch import Batch
+from moesched.steps.plan import Plan
+
+VOCABULARY = 50_000
+
+
+def symbol(*parts: int | str) -> int:
+    """A number made of its parts, in their order."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
+
+
+def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
+    """The prompts of a micro-batch; of a chunk, what begins with these tokens of each."""
+    return symbol("prompts", *requests, "from", *starts)
+
+
+def embed(tokens: int) -> int:
+    """Tokens to hidden state."""
+    return symbol("embed", tokens)
+
+
+def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
+    """Hidden state to queries, keys and values."""
+    return symbol("qkv", layer, hidden, weights[-1])
+
+
+def positions(step: int, starts: Iterable[int] = ()) -> int:
+    """The positions of a step's tokens in the cache; in prefill each prompt continues at its start."""
+    return symbol("positions", step, *starts)
+
+
+def append(cache: int, qkv: int, where: int) -> int:
+    """A cache with more keys and values in it."""
+    return symbol("cache", cache, qkv, where)
+
+
+def attend(layer: int, qkv: int, cache: int) -> int:
+    """Attention over a cache."""
+    return symbol("attention", layer, qkv, cache)
+
+
+def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
+    """Attention's output projection and the residual."""
+    return symbol("output", layer, attention, hidden, weights)
+
+
+def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
+    """The number of tokens of each expert that gets any, in ascending order of expert."""
+    random = Random(hidden)
+    counts = [0] * config.experts
+    for _ in range(tokens):
+        for chosen in random.sample(range(config.experts), config.top_k):
+            counts[chosen] += 1
+    return {number: tokens for number, tokens in enumerate(counts) if tokens}
+
+
+def expert(layer: int, number: int, hidden: int, weights: int) -> int:
+    """One expert's output."""
+    return symbol("expert", layer, number, hidden, weights)
+
+
+def combine(hidden: int, outputs: Sequence[int]) -> int:
+    """The experts' outputs, in their order, and the residual."""
+    return symbol("combine", hidden, *outputs)
+
+
+def sample(hidden: int, requests: Iterable[int]) -> list[int]:
+    """A token for each request."""
+    return [symbol("token", hidden, request) % VOCABULARY for request in requests]
+
+
+def expected_tokens(plan: Plan) -> list[list[int]]:
+    """The tokens that every schedule of a plan must produce, by request: the model, run without a schedule."""
+    tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
+    for requests in plan.batch.micro_batches:
+        for fresh in _generate(plan, plan.batch, requests):
+            for request, token in fresh.items():
+                tokens[request].append(token)
+    return tokens
+
+
+def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[dict[int, int]]:
+    layout = plan.layout
+    cache = dict.fromkeys(plan.layers, 0)
+    held = first_tokens(requests)
+    number = batch.micro_batches.index(requests)
+    prefill = [(0, chunk) for chunk in plan.chunks.values() if chunk.micro_batch == number]
+    for index, chunk in [*prefill, *((index, None) for index in range(1, batch.new_tokens))]:
+        count_ = len(requests) if chunk is None else sum(chunk.tokens)
+        starts = () if chunk is None else chunk.starts
+        hidden = embed(held if chunk is None else first_tokens(chunk.requests, starts))
+        for i in plan.layers:
+            dense = symbol("weights", *(page.id for page in layout.dense(i)))
+            qkv = project(i, hidden, {-1: dense})
+            cache[i] = append(cache[i], qkv, positions(index, starts))
+            hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
+            outputs = [
+                expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
+                for e in choose_experts(layout.config, hidden, count_)
+            ]
+            hidden = combine(hidden, outputs)
+        ending = requests if chunk is None else chunk.ends
+        if ending:
+            sampled = sample(hidden, ending)
+            held = symbol("tokens", held, *sampled)
+            yield dict(zip(ending, sampled, strict=True))
