@@ -45,9 +45,27 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
     rows = max(sum(chunk.tokens) for chunk in plan.chunks.values())
     on_the_way = max(rows, plan.batch.sequences(plan.batch.prompts)) * plan.operations.hidden_bytes
     beside = sum(map(plan.slot_bytes, pages)) + experts * expert + on_the_way
-    here = plan.kv_that_fits(beside)
+    here = _fitting(plan, beside)
     plan.place_kv("accelerator", here)
     plan.place_kv("host", set(plan.micro_batches) - set(here))
+
+
+def _fitting(plan: Plan, beside: int) -> list[int]:
+    """The first micro-batches whose KV caches fit the accelerators beside all that is declared.
+
+    beside: further bytes, of each accelerator, that are to stay free for what is declared later.
+    """
+    sizes = plan.reservations.sizes
+    left = min(plan.free("accelerator", stage) for stage in range(len(plan.stages)))
+    left -= beside + sizes.device_kv(plan.micro_batches)
+    layers = max(map(len, plan.stages))
+    fitting = []
+    for number in plan.micro_batches:
+        left += sizes.device_kv([number]) - plan.reservations.cache_bytes(number, layers)
+        if left < 0:
+            break
+        fitting.append(number)
+    return fitting
 
 
 def attend(step: Step, i: int, j: int) -> None:

@@ -139,23 +139,6 @@ class Plan:
             left -= nbytes
         return left
 
-    def kv_that_fits(self, beside: int) -> list[int]:
-        """The first micro-batches whose KV caches fit the accelerators' memories beside all that is declared.
-
-        beside: further bytes, of each accelerator, that are to stay free for what is declared later.
-        """
-        left = min(self.free("accelerator", stage) for stage in range(len(self.stages)))
-        sizes = self.reservations.sizes
-        left -= beside + sizes.device_kv(self.micro_batches)
-        layers = max(map(len, self.stages))
-        fitting = []
-        for number in self.micro_batches:
-            left += sizes.device_kv([number]) - self.reservations.cache_bytes(number, layers)
-            if left < 0:
-                break
-            fitting.append(number)
-        return fitting
-
     # -- what a policy declares --------------------------------------------------------------------
 
     def limit_in_flight(self, micro_batches: int) -> None:
