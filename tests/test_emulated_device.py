@@ -15,8 +15,9 @@ import torch
 
 import moesched
 from moesched.cli.main import main
-from moesched.devices.emulated.device import EmulatedDevice, least_dilation
+from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.emulated.dilated_clock import DilatedClock
+from moesched.devices.emulated.dilation import least_dilation
 from moesched.devices.emulated.rehearsal import Rehearsed, rehearse
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput

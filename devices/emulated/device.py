@@ -8,9 +8,8 @@ real work is to take less than a third of each lane's time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 from math import inf
-from time import perf_counter, perf_counter_ns, process_time
+from time import perf_counter_ns
 from typing import Any, NoReturn
 
 from moesched.drivers.lanes import LaneKind
@@ -22,29 +21,17 @@ from moesched.machines.local import available_memory
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.runs.outcome import Dilations, EmulatedLane, Emulation
+from moesched.runs.outcome import Dilations, Emulation
 from moesched.seams import CostModel, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.units import format_bytes
 
 from ..products.linear import Tensor
-from ..products.team import usable_cores
 from ..torch.device import TorchDevice
-from .dilated_clock import DilatedClock
-from .rehearsal import Rehearsed, rehearse
-
-REAL_SHARE = 1 / 3
-"""How much of a lane's dilated time its real work may take."""
-
-REHEARSED_SHARE = 1 / 4
-"""The same in the rehearsal, where nothing else of the run keeps the cores busy."""
-
-REHEARSED_SHARE_OF_ONE = 1 / 2
-"""And how much of its own time a kind of operation may take there."""
-
-NEGLIGIBLE = 1 / 200
-"""What operations may take beyond that, together, as a share of their lane's time: some are over in microseconds."""
+from .dilated_clock import DilatedClock, Pace
+from .dilation import choose_dilations
+from .meters import Meters
 
 
 class EmulatedDevice:
@@ -71,14 +58,13 @@ class EmulatedDevice:
         self.layout = layout
         self._checkpoint = checkpoint
         self._torch = TorchDevice(checkpoint, layout, keep_logits=keep_logits)
-        self._asked = dilation
+        self._asked = Dilations(dilation, dilation) if dilation else None
         self._time = DilatedClock()
         self._leads = True
         self._cost: CostModel
         self._dilations = Dilations(1.0, 1.0)
-        self._meters: dict[str, _Meter] = {}
-        self._prefilling = 0
-        self._since = (0.0, 0.0)
+        self._pace: Pace | None = None
+        self._meters = Meters(())
 
     @staticmethod
     def machine(host: Machine) -> NoReturn:
@@ -153,14 +139,14 @@ class EmulatedDevice:
         _require_memory(plan)
         self._cost = cost_model(plan.machine, plan.layout.dtype)
         if self._leads:
-            self._dilations = self._choose_dilations(plan)
+            self._dilations = self._asked or choose_dilations(self._checkpoint, self.layout, plan, self._cost)
         self._torch.begin(plan, prompts, sampling)
-        names = ["accelerator", "host", INTERCONNECT, *(link.lane for link in plan.machine.links)]
-        self._meters = {name: _Meter() for name in names}
-        self._prefilling = sum(bool(chunk.ends) for chunk in plan.chunks.values())
-        self._since = perf_counter(), process_time()
+        self._meters = Meters(
+            ["accelerator", "host", INTERCONNECT, *(link.lane for link in plan.machine.links)]
+        )
         if self._leads:
-            self._time.run(self._dilations.prefill)
+            last_chunks = sum(bool(chunk.ends) for chunk in plan.chunks.values())
+            self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread and return when the emulated machine would have."""
@@ -171,9 +157,9 @@ class EmulatedDevice:
         modelled = nanoseconds(task.work, self._cost)
         self._time.wait_until(begun + modelled)
         if task.step >= 0:
-            self._meters[task.lane.name].add(worked, modelled, self._time.now() - begun)
-        if self._leads and task.step == 0 and task.verb == "sample":
-            self._count_prefilled()
+            self._meters.lanes[task.lane.name].add(worked, modelled, self._time.now() - begun)
+        if self._pace is not None and task.step == 0 and task.verb == "sample":
+            self._pace.count_prefilled()
         return value
 
     async def aclose(self) -> None:
@@ -182,59 +168,7 @@ class EmulatedDevice:
 
     def emulation(self) -> Emulation:
         """Real work compared with dilated time since `begin`, without loading."""
-        wall, busy = self._since
-        core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()
-        lanes = {name: meter.result() for name, meter in self._meters.items() if meter.modelled}
-        return Emulation(self._dilations, core_load, lanes)
-
-    def _choose_dilations(self, plan: Plan) -> Dilations:
-        if self._asked:
-            return Dilations(self._asked, self._asked)
-        rehearsed = rehearse(self._checkpoint, self.layout, plan, self._cost)
-        prefill, decode = (
-            plan.layout.config.ranks * least_dilation(rehearsed[kind]) for kind in ("prefill", "decode")
-        )
-        return Dilations(prefill, decode)
-
-    def _count_prefilled(self) -> None:
-        """Go on at the pace of decode when the last micro-batch is through its prompts; one lane samples them all."""
-        self._prefilling -= 1
-        if not self._prefilling:
-            self._time.run(self._dilations.decode)
-
-
-class _Meter:
-    """Adds up one lane's tasks; nanoseconds of the emulated machine."""
-
-    def __init__(self) -> None:
-        self.worked = 0.0
-        self.modelled = self.excess = self.overruns = self.late = 0
-
-    def add(self, worked: float, modelled: int, taken: int) -> None:
-        self.worked += worked
-        self.modelled += modelled
-        self.excess += taken - modelled
-        self.overruns += worked > REAL_SHARE * modelled
-        self.late += worked > modelled
-
-    def result(self) -> EmulatedLane:
-        return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
-
-
-def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation of three binary digits that leaves real work its share of each lane and each operation."""
-    lanes: dict[str, list[Rehearsed]] = {}
-    for each in rehearsed:
-        lanes.setdefault(each.lane, []).append(each)
-    dilations = ((4 + number % 4) / 4 * 2.0 ** (number // 4) for number in count())
-    return next(each for each in dilations if all(_keeps_up(lane, each) for lane in lanes.values()))
-
-
-def _keeps_up(lane: Sequence[Rehearsed], dilation: float) -> bool:
-    modelled = sum(each.modelled for each in lane)
-    real = sum(each.real for each in lane) / dilation
-    beyond = sum(max(0.0, each.real / dilation - REHEARSED_SHARE_OF_ONE * each.modelled) for each in lane)
-    return real <= REHEARSED_SHARE * modelled and beyond <= NEGLIGIBLE * modelled
+        return self._meters.result(self._dilations)
 
 
 def _require_memory(plan: Plan) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter_ns, sleep
 
+from moesched.runs.outcome import Dilations
+
 SPUN_NANOSECONDS = 80_000
 """The end of a wait that is not slept through, since sleepers wake late: even `sleep(0)` some 60 µs; real time."""
 
@@ -43,3 +45,22 @@ class DilatedClock:
             sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
         while self.now() < moment:
             pass
+
+
+class Pace:
+    """The pace of a run's time: that of prefill from now on, and that of decode when the last prompt has passed.
+
+    prompts: chunks of prefill at whose end tokens are sampled.
+    """
+
+    def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
+        self._time = time
+        self._decode = dilations.decode
+        self._left = prompts
+        time.run(dilations.prefill)
+
+    def count_prefilled(self) -> None:
+        """Count one that is through; on the one lane that samples them all."""
+        self._left -= 1
+        if not self._left:
+            self._time.run(self._decode)

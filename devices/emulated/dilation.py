@@ -1,0 +1,47 @@
+"""The choice of a dilation: the least that leaves real work a fraction of each lane's time, found by a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import WeightLayout
+from moesched.runs.outcome import Dilations
+from moesched.seams import CostModel
+from moesched.steps.plan import Plan
+
+from .rehearsal import Rehearsed, rehearse
+
+LANE_SHARE = 1 / 4
+"""Share of a lane's dilated time that real work may take in the rehearsal, where nothing else keeps the cores busy."""
+
+OPERATION_SHARE = 1 / 2
+"""Share of its own dilated time that a kind of operation may take there."""
+
+NEGLIGIBLE = 1 / 200
+"""Share of a lane's time by which operations together may exceed that: some are over in microseconds."""
+
+
+def choose_dilations(checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel) -> Dilations:
+    """Rehearse a plan; ranks share the cores, and so take as many times longer."""
+    rehearsed, ranks = rehearse(checkpoint, layout, plan, cost), layout.config.ranks
+    return Dilations(
+        ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])
+    )
+
+
+def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
+    """The least dilation of three binary digits that leaves real work its share of each lane and each operation."""
+    lanes: dict[str, list[Rehearsed]] = {}
+    for each in rehearsed:
+        lanes.setdefault(each.lane, []).append(each)
+    dilations = ((4 + number % 4) / 4 * 2.0 ** (number // 4) for number in count())
+    return next(each for each in dilations if all(_keeps_up(lane, each) for lane in lanes.values()))
+
+
+def _keeps_up(lane: Sequence[Rehearsed], dilation: float) -> bool:
+    modelled = sum(each.modelled for each in lane)
+    real = sum(each.real for each in lane) / dilation
+    beyond = sum(max(0.0, each.real / dilation - OPERATION_SHARE * each.modelled) for each in lane)
+    return real <= LANE_SHARE * modelled and beyond <= NEGLIGIBLE * modelled

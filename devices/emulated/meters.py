@@ -1,0 +1,52 @@
+"""Meters of an emulation: real work compared with dilated time, lane by lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter, process_time
+
+from moesched.runs.outcome import Dilations, EmulatedLane, Emulation
+
+from ..products.team import usable_cores
+
+REAL_SHARE = 1 / 3
+"""Share of a task's dilated time that its real work may take before it counts as an overrun."""
+
+
+class LaneMeter:
+    """Adds up one lane's tasks; nanoseconds of the emulated machine."""
+
+    def __init__(self) -> None:
+        self.worked = 0.0
+        self.modelled = self.excess = self.overruns = self.late = 0
+
+    def add(self, worked: float, modelled: int, taken: int) -> None:
+        """Count a task: its real work, the time that the model gives it, and the time that it kept the lane."""
+        self.worked += worked
+        self.modelled += modelled
+        self.excess += taken - modelled
+        self.overruns += worked > REAL_SHARE * modelled
+        self.late += worked > modelled
+
+    def result(self) -> EmulatedLane:
+        """The comparison, of a lane that had tasks."""
+        return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
+
+
+class Meters:
+    """Measures a run from now on.
+
+    Attributes:
+        lanes: the meter of each lane, by name.
+    """
+
+    def __init__(self, lanes: Iterable[str]) -> None:
+        self.lanes = {name: LaneMeter() for name in lanes}
+        self._since = perf_counter(), process_time()
+
+    def result(self, dilations: Dilations) -> Emulation:
+        """Real work compared with dilated time, and the share of this machine's cores that the run kept busy."""
+        wall, busy = self._since
+        core_load = (process_time() - busy) / max(perf_counter() - wall, 1e-9) / usable_cores()
+        lanes = {name: meter.result() for name, meter in self.lanes.items() if meter.modelled}
+        return Emulation(dilations, core_load, lanes)
