@@ -371,6 +371,7 @@ class Loads:
         ("accelerator", [(0, 0)], "load_kv: the KV cache lives on the accelerator: leave it out"),
         ("host", [(0, 0), (0, 1), (1, 0)], r"all 2 slots .* taken: call attention for one of them first"),
         ("host", [(0, 0)], "cpu_attention: L0 mb0 was loaded by load_kv: use attention"),
+        ("host", [(3, 0)], "load_kv: the model has no L3: its layers are L0 to L2"),
     ],
 )
 @pytest.mark.parametrize("machine", ["t4", "unified"])
@@ -380,6 +381,51 @@ def test_keys_and_values_are_loaded_for_attention_that_follows(
     policy = Loads(role, loads)
     case = next(case for case in policy_cases() if case.name == "roomy " + ROOMY[machine])
     with pytest.raises(PolicyError, match=says):
+        run_on_symbols(policy, case.plan(policy))
+
+
+class LoadsLate(Loads):
+    """Loads keys and values when the queries are on the host already."""
+
+    async def decode(self, step: Step) -> None:
+        step.embed(0)
+        step.pre_attention(0, 0)
+        step.offload_qkv(0, 0)
+        step.load_kv(0, 0)
+
+
+class SavesNothing(Loads):
+    """Saves keys and values of a layer before they are there."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__("host", [])
+        self.layer = layer
+
+    async def prefill(self, step: Step) -> None:
+        step.embed(0)
+        step.offload_kv(self.layer, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (
+            LoadsLate("host", []),
+            r"load_kv\(L0, mb0\) needs mb0 at step 1 L0 qkv or earlier in the step, "
+            "but it is at step 1 L0 qkv on the host",
+        ),
+        (
+            SavesNothing(0),
+            r"offload_kv\(L0, mb0\): mb0 has no keys and values to save in L0: call attention before; "
+            "it is at step 0 L0 input",
+        ),
+        (SavesNothing(-1), "offload_kv: the model has no L-1: its layers are L0 to L2"),
+    ],
+    ids=["late load", "nothing to save", "no layer"],
+)
+def test_keys_and_values_move_at_their_time(policy: Loads, says: str) -> None:
+    case = next(case for case in policy_cases() if case.name == "roomy GPU")
+    with pytest.raises(OutOfOrder, match=says):
         run_on_symbols(policy, case.plan(policy))
 
 

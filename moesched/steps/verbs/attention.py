@@ -17,7 +17,7 @@ from moesched.steps.verbs.table import (
     PRE_ATTENTION,
     STRIDE,
 )
-from moesched.tasks import Block, PageTransfer, Task
+from moesched.tasks import Block, Task
 
 
 class AttentionVerbs(Verbs):
@@ -66,13 +66,11 @@ class AttentionVerbs(Verbs):
         `Plan.reserve_kv_buffers` is taken until that `attention`.
         """
         state = self._state
-        batch = self._batches[micro_batch]
+        batch = self._in_time(LOAD_KV, layer, micro_batch)
         kv = batch.kv
         if not self.index or kv.on_accelerator:
             where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
             raise PolicyError(f"load_kv: {where}: leave it out")
-        if not self._base <= batch.progress <= self._needed[LOAD_KV.number] + layer * STRIDE:
-            raise self._out_of_order(LOAD_KV, layer, batch)
         if layer in kv.loaded:
             raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
         stage = state.stage_of[layer]
@@ -85,10 +83,10 @@ class AttentionVerbs(Verbs):
         lane = stage.lanes[LOAD_KV.number]
         if lane is None:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
-        work = batch.works_at[stage.number]["load_kv"]
-        task = PageTransfer(lane, work, "load_kv", layer, batch.index, -1, buffer, self.index)
-        # The positions say where in the cache the keys and values lie.
-        reads = (kv.layers[layer], batch.blocks.positions)
+        # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
+        work = batch.works_at[stage.number][LOAD_KV.name]
+        task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self.index)
+        reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))
 
     def offload_qkv(self, layer: int, micro_batch: int) -> Task:
@@ -118,16 +116,13 @@ class AttentionVerbs(Verbs):
 
     def offload_kv(self, layer: int, micro_batch: int) -> Task:
         """Copy the new tokens' keys and values to the cache on the host, after `attention`."""
-        batch = self._batches[micro_batch]
-        if batch.kv.unsaved != layer:
-            raise OutOfOrder(f"offload_kv: L{layer} mb{micro_batch} has no keys and values to save")
+        batch = self._in_time(OFFLOAD_KV, layer, micro_batch)
         batch.kv.unsaved = -1
         cache = batch.kv.layers[layer]
         # All other readers of the positions lie between this step's `embed` and the next one's; this one may be late.
         reads: tuple[Block, ...] = (cache,)
-        if (
-            self.chunked
-        ):  # attention was over the chunks' keys and values on the accelerator, and touched no cache
+        if self.chunked:
+            # `attention` was over the chunks' keys and values on the accelerator, and touched no cache.
             reads = (cache, batch.blocks.attention)
         reads += self._room(batch, leaves=batch.progress % STRIDE == INPUT)
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))

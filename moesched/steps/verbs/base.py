@@ -67,6 +67,25 @@ class Verbs:
             raise self._out_of_order(verb, layer, batch)
         return batch
 
+    def _in_time(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
+        """The micro-batch, for a verb that may come before or after the progress that it needs.
+
+        Raises:
+            OutOfOrder: it comes too early or too late, or the model has no such layer.
+        """
+        batch = self._batches[micro_batch]
+        if verb.when == "unsaved":
+            in_time = batch.kv.unsaved == layer
+        else:
+            in_time = self._base <= batch.progress <= self._needed[verb.number] + layer * STRIDE
+        if layer not in self.layers:
+            raise OutOfOrder(
+                f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"
+            )
+        if not in_time:
+            raise self._out_of_order(verb, layer, batch)
+        return batch
+
     def _run(
         self,
         verb: Verb,
@@ -142,9 +161,16 @@ class Verbs:
                 f"{verb.name}: node {self.node} does not attend, as the plan is centralised: leave it out where not "
                 "step.attends"
             )
+        about = f"L{layer}, mb{batch.index}" if verb.in_layer else f"mb{batch.index}"
+        if verb.when == "unsaved":
+            return OutOfOrder(
+                f"{verb.name}({about}): mb{batch.index} has no keys and values to save in L{layer}: call attention "
+                f"before; it is at {self._where(batch)}"
+            )
         needed = self._needed[verb.number] + layer * STRIDE - self._base
         needs = "the end of the step before" if needed == -1 else f"step {self.index} {self._point(needed)}"
-        about = f"L{layer}, mb{batch.index}" if verb.in_layer else f"mb{batch.index}"
+        if verb.when == "until":
+            needs += " or earlier in the step"
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )

@@ -18,9 +18,8 @@ A policy schedules a step with verbs. Each one checks the progress of its micro-
 layer a micro-batch takes one of these ways:
 """
 _VERBS = """\
-Verbs that leave the progress as it is may be called while the micro-batch is there. `load_kv` may be called earlier in
-the step, and `offload_kv` at any time after `attention` and before the next layer's `pre_attention`. On a machine with
-one memory the verbs that copy have nothing to do.
+Verbs that leave the progress as it is may be called while the micro-batch is there. `offload_kv` has to be called
+before the next layer's `pre_attention`. On a machine with one memory the verbs that copy have nothing to do.
 """
 _DATA = """\
 The engine works out the edges between tasks from these blocks. `weights` are the pages of the layer or the expert,
@@ -28,11 +27,23 @@ The engine works out the edges between tasks from these blocks. `weights` are th
 without attention, in a centralised plan, have only the verbs that are marked.
 """
 
+_WHEN = {
+    "exactly": "",
+    "until": ", or earlier in the step",
+    "unsaved": ", or later, while keys and values are not saved",
+}
+"""The end of a need, by `Verb.when`."""
+
 
 def page() -> str:
     """The whole page."""
     verbs = [
-        (f"`{verb.name}`", purpose(verb), verb.progress_name(verb.needs), verb.progress_name(verb.leaves))
+        (
+            f"`{verb.name}`",
+            purpose(verb),
+            verb.progress_name(verb.needs) + _WHEN[verb.when],
+            verb.progress_name(verb.leaves),
+        )
         for verb in VERBS
     ]
     data = [
