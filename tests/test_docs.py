@@ -62,6 +62,15 @@ def test_every_stop_of_the_reading_order_and_every_place_to_look_is_named_by_its
                 assert FILE.search(row), row
 
 
+def test_the_reading_order_is_as_long_as_the_pages_say() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = design.split("## A reading order\n")[1].split("\n## ")[0]
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in set(FILE.findall(section)))
+    for page in (section, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        [said] = re.findall(r"about ([\d,]+) lines", page)
+        assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1)
+
+
 def test_every_method_that_a_place_to_look_names_is_defined_there() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     section = design.split("## Where to look\n")[1].split("\n## ")[0]
