@@ -187,6 +187,37 @@ def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
         read_node(pack(Ping(number=3)))
 
 
+def test_a_node_of_another_protocol_is_refused_in_one_line_that_names_both() -> None:
+    sent = {
+        "type": "Join",
+        "protocol": 1,
+        "version": "1.0",
+        "rank": 1,
+        "model": "abc",
+        "process": 7,
+        "epoch": -1,
+    }
+    join = read_node(msgspec.msgpack.encode(sent))
+    assert isinstance(join, JoinRequest)
+    assert said_to(join) == (
+        f"it has moesched 1.0, protocol 1, and the launcher 1.0, protocol {PROTOCOL}: "
+        "install the same version everywhere"
+    )
+
+
+def test_the_join_of_this_protocol_and_its_refusal_are_understood_in_every_other_one() -> None:
+    assert msgspec.msgpack.decode(pack(JOIN)) == {
+        "type": "Join",
+        "protocol": PROTOCOL,
+        "version": "1.0",
+        "rank": 1,
+        "model": "abc",
+        "process": 7,
+        "epoch": -1,
+    }
+    assert msgspec.msgpack.decode(pack(Refused(reason="old"))) == {"type": "Refused", "reason": "old"}
+
+
 def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
     fields = msgspec.to_builtins(JOIN) | {"version": "9.0", "colour": "blue"}
     join = read_node(msgspec.msgpack.encode(fields))

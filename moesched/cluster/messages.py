@@ -10,8 +10,8 @@ from moesched.cluster.node_jobs import NodeRun
 from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
 
-PROTOCOL = 1
-"""Version of these messages; nodes with another one are refused."""
+PROTOCOL = 2
+"""Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
 
@@ -33,8 +33,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # ---------------------------------------------------------------- from a node
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A node asks to join. Unknown fields are accepted, so that a node of a later version is refused with a reason.
+class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown_fields=False):
+    """A node asks to join. One of another version is understood too, unknown fields or not, and refused with a reason.
 
     Attributes:
         protocol: the version of these messages; `version` is that of moesched.
