@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -95,8 +96,14 @@ def problem(kind: Kind, name: str) -> str | None:
     return None
 
 
-def _points(kind: Kind) -> list[EntryPoint]:
-    return list(entry_points(group=f"moesched.{kind}"))
+def _points(kind: Kind) -> tuple[EntryPoint, ...]:
+    return _points_on(tuple(sys.path), kind)
+
+
+@cache
+def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
+    """The plug-ins of the packages on sys.path. Looking through them opens a file for each package."""
+    return tuple(entry_points(group=f"moesched.{kind}"))
 
 
 def _target(kind: Kind, name: str) -> str:

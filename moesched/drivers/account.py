@@ -54,11 +54,13 @@ class Account:
 
         The last `by_hand` of its edges do not come from data.
         """
-        self.expect(task.id == len(self.tasks), f"{task!r} does not follow #{len(self.tasks) - 1}")
-        self.expect(
-            set(task.deps) == expected, f"{task!r} has edges {sorted(set(task.deps))}, not {sorted(expected)}"
-        )
-        self.expect(all(earlier < task.id for earlier in task.deps), f"{task!r} waits for a later task")
+        deps = set(task.deps)
+        if task.id != len(self.tasks):
+            self.broken.append(f"{task!r} does not follow #{len(self.tasks) - 1}")
+        if deps != expected:
+            self.broken.append(f"{task!r} has edges {sorted(deps)}, not {sorted(expected)}")
+        if deps and max(deps) >= task.id:
+            self.broken.append(f"{task!r} waits for a later task")
         self.tasks.append(task)
         self._known.append(WAITING)
         self._later.append([])
@@ -72,7 +74,7 @@ class Account:
         self._left.append(len(waits))
         for earlier in waits:
             self._later[earlier].append(task.id)
-        for earlier in {*task.deps} - {*waits} & self.open:
+        for earlier in deps - {*waits} & self.open:
             self._released[earlier].append(task.id)
         self.open.add(task.id)
         if not isinstance(task, Join):
@@ -91,8 +93,10 @@ class Account:
     def admit(self, task: Collective) -> None:
         """All ranks have arrived at a collective."""
         account = self._lanes[task.lane]
-        self.expect(not self._left[task.id], f"{task!r} was admitted before its edges were met")
-        self.expect(task.id not in account.admitted, f"{task!r} was admitted twice")
+        if self._left[task.id]:
+            self.broken.append(f"{task!r} was admitted before its edges were met")
+        if task.id in account.admitted:
+            self.broken.append(f"{task!r} was admitted twice")
         account.admitted.add(task.id)
 
     def unsettled(self) -> list[Task]:
@@ -140,16 +144,18 @@ class Account:
         self._known[task.id] = after
         moves = JOIN_MOVES if isinstance(task, Join) else MOVES
         withdrawn = (before, after) == (READY, WAITING) and task.cause is not None and task.after is not None
-        self.expect(after in moves.get(before, ()) or withdrawn, f"{task!r} was {STATE_NAMES[before]}")
+        if after not in moves.get(before, ()) and not withdrawn:
+            self.broken.append(f"{task!r} was {STATE_NAMES[before]}")
         if after in (READY, RUNNING, DONE):
             missing = [earlier for earlier in self._inputs[task.id] if earlier.state != DONE]
             ahead = ISSUED if after != DONE else DONE
             lost = [each for each in missing if each.state != ahead or not self._on_device(each.id, task)]
-            self.expect(not lost, f"{task!r} goes on although its input {lost} is not there")
-        if after in (FAILED, CANCELLED):
-            self.expect(task.cause is not None, f"{task!r} ended without a cause")
-        if after == CANCELLED:
-            self.expect(task.start < 0 or before == ISSUED, f"{task!r} ran before it was cancelled")
+            if lost:
+                self.broken.append(f"{task!r} goes on although its input {lost} is not there")
+        if after in (FAILED, CANCELLED) and task.cause is None:
+            self.broken.append(f"{task!r} ended without a cause")
+        if after == CANCELLED and task.start >= 0 and before != ISSUED:
+            self.broken.append(f"{task!r} ran before it was cancelled")
         if not isinstance(task, Join):
             self._lanes[task.lane].move(task, self._calls)
 
@@ -167,21 +173,18 @@ class Account:
         if task.cause is not None and task.after is not None and not self._left[task.id]:
             self.await_device(task)
         left = self._left[task.id]
-        self.expect(task.waits == left, f"{task!r} counts {task.waits} earlier tasks, {left} are unsettled")
-        if left:
-            self.expect(task.state == WAITING, f"{task!r} does not wait for the {left} tasks before it")
-        elif task.state == WAITING:
-            self.expect(isinstance(task, Collective), f"{task!r} waits for nothing")
+        if task.waits != left:
+            self.broken.append(f"{task!r} counts {task.waits} earlier tasks, {left} are unsettled")
+        if left and task.state != WAITING:
+            self.broken.append(f"{task!r} does not wait for the {left} tasks before it")
+        if not left and task.state == WAITING and not isinstance(task, Collective):
+            self.broken.append(f"{task!r} waits for nothing")
 
     def expect_running(self, task: Task) -> None:
         """Check that a task which is about to end has its lane."""
         running = task.state == RUNNING and task.lane.running is task
-        self.expect(running or task.state == ISSUED, f"{task!r} ended without having its lane")
-
-    def expect(self, holds: bool, rule: str) -> None:
-        """Note a broken rule."""
-        if not holds:
-            self.broken.append(rule)
+        if not running and task.state != ISSUED:
+            self.broken.append(f"{task!r} ended without having its lane")
 
 
 class _LaneAccount:
