@@ -10,10 +10,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-inpu
 # Compiled during the installation where there is a C compiler.
 KERNEL := $(wildcard devices/products/expert_*.[ch])
 
-SCRIPTS = $(wildcard tests/*.py examples/*.py benchmarks/*.py tools/*.py)
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
-# Scripts and tests call libraries without types; everything else of strict mode holds for them too.
-RELAXED := --allow-untyped-calls --allow-untyped-decorators --allow-subclassing-any --allow-any-generics --no-warn-return-any
 
 .PHONY: help run test lint types format bench pages clean distclean
 
@@ -33,7 +30,6 @@ lint: $(TOOLS) ## check style, format, and the order of packages
 
 types: $(TOOLS) ## check types with mypy, strict
 	$(BIN)/mypy
-	$(BIN)/mypy $(RELAXED) $(SCRIPTS)
 
 format: $(TOOLS) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .

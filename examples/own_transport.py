@@ -40,7 +40,8 @@ class ThreadTransport:
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """Take the root's part."""
-        return self._meet(rank, exchange, array)[root]
+        arrays: list[Array] = self._meet(rank, exchange, array)
+        return arrays[root]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """Take all parts on the root."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_gpu and not has_gpu():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over torch's modules again and again: 5 % of all time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,8 @@ def throughput(where: Setting, traits: Traits, shape: Shape, count: int, residen
     }
     step = max(busy["link"] + fetching, busy["host"], busy["accelerator"])
     prefill = max(fetching, busy["prefill"])
-    return where.new_tokens * shape.size * count / (layers * (prefill + where.new_tokens * step))
+    rate: float = where.new_tokens * shape.size * count / (layers * (prefill + where.new_tokens * step))
+    return rate
 
 
 # -- what policies are like -------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Machine:
         self.driver = RealtimeDriver([self.engine], execute, kinds=kinds, observers=[self])
 
     def execute(self, task: Task) -> Any:
-        return self.bodies.get(task.verb, lambda task: None)(task)
+        body = self.bodies.get(task.verb)
+        return body(task) if body else None
 
     async def execute_later(self, task: Task) -> Any:
         await asyncio.sleep(0)
