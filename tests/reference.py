@@ -127,7 +127,7 @@ def generate(
     sequences = list(range(len(prompts)))
     for sequence, prompt in zip(sequences, prompts, strict=True):
         # Every second one reserves its room, so that views and gathered copies are both used.
-        cache.open(sequence, len(prompt) + steps if sequence % 2 else 0)
+        cache.table.open(sequence, len(prompt) + steps if sequence % 2 else 0)
     new: Sequence[Sequence[int]] = prompts
     chosen: list[list[int]] = [[] for _ in prompts]
     logits = []

@@ -137,9 +137,9 @@ def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
 
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
-    state = MicroBatchState([0], [[1, 2, 3]], [], 1)
+    state = MicroBatchState([0], [[1, 2, 3]])
     state.cache = BlockedKV(config, 1)
-    state.cache.open(0)
+    state.cache.table.open(0)
     state.step = state.cache.extend(state.sequences, [3])
     state.angles = rotary(state.step.positions_T, config.head_dim, config.rope_theta)
     layout = weight_layout(config)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from moesched.devices.torch.kv_cache import BlockedKV, OutOfBlocks
+from moesched.devices.torch.block_table import OutOfBlocks
+from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.errors import BadInput, OverBudget
 from moesched.models.layout import kv_bytes
 from moesched.models.shapes import SHAPES
@@ -54,7 +55,7 @@ def test_its_bytes_are_known_beforehand() -> None:
 def test_a_sequence_finds_what_it_stored_in_every_layer(reserved: int) -> None:
     cache = small_cache()
     for sequence in (1, 2):
-        cache.open(sequence, reserved)
+        cache.table.open(sequence, reserved)
     fill(cache, [1, 2], [5, 3])
     for _ in range(6):
         fill(cache, [2, 1], [1, 1])
@@ -65,9 +66,9 @@ def test_a_sequence_finds_what_it_stored_in_every_layer(reserved: int) -> None:
 
 def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -> None:
     cache = small_cache()
-    cache.open(0, 8)
-    cache.open(1)
-    cache.open(2)
+    cache.table.open(0, 8)
+    cache.table.open(1)
+    cache.table.open(2)
     fill(cache, [0, 1, 2], [8, 4, 4])
     fill(cache, [1], [4])  # its second block cannot follow its first
     views = [cache.views(0, cache.extend([sequence], [0]))[0] for sequence in (0, 1)]
@@ -79,7 +80,7 @@ def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -
 def test_sequences_of_equal_length_that_decode_together_are_one_view() -> None:
     cache = small_cache()
     for sequence in range(3):
-        cache.open(sequence, 8)
+        cache.table.open(sequence, 8)
     fill(cache, [0, 1, 2], [5, 5, 5])
     step = cache.extend([0, 1, 2], [1, 1, 1])
     (view,) = cache.views(1, step)
@@ -90,7 +91,7 @@ def test_sequences_of_equal_length_that_decode_together_are_one_view() -> None:
 def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
     cache = small_cache(blocks=20)
     for sequence, length in enumerate([3, 7, 7, 2, 2]):
-        cache.open(sequence, length + 1)
+        cache.table.open(sequence, length + 1)
     fill(cache, [0, 1, 2, 3, 4], [3, 7, 7, 2, 2])
     step = cache.extend([4, 0, 2, 1, 3], [1, 1, 1, 1, 1])
     found = [keys[0, 0, 0].item() // 1000 for view in cache.views(0, step) for keys in view.keys_SLKd]
@@ -101,8 +102,8 @@ def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
 
 def test_the_last_token_of_each_sequence_is_known() -> None:
     cache = small_cache()
-    cache.open(0)
-    cache.open(1)
+    cache.table.open(0)
+    cache.table.open(1)
     step = cache.extend([1, 0], [3, 2])
     assert step.last_S.tolist() == [2, 4]
     assert step.positions_T.tolist() == [0, 1, 2, 0, 1]
@@ -110,37 +111,28 @@ def test_the_last_token_of_each_sequence_is_known() -> None:
 
 def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:
     cache = small_cache(blocks=4)
-    cache.open(0)
-    cache.open(1)
+    cache.table.open(0)
+    cache.table.open(1)
     fill(cache, [0, 1], [4, 4])
     with pytest.raises(OutOfBlocks, match="2 free blocks of 4, 3 are needed; make it larger"):
         cache.extend([0, 1], [1, 5])
-    assert (cache.length(0), cache.length(1), cache.free_blocks) == (4, 4, 2)
+    assert (cache.table[0].length, cache.table[1].length, cache.table.free_blocks) == (4, 4, 2)
     fill(cache, [0, 1], [4, 4])
     assert contents(cache, 0) == marks(0, 8)
 
 
 def test_running_out_of_blocks_is_a_budget_that_is_passed() -> None:
     with pytest.raises(OverBudget):
-        small_cache(blocks=1).open(0, 5)
+        small_cache(blocks=1).table.open(0, 5)
 
 
 def test_blocks_of_a_closed_sequence_serve_the_next() -> None:
     cache = small_cache(blocks=2)
-    cache.open(0, 8)
-    cache.close(0)
-    assert cache.free_blocks == 2
-    cache.open(1, 8)
-    assert cache.free_blocks == 0
-
-
-def test_a_truncated_sequence_goes_on_from_there() -> None:
-    cache = small_cache()
-    cache.open(0)
-    fill(cache, [0], [7])
-    cache.truncate(0, 3)
-    fill(cache, [0], [2])
-    assert contents(cache, 0) == marks(0, 5)
+    cache.table.open(0, 8)
+    cache.table.close(0)
+    assert cache.table.free_blocks == 2
+    cache.table.open(1, 8)
+    assert cache.table.free_blocks == 0
 
 
 def test_a_cache_that_holds_nothing_is_refused() -> None:
@@ -156,11 +148,11 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
     for request in range(60):
         if lengths and chance.random() < 0.2:
             gone = chance.choice(sorted(lengths))
-            cache.close(gone)
+            cache.table.close(gone)
             del lengths[gone]
         try:
             if len(lengths) < 5 and chance.random() < 0.5:
-                cache.open(request, chance.choice([0, 0, 4, 9]))
+                cache.table.open(request, chance.choice([0, 0, 4, 9]))
                 lengths[request] = 0
             chosen = chance.sample(sorted(lengths), chance.randint(0, len(lengths)))
             new = [chance.randint(0, 4) for _ in chosen]
@@ -170,17 +162,17 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
         except OutOfBlocks:
             pass
         for sequence, length in lengths.items():
-            assert cache.length(sequence) == length
+            assert cache.table[sequence].length == length
             assert contents(cache, sequence) == marks(sequence, length)
     for sequence in lengths:
-        cache.close(sequence)
-    assert cache.free_blocks == 12
+        cache.table.close(sequence)
+    assert cache.table.free_blocks == 12
 
 
 def test_heirs_go_on_with_what_their_parents_have() -> None:
     cache = small_cache(blocks=12)
     for sequence in (0, 1, 2):
-        cache.open(sequence)
+        cache.table.open(sequence)
     fill(cache, [0, 1, 2], [6, 6, 6])
     cache.reorder([0, 1, 2], [1, 1, 0], [10, 11, 12])
     assert [contents(cache, heir)[0] // 1000 for heir in (10, 11, 12)] == [1, 1, 0]
@@ -192,29 +184,29 @@ def test_heirs_go_on_with_what_their_parents_have() -> None:
 
 def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:
     cache = small_cache(blocks=8)
-    cache.open(0)
+    cache.table.open(0)
     fill(cache, [0], [10])
     cache.reorder([0], [0, 0, 0], [0, 1, 2])
-    assert cache.free_blocks == 8 - 3 - 2
+    assert cache.table.free_blocks == 8 - 3 - 2
     for heir in (0, 1, 2):
-        cache.close(heir)
-    assert cache.free_blocks == 8
+        cache.table.close(heir)
+    assert cache.table.free_blocks == 8
 
 
 def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> None:
     cache = small_cache(blocks=4)
     for sequence in (0, 1):
-        cache.open(sequence)
+        cache.table.open(sequence)
     fill(cache, [0, 1], [6, 6])
-    assert cache.free_blocks == 0
+    assert cache.table.free_blocks == 0
     cache.reorder([0, 1], [1, 1], [0, 1])
-    assert cache.free_blocks == 1
+    assert cache.table.free_blocks == 1
     assert contents(cache, 0) == contents(cache, 1) == marks(1, 6)
 
 
 def test_a_copy_without_a_free_block_is_refused() -> None:
     cache = small_cache(blocks=2)
-    cache.open(0)
+    cache.table.open(0)
     fill(cache, [0], [6])
     with pytest.raises(OutOfBlocks, match="0 free blocks of 2, 1 are needed"):
         cache.reorder([0], [0, 0], [0, 1])
@@ -222,7 +214,7 @@ def test_a_copy_without_a_free_block_is_refused() -> None:
 
 def test_scattered_sequences_of_one_length_are_one_view() -> None:
     cache = small_cache(blocks=12)
-    cache.open(0)
+    cache.table.open(0)
     fill(cache, [0], [6])
     cache.reorder([0], [0, 0, 0], [0, 1, 2])
     fill(cache, [0, 1, 2], [3, 3, 3])
@@ -234,7 +226,7 @@ def test_scattered_sequences_of_one_length_are_one_view() -> None:
 def test_random_reorders_keep_what_each_sequence_has() -> None:
     chosen = random.Random(5)
     cache = small_cache(blocks=40)
-    cache.open(0)
+    cache.table.open(0)
     expected: dict[int, list[float]] = {0: []}
     for _ in range(60):
         sequences = list(expected)
@@ -246,9 +238,9 @@ def test_random_reorders_keep_what_each_sequence_has() -> None:
             expected[sequence] = expected[sequence] + [sequence * 1000.0 + position for position in fresh]
         if before[sequences[0]] > 20:
             for sequence in sequences:
-                cache.close(sequence)
-            assert cache.free_blocks == 40
-            cache.open(0)
+                cache.table.close(sequence)
+            assert cache.table.free_blocks == 40
+            cache.table.open(0)
             expected = {0: []}
             continue
         parents = [chosen.randrange(len(sequences)) for _ in range(4)]

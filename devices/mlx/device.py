@@ -26,6 +26,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
 from ..shared.bad_weights import describe_first_bad_weight
+from ..shared.node_exchanges import NodeVerbs
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from .attention import MlxAttention
@@ -173,9 +174,10 @@ class MlxDevice:
         if plan.nodes.count > 1:
             assert self._transport is not None, "a device that is to be one of several nodes has to join them"
             sample = self._verbs.get("sample")
-            side = MlxNodeSide(plan, self._transport, batches, moe, project_output, sample)
-            self._verbs |= side.verbs
-            self._exchanges = side.exchanges
+            side = MlxNodeSide(plan, batches, moe, project_output)
+            nodes = NodeVerbs(plan, self._transport, side, sample)
+            self._verbs |= nodes.verbs
+            self._exchanges = nodes.exchanges
 
     def _begin_to_attend(
         self, plan: Plan, batches: Sequence[MlxBatch], moe: MlxMoELayer, sampling: Sampling

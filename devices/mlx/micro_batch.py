@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy.typing as npt
 
 from moesched.requests.chunks import Chunk
 
@@ -24,7 +21,6 @@ class MlxBatch:
         experts_n: each row's expert, where rows are sorted by expert. rows_Tk: the row of each token's each expert.
         counts: how many rows each expert has.
         outputs: what experts made of their rows.
-        told: what nodes tell each other, by what it is, in the host's memory.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]]) -> None:
@@ -43,7 +39,6 @@ class MlxBatch:
         self.rows_Tk: Array
         self.counts: list[int] = []
         self.outputs: dict[int, Array] = {}
-        self.told: dict[str, npt.NDArray[Any]] = {}
 
 
 def batches_of(

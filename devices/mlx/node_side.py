@@ -1,91 +1,77 @@
-"""Operations on MLX that exist only in multi-node runs: sums of the node's own experts, exchanged as numpy arrays.
+"""Kernels on MLX around the exchanges between nodes: sums of the node's own experts, rows routed by the first node.
 
-Exchanges are numpy to numpy, on whatever thread; kernels before and behind them turn arrays into the host's and back on
-the device's thread.
+Exchanges are numpy to numpy, on whatever thread; the kernels turn arrays into the host's and back on the device's
+thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from moesched.seams import Transport
-from moesched.steps.node_tasks import ROWS, SUM
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
-from ..shared.node_exchanges import NodeExchanges
 from .memory import ARRAY_DTYPES
 from .micro_batch import MlxBatch
 from .moe_layer import MlxMoELayer, Routed
 
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
 
 class MlxNodeSide:
-    """Runs the verbs that exist only where several nodes share a model's experts.
+    """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
-        project_output: what comes before a layer's norm and router.
-        sample: chooses a micro-batch's tokens, where the node attends.
-
-    Attributes:
-        verbs: what runs on the device's thread.
-        exchanges: what runs where the network's lane does.
+        project_output: what comes before a layer's norm and router, where the node attends.
     """
 
     def __init__(
         self,
         plan: Plan,
-        transport: Transport,
         batches: Sequence[MlxBatch],
         moe: MlxMoELayer,
         project_output: Callable[[Task], None] | None,
-        sample: Callable[[Task], list[int]] | None,
     ) -> None:
         self._top_k = plan.layout.config.top_k
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
         self._batches = batches
         self._moe = moe
         self._project_output = project_output
-        exchanges = NodeExchanges(plan, transport, [batch.told for batch in batches], np.asarray, sample)
-        self.exchanges = exchanges.verbs
-        self.verbs: dict[str, Callable[[Any], Any]] = {
-            "partial_sum": self._partial_sum,
-            "combine": self._add_residual,
-            **exchanges.token_verbs,
-        }
-        if plan.nodes.centralised:
-            self.verbs["route"] = self._route_for_all if plan.nodes.attends else self._take_rows
 
-    def _partial_sum(self, task: Task) -> None:
-        """The weighted sum (T, D) of what this node's own experts made, float32."""
-        batch = self._batches[task.micro_batch]
-        batch.told[SUM] = np.array(self._moe.partial_sum(batch))
+    def partial_sum(self, task: Task) -> Array:
+        """The weighted sum (T, D), float32, of what this node's own experts made."""
+        return np.array(self._moe.partial_sum(self._batches[task.micro_batch]))
 
-    def _add_residual(self, task: Task) -> None:
-        """The nodes' sum and the residual, rounded once, as one machine does."""
+    def on_host(self, tensor: Array) -> Array:
+        """The array itself: it is in the host's memory."""
+        return tensor
+
+    def combine(self, task: Task, total_TD: Array) -> None:
+        """Add the residual to the nodes' sum, and round once, as one machine does."""
         batch = self._batches[task.micro_batch]
-        batch.hidden_TD = (mx.array(batch.told.pop(SUM)) + batch.hidden_TD).astype(self._dtype)
+        batch.hidden_TD = (mx.array(total_TD) + batch.hidden_TD).astype(self._dtype)
         mx.eval(batch.hidden_TD)
 
-    def _route_for_all(self, task: Task) -> dict[int, int]:
+    def route(self, task: Task) -> tuple[dict[int, int], Array]:
+        """The rows of each expert, and what a router made of all tokens, as float32 on the host."""
         assert self._project_output is not None, "the node attends"
-        batch = self._batches[task.micro_batch]
         self._project_output(task)
         routed = self._moe.route(task)
-        told_TX = mx.concatenate([each.astype(mx.float32) for each in routed], axis=-1)
-        batch.told[ROWS] = np.array(told_TX)
-        return self._moe.give_rows(batch, routed)
+        routed_TX = np.array(mx.concatenate([each.astype(mx.float32) for each in routed], axis=-1))
+        return self._moe.give_rows(self._batches[task.micro_batch], routed), routed_TX
 
-    def _take_rows(self, task: Task) -> dict[int, int]:
-        batch, choices = self._batches[task.micro_batch], self._top_k
-        told_TX = mx.array(batch.told.pop(ROWS))
+    def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
+        """The rows of each expert, as the first node routed them."""
+        choices, told_TX = self._top_k, mx.array(routed_TX)
         x_TD, experts_Tk, weights_Tk = (
             told_TX[:, : -2 * choices],
             told_TX[:, -2 * choices : -choices],
             told_TX[:, -choices:],
         )
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
-        return self._moe.give_rows(batch, routed)
+        return self._moe.give_rows(self._batches[task.micro_batch], routed)

@@ -1,16 +1,16 @@
-"""The exchanges between nodes, as numpy arrays, and the tokens that only the first node samples."""
+"""The verbs of a node of several: exchanges between the nodes as numpy arrays, and the kernels around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from moesched.seams import Exchange, Transport
-from moesched.steps.node_tasks import SUM, TOKENS
+from moesched.steps.node_tasks import ROWS, SUM, TOKENS
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, Task
 
@@ -20,18 +20,39 @@ if TYPE_CHECKING:
 FIRST = 0
 """The node that attends and samples in a centralised plan."""
 
+Verb = Callable[[Any], Any]
+
 
 def exchange_of(task: Collective) -> Exchange:
     """A collective as transports name it."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
-class NodeExchanges:
-    """Exchanges of what a task before left in `told`; what comes of it is there for the task behind.
+class NodeKernels(Protocol):
+    """A device's kernels around the exchanges between nodes."""
+
+    def partial_sum(self, task: Task) -> Any:
+        """The weighted sum (T, D), float32, of what this node's own experts made: a tensor of the device."""
+
+    def on_host(self, tensor: Any) -> Array:
+        """A tensor of the device in the host's memory; called on the network's lane."""
+
+    def combine(self, task: Task, total_TD: Array) -> None:
+        """Add the residual to the nodes' sum, and round once, as one machine does."""
+
+    def route(self, task: Task) -> tuple[dict[int, int], Array]:
+        """The rows of each expert that has any, and for the other nodes all that `take_rows` needs."""
+
+    def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
+        """The rows of each expert, as the first node routed them."""
+
+
+class NodeVerbs:
+    """Runs the verbs that exist only where several nodes share a model's experts.
+
+    A kernel leaves what is to be exchanged, by micro-batch and operand, and finds there what came of it.
 
     Args:
-        told: what nodes tell each other, by what it is, of each micro-batch.
-        on_host: the array of what a task left.
         sample: chooses a micro-batch's tokens, where the node attends.
     """
 
@@ -39,47 +60,68 @@ class NodeExchanges:
         self,
         plan: Plan,
         transport: Transport,
-        told: Sequence[dict[str, Any]],
-        on_host: Callable[[Any], Array],
-        sample: Callable[[Task], list[int]] | None,
+        kernels: NodeKernels,
+        sample: Callable[[Task], Any] | None,
     ) -> None:
-        self._node = plan.nodes.index
+        self._nodes = plan.nodes
         self._transport = transport
-        self._told = told
-        self._on_host = on_host
+        self._kernels = kernels
         self._sample = sample
-        self.verbs: Mapping[str, Callable[[Any], Any]] = {
-            "all_reduce": self._all_reduce,
-            "gather": self._gather,
-            "broadcast": self._broadcast,
-        }
-        self.token_verbs: Mapping[str, Callable[[Any], Any]] = {}
-        if plan.nodes.centralised:
-            self.token_verbs = {"sample": self._sample_for_all if plan.nodes.attends else self._take_tokens}
+        self._exchanged: dict[tuple[int, str], Any] = {}
 
-    def _all_reduce(self, task: Collective) -> None:
-        told = self._told[task.micro_batch]
-        told[SUM] = self._transport.all_reduce(self._node, exchange_of(task), self._on_host(told[SUM]))
+    @property
+    def exchanges(self) -> Mapping[str, Verb]:
+        """The verbs of the network's lane."""
+        return {"all_reduce": self._all_reduce, "gather": self._gather, "broadcast": self._broadcast}
 
-    def _gather(self, task: Collective) -> None:
-        told = self._told[task.micro_batch]
-        part = self._on_host(told.pop(SUM))
-        parts = self._transport.gather(self._node, exchange_of(task), part, FIRST)
-        if parts is not None:
-            told[SUM] = reduce(add, parts)
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        """The verbs of all other lanes."""
+        verbs: dict[str, Verb] = {"partial_sum": self._partial_sum, "combine": self._combine}
+        if self._nodes.centralised and self._nodes.attends:
+            verbs |= {"route": self._route_for_all, "sample": self._sample_for_all}
+        elif self._nodes.centralised:
+            verbs |= {"route": self._take_rows, "sample": self._take_tokens}
+        return verbs
 
-    def _broadcast(self, task: Collective) -> None:
-        told = self._told[task.micro_batch]
-        array = self._transport.broadcast(self._node, exchange_of(task), told.pop(task.operands, None), FIRST)
-        if self._node != FIRST:
-            told[task.operands] = array
+    def _partial_sum(self, task: Task) -> None:
+        self._exchanged[task.micro_batch, SUM] = self._kernels.partial_sum(task)
+
+    def _combine(self, task: Task) -> None:
+        self._kernels.combine(task, self._exchanged.pop((task.micro_batch, SUM)))
+
+    def _route_for_all(self, task: Task) -> dict[int, int]:
+        counts, self._exchanged[task.micro_batch, ROWS] = self._kernels.route(task)
+        return counts
+
+    def _take_rows(self, task: Task) -> dict[int, int]:
+        return self._kernels.take_rows(task, self._exchanged.pop((task.micro_batch, ROWS)))
 
     def _sample_for_all(self, task: Task) -> list[int]:
         assert self._sample is not None, "the node attends"
-        tokens = self._sample(task)
-        self._told[task.micro_batch][TOKENS] = np.array(tokens, dtype=np.int64)
+        tokens: list[int] = self._sample(task)
+        self._exchanged[task.micro_batch, TOKENS] = np.array(tokens, dtype=np.int64)
         return tokens
 
     def _take_tokens(self, task: Task) -> list[int]:
-        tokens: list[int] = self._told[task.micro_batch].pop(TOKENS).tolist()
+        tokens: list[int] = self._exchanged.pop((task.micro_batch, TOKENS)).tolist()
         return tokens
+
+    def _all_reduce(self, task: Collective) -> None:
+        key = task.micro_batch, SUM
+        part = self._kernels.on_host(self._exchanged[key])
+        self._exchanged[key] = self._transport.all_reduce(self._nodes.index, exchange_of(task), part)
+
+    def _gather(self, task: Collective) -> None:
+        key = task.micro_batch, SUM
+        part = self._kernels.on_host(self._exchanged.pop(key))
+        parts = self._transport.gather(self._nodes.index, exchange_of(task), part, FIRST)
+        if parts is not None:
+            self._exchanged[key] = reduce(add, parts)
+
+    def _broadcast(self, task: Collective) -> None:
+        key = task.micro_batch, task.operands
+        part = self._exchanged.pop(key, None)
+        array = self._transport.broadcast(self._nodes.index, exchange_of(task), part, FIRST)
+        if self._nodes.index != FIRST:
+            self._exchanged[key] = array

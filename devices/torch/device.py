@@ -26,9 +26,11 @@ from ..products.packed_weights import cores_keep_bits, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.row_tiles import CODE_BYTES
 from ..products.team import Team, usable_cores
+from ..shared.node_exchanges import NodeVerbs
 from ..shared.page_reader import DTYPES
 from ..shared.token_ids import check_token_ids
 from .attention import Attention
+from .beams import BeamSearches
 from .copies import wait_for_copies
 from .cores import Cores
 from .cuda_streams import CudaStreams
@@ -197,7 +199,7 @@ class TorchDevice:
         self._store.begin(plan)
         self._first_request = plan.batch.first_request
         self._states = [
-            MicroBatchState(requests, prompts, self._searches(plan, requests, sampling), plan.batch.beams)
+            MicroBatchState(requests, [prompts[request] for request in requests], plan.batch.beams)
             for requests in plan.batch.micro_batches
         ]
         for role in KV_ROLES if plan.nodes.attends else ():
@@ -222,7 +224,7 @@ class TorchDevice:
             for request, sequence in zip(state.requests, state.sequences, strict=True):
                 # Beams take blocks as they grow.
                 new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
-                cache.open(sequence, plan.batch.prompts[request] + new_tokens)
+                cache.table.open(sequence, plan.batch.prompts[request] + new_tokens)
 
     def _start(self, plan: Plan) -> None:
         """Set up what all batches share: threads and the kernel for products."""
@@ -277,13 +279,15 @@ class TorchDevice:
         """The parts that run a batch's verbs."""
         attention = self._attention()
         moe = self._moe_layer(attention)
-        tokens = self._next_tokens(sampling) if plan.nodes.attends else None
+        beams = self._beam_searches(plan, sampling) if plan.batch.beams > 1 else None
+        tokens = self._next_tokens(sampling, beams) if plan.nodes.attends else None
         split = not plan.machine.unified
         return Parts(
             self._store,
             attention,
             moe,
             tokens,
+            beams,
             self._host_side(plan, attention) if split else None,
             self._host_experts(moe) if split else None,
             self._rank_side(tokens) if tokens else None,
@@ -363,7 +367,7 @@ class TorchDevice:
             self._device_observers,
         )
 
-    def _next_tokens(self, sampling: Sampling) -> NextTokens:
+    def _next_tokens(self, sampling: Sampling, beams: BeamSearches | None) -> NextTokens:
         return NextTokens(
             self.config,
             Head(self._globals["final_norm"], self._head),
@@ -372,7 +376,7 @@ class TorchDevice:
             self._use_cores.use_for,
             self._team if self._sharing else None,
             self._products,
-            Choice(sampling, self._first_request, self.logits if self._keep_logits else None),
+            Choice(sampling, self._first_request, self.logits if self._keep_logits else None, beams),
             FirstBadTensor(self._store.reader, self.layout, self._accelerator).name,
         )
 
@@ -385,27 +389,21 @@ class TorchDevice:
 
     def _node_side(
         self, plan: Plan, attention: Attention, moe: MoELayer, tokens: NextTokens | None
-    ) -> NodeSide:
+    ) -> NodeVerbs:
         assert self._transport is not None, "a device that is to be one of several nodes has to join them"
-        return NodeSide(
-            plan,
-            self._transport,
-            self._states,
-            moe,
-            self._accelerator,
-            self._dtype,
-            attention.project_output,
-            tokens.sample_next if tokens else None,
-        )
+        side = NodeSide(plan, self._states, moe, self._accelerator, self._dtype, attention.project_output)
+        return NodeVerbs(plan, self._transport, side, tokens.sample_next if tokens else None)
 
     def _kv_slot(self, plan: Plan) -> Tensor:
         elements = plan.kv.slot_bytes // self._dtype.itemsize
         return torch.empty(elements, dtype=self._dtype, device=self._accelerator)
 
-    def _searches(self, plan: Plan, requests: Sequence[int], sampling: Sampling) -> list[BeamSearch]:
-        if plan.batch.beams == 1:
-            return []
-        return [BeamSearch(sampling, self.config.stop_tokens, plan.batch.new_tokens) for _ in requests]
+    def _beam_searches(self, plan: Plan, sampling: Sampling) -> BeamSearches:
+        searches = {
+            request: BeamSearch(sampling, self.config.stop_tokens, plan.batch.new_tokens)
+            for request in range(len(plan.batch.prompts))
+        }
+        return BeamSearches(searches, self._states)
 
     @property
     def _rank(self) -> int:

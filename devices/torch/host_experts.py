@@ -11,7 +11,8 @@ from moesched.tasks import HostKernel, Task
 
 from ..products.products import Products
 from .copies import moved
-from .micro_batch import HostRows, MicroBatchState
+from .expert_rows import HostRows
+from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
 from .observers import DeviceObservers
 
@@ -55,30 +56,30 @@ class HostExperts:
 
     def offload_routed(self, task: Task) -> None:
         """Copy each token's hidden state once, out of the row of its first expert, and which rows are whose."""
-        state = self._states[task.micro_batch]
-        x_TD = state.x_nD.index_select(0, state.grouping.rows_Tk[:, 0])
-        state.on_host = HostRows(moved(x_TD, HOST), moved(state.grouping.tokens_n, HOST))
+        rows = self._states[task.micro_batch].rows
+        x_TD = rows.x_nD.index_select(0, rows.grouping.rows_Tk[:, 0])
+        rows.on_host = HostRows(moved(x_TD, HOST), moved(rows.grouping.tokens_n, HOST))
 
     def run_expert(self, task: Task) -> None:
         if not isinstance(task, HostKernel):
             self._there.run_expert(task)
             return
-        state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        assert state.on_host is not None, "the step saw to it that the rows are there"
-        self._device_observers.applied(task.layer, state, [task.expert], weights)
-        x_nD, y_nD = state.on_host.rows(pinned=self._pinned)
-        rows = state.rows_of(task.expert)
-        self._use_cores_for(len(rows), self._expert_weights)
-        apply_expert(x_nD, y_nD, rows, task.expert, weights, self._products)
+        rows, weights = self._states[task.micro_batch].rows, self._weights(task.operands)
+        assert rows.on_host is not None, "the step saw to it that the rows are there"
+        self._device_observers.applied(task.layer, rows, [task.expert], weights)
+        x_nD, y_nD = rows.on_host.rows(pinned=self._pinned)
+        span = rows.of(task.expert)
+        self._use_cores_for(len(span), self._expert_weights)
+        apply_expert(x_nD, y_nD, span, task.expert, weights, self._products)
 
     def load_routed(self, task: Task) -> None:
         """Copy the rows of the experts that ran here; those of neighbours in one piece."""
-        state = self._states[task.micro_batch]
-        assert state.on_host is not None, "the step saw to it that an expert ran here"
-        _, y_nD = state.on_host.rows(pinned=self._pinned)
-        for rows in _joined([state.rows_of(expert) for expert in sorted(task.operands)]):
-            state.y_nD[rows].copy_(y_nD[rows], non_blocking=True)
-        state.on_host = None
+        rows = self._states[task.micro_batch].rows
+        assert rows.on_host is not None, "the step saw to it that an expert ran here"
+        _, y_nD = rows.on_host.rows(pinned=self._pinned)
+        for span in _joined([rows.of(expert) for expert in sorted(task.operands)]):
+            rows.y_nD[span].copy_(y_nD[span], non_blocking=True)
+        rows.on_host = None
 
 
 def _joined(ranges: Sequence[range]) -> list[slice]:

@@ -54,6 +54,8 @@ class HostSide:
         self._slot = slot
         self._kv_slots = kv_slots
         self._loaded: dict[int, list[KVView]] = {}
+        self._offloaded_qkv: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._attended: dict[int, Tensor] = {}
         self._states = states
         self._cached_here = cached_here
         self._device_kv = device_kv
@@ -141,22 +143,24 @@ class HostSide:
     def offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
-        state.qkv_on_host = (copied(q_THd, HOST), copied(k_TKd, HOST), copied(v_TKd, HOST))
+        self._offloaded_qkv[task.micro_batch] = (
+            copied(q_THd, HOST),
+            copied(k_TKd, HOST),
+            copied(v_TKd, HOST),
+        )
         if self._accelerator.type == "cpu":
             del state.qkv  # on CUDA the copy may be still to come
 
     def cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        q_THd, k_TKd, v_TKd = state.qkv_on_host
+        q_THd, k_TKd, v_TKd = self._offloaded_qkv.pop(task.micro_batch)
         state.cache.append(task.layer, state.step, k_TKd, v_TKd)
         attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
-        state.attended_on_host = self._ready(attended_TX)
-        del state.qkv_on_host
+        self._attended[task.micro_batch] = self._ready(attended_TX)
 
     def load_hidden(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        state.attended_TX = copied(state.attended_on_host, self._accelerator)
-        del state.attended_on_host
+        state.attended_TX = copied(self._attended.pop(task.micro_batch), self._accelerator)
 
     def offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]

@@ -1,26 +1,21 @@
-"""The KV cache: one arena cut into blocks of tokens, which sequences of any length take and give back."""
+"""The KV cache: one arena cut into blocks of tokens, and the views of it that attention reads."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from threading import Lock
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-import msgspec
 import torch
 
-from moesched.errors import BadInput, OverBudget
+from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
+from .block_table import BlockTable, SequenceBlocks
 from .copies import indices
 from .kernels import KVView
 
 Tensor = torch.Tensor
-
-
-class OutOfBlocks(OverBudget):
-    """The KV cache has fewer free blocks than a sequence needs."""
 
 
 class _Run(NamedTuple):
@@ -46,7 +41,7 @@ class _Gather(NamedTuple):
 
 
 class KVStep(NamedTuple):
-    """The new tokens of some sequences, with their places in the cache: what a step's kernels go by.
+    """The new tokens of some sequences, with their places in the cache.
 
     past, new: tokens of each sequence before the step, and in it. positions_T: of the new tokens in their
     sequences. slots_T: of the new tokens in the arena. last_S: each sequence's last token among the T.
@@ -61,17 +56,15 @@ class KVStep(NamedTuple):
     parts: tuple[_Run | _Gather, ...]
 
 
-class _Sequence(msgspec.Struct):
-    length: int
-    blocks: list[int]
-
-
 class BlockedKV:
-    """Keys and values of all layers, (layers, 2, slots, K, d), and which blocks of slots each sequence has.
+    """Keys and values of all layers, (layers, 2, slots, K, d), in blocks of slots.
 
     A sequence may reserve blocks for its final length when it is opened, which keeps them together and its
-    views free of copies, or take them as it grows. Sequences that `reorder` made share full blocks. `append` and
-    `views` may run beside all else, for steps that were extended before.
+    views free of copies, or take them as it grows. `append` and `views` may run beside all else, for steps that were
+    extended before.
+
+    Attributes:
+        table: says which blocks each sequence has; opens and closes sequences.
     """
 
     def __init__(
@@ -90,81 +83,48 @@ class BlockedKV:
         shape = (config.layers, 2, blocks * block_size, config.kv_heads, config.head_dim)
         self.block_size = block_size
         self.slots = torch.empty(shape, dtype=dtype, device=device)
-        self._free = _FreeBlocks(blocks)
-        self._sequences: dict[int, _Sequence] = {}
-        self._lock = Lock()
+        self.table = BlockTable(blocks, block_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena: what `kv_bytes` of the layout said beforehand."""
+        """Bytes of the arena, as `kv_bytes` of the layout gives them."""
         return self.slots.nbytes
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that no sequence has."""
-        return self._free.count
-
-    def length(self, sequence: int) -> int:
-        """Tokens of the sequence that have a place in the cache."""
-        return self._sequences[sequence].length
-
-    def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for that many tokens. Raises OutOfBlocks."""
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence} is open already")
-        blocks = self._free.take(self._blocks_for(tokens))
-        self._sequences[sequence] = _Sequence(0, blocks)
-
-    def close(self, sequence: int) -> None:
-        """End a sequence and give its blocks back."""
-        self._free.give_back(self._sequences.pop(sequence).blocks)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens from `length` on; the blocks stay reserved."""
-        state = self._sequences[sequence]
-        state.length = min(state.length, length)
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
         """Make room for new[i] tokens at the end of sequences[i], which count from now on.
 
         Raises OutOfBlocks, and changes nothing, where the blocks run out.
         """
-        states = [self._sequences[sequence] for sequence in sequences]
-        past = tuple(state.length for state in states)
-        with self._lock:
-            self._grow(states, [length + tokens for length, tokens in zip(past, new, strict=True)])
-        return self._step(tuple(sequences), states, past, tuple(new))
+        device = self.slots.device
+        extended = self.table.grow(sequences, new)
+        past = tuple(held.length - tokens for held, tokens in zip(extended, new, strict=True))
+        spans = [range(start, held.length) for held, start in zip(extended, past, strict=True)]
+        slots = [
+            slot for held, span in zip(extended, spans, strict=True) for slot in self._slots_at(held, span)
+        ]
+        last = [stop - 1 for stop in accumulate(new)]
+        return KVStep(
+            tuple(sequences),
+            past,
+            tuple(new),
+            indices(list(chain.from_iterable(spans)), device),
+            indices(slots, device),
+            indices(last, device),
+            tuple(self._parts(extended, new)),
+        )
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
         """Replace sequences by others that go on with what those have: heirs[i] with that of sequences[parents[i]].
 
-        Full blocks are shared, of a partly filled one every heir but the first gets a copy, before it is written to.
-
         Raises:
-            OutOfBlocks: there are not enough for the copies.
+            OutOfBlocks: there are not enough to give each heir a last block of its own.
         """
-        with self._lock:
-            before = [self._sequences.pop(sequence) for sequence in sequences]
-            copies: list[tuple[int, _Sequence]] = []
-            followed: set[int] = set()
-            for heir, parent in zip(heirs, parents, strict=True):
-                state = before[parent]
-                if parent in followed:
-                    full, rest = divmod(state.length, self.block_size)
-                    split_off = _Sequence(state.length, state.blocks[:full])
-                    self._free.share(split_off.blocks)
-                    if rest:
-                        copies.append((state.blocks[full], split_off))
-                    state = split_off
-                followed.add(parent)
-                self._sequences[heir] = state
-            for number, state in enumerate(before):
-                if number not in followed:
-                    self._free.give_back(state.blocks)
-            self._free.require(len(copies))
-            for _, state in copies:
-                state.blocks += self._free.take(1, after=state.blocks[-1] if state.blocks else -1)
-        self._copy_blocks([(source, state.blocks[-1]) for source, state in copies])
+        copies = self.table.reorder(sequences, parents, heirs)
+        if copies:
+            sources, targets = (
+                indices(self._slots_of(blocks), self.slots.device) for blocks in zip(*copies, strict=True)
+            )
+            self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the new tokens' keys and values of one layer."""
@@ -178,68 +138,26 @@ class BlockedKV:
         """
         return [self._view(self.slots[layer], part) for part in step.parts]
 
-    # ------------------------------------------------------------ inside
-
-    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            sources, targets = (
-                indices(self._slots_of_blocks(blocks), self.slots.device)
-                for blocks in zip(*pairs, strict=True)
-            )
-            self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
-
-    def _slots_of_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def _slots_of(self, blocks: Sequence[int]) -> list[int]:
+        """The slots of whole blocks."""
         size = self.block_size
         return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def _grow(self, states: list[_Sequence], lengths: list[int]) -> None:
-        wanted = [max(0, self._blocks_for(n) - len(s.blocks)) for s, n in zip(states, lengths, strict=True)]
-        self._free.require(sum(wanted))
-        for state, blocks, length in zip(states, wanted, lengths, strict=True):
-            if blocks:
-                state.blocks += self._free.take(blocks, after=state.blocks[-1] if state.blocks else -1)
-            state.length = length
-
-    def _step(
-        self, sequences: tuple[int, ...], states: list[_Sequence], past: tuple[int, ...], new: tuple[int, ...]
-    ) -> KVStep:
-        device = self.slots.device
-        positions = [
-            p for before, tokens in zip(past, new, strict=True) for p in range(before, before + tokens)
-        ]
-        slots = [
-            slot
-            for state, before in zip(states, past, strict=True)
-            for slot in self._slots_of(state, before, state.length)
-        ]
-        last = [sum(new[: i + 1]) - 1 for i in range(len(new))]
-        return KVStep(
-            sequences,
-            past,
-            new,
-            indices(positions, device),
-            indices(slots, device),
-            indices(last, device),
-            tuple(self._parts(states, new)),
-        )
-
-    def _slots_of(self, state: _Sequence, start: int, stop: int) -> list[int]:
+    def _slots_at(self, held: SequenceBlocks, positions: range) -> list[int]:
+        """The slots of a sequence's tokens at these positions."""
         size = self.block_size
-        return [state.blocks[i // size] * size + i % size for i in range(start, stop)]
+        return [held.blocks[i // size] * size + i % size for i in positions]
 
-    def _parts(self, states: list[_Sequence], new: tuple[int, ...]) -> list[_Run | _Gather]:
+    def _parts(self, extended: Sequence[SequenceBlocks], new: Sequence[int]) -> list[_Run | _Gather]:
         parts: list[_Run | _Gather] = []
-        for state, queries in zip(states, new, strict=True):
-            needed = self._blocks_for(state.length)
-            first = state.blocks[0] if needed else 0
+        for held, queries in zip(extended, new, strict=True):
+            needed = self.table.blocks_for(held.length)
+            first = held.blocks[0] if needed else 0
             alone: _Run | _Gather
-            if state.blocks[:needed] == list(range(first, first + needed)):
-                alone = _Run(queries, state.length, 1, first * self.block_size, 0)
+            if held.blocks[:needed] == list(range(first, first + needed)):
+                alone = _Run(queries, held.length, 1, first * self.block_size, 0)
             else:
-                alone = _Gather(queries, state.length, state.blocks[:needed])
+                alone = _Gather(queries, held.length, held.blocks[:needed])
             joined = _join(parts[-1], alone) if parts else None
             if joined is None:
                 parts.append(alone)
@@ -248,12 +166,12 @@ class BlockedKV:
         return [self._located(part) if isinstance(part, _Gather) else part for part in parts]
 
     def _located(self, part: _Gather) -> _Gather:
-        return part._replace(slots=indices(self._slots_of_blocks(part.blocks), self.slots.device))
+        return part._replace(slots=indices(self._slots_of(part.blocks), self.slots.device))
 
     def _view(self, slots: Tensor, part: _Run | _Gather) -> KVView:
         _, _, kv_heads, head_dim = slots.shape
         if isinstance(part, _Gather):
-            room = self._blocks_for(part.length) * self.block_size
+            room = self.table.blocks_for(part.length) * self.block_size
             shape = (-1, room, kv_heads, head_dim)
             keys, values = (half.index_select(0, part.slots).view(shape)[:, : part.length] for half in slots)
             return KVView(keys, values, part.queries)
@@ -283,45 +201,3 @@ def _join_runs(run: _Run, alone: _Run) -> _Run | None:
     if distance <= 0 or run.distance not in (0, distance):
         return None
     return run._replace(sequences=run.sequences + 1, distance=distance)
-
-
-class _FreeBlocks:
-    """The free blocks; hands out neighbours where it can."""
-
-    def __init__(self, blocks: int) -> None:
-        self.count = self.total = blocks
-        self._is_free = bytearray(b"\1" * blocks)
-        self._further_users: Counter[int] = Counter()
-
-    def require(self, blocks: int) -> None:
-        if blocks > self.count:
-            what = f"the KV cache has {self.count} free blocks of {self.total}, {blocks} are needed"
-            raise OutOfBlocks(f"{what}; make it larger, or run fewer or shorter sequences at once")
-
-    def take(self, blocks: int, after: int = -1) -> list[int]:
-        """That many blocks: those that follow `after` if they are free, else the first that lie together."""
-        self.require(blocks)
-        wanted = b"\1" * blocks
-        following = range(after + 1, after + 1 + blocks)
-        if after >= 0 and self._is_free[following.start : following.stop] == wanted:
-            taken = list(following)
-        elif (start := self._is_free.find(wanted)) >= 0:
-            taken = list(range(start, start + blocks))
-        else:
-            taken = [block for block, free in enumerate(self._is_free) if free][:blocks]
-        for block in taken:
-            self._is_free[block] = 0
-        self.count -= blocks
-        return taken
-
-    def share(self, blocks: list[int]) -> None:
-        """One more user of blocks that somebody has; they are free when all have given them back."""
-        self._further_users.update(blocks)
-
-    def give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self._further_users[block]:
-                self._further_users[block] -= 1
-            else:
-                self._is_free[block] = 1
-                self.count += 1

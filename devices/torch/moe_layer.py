@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ..products.linear import Blocks, Tensor
 from ..products.products import Products
 from ..products.team import Team, use_cores
 from . import kernels
+from .expert_rows import ExpertRows
 from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
 from .resident_pages import Weights
@@ -87,14 +87,14 @@ class MoELayer:
         )
         counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
         weights = self._weights(task.operands)
-        self._device_observers.applied(task.layer, state, counts, weights)
+        self._device_observers.applied(task.layer, state.rows, counts, weights)
         shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
         for expert in counts.keys() - shared:
             self._use_cores_for_expert(counts[expert])
-            self._apply(state, expert, weights)
+            self._apply(state.rows, expert, weights)
         if self._team is not None and shared:
             shared.sort(key=counts.__getitem__, reverse=True)
-            self._team.run([partial(self._apply, state, expert, weights) for expert in shared])
+            self._team.run([partial(self._apply, state.rows, expert, weights) for expert in shared])
         self.combine(task)
         return counts
 
@@ -113,13 +113,9 @@ class MoELayer:
         self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert
     ) -> dict[int, int]:
         """Put the rows of each expert together; returns how many each one has."""
-        state.weights_Tk = routed.weights_Tk
-        state.grouping = group(routed.experts_Tk, self._config.experts)
-        state.x_nD = routed.x_TD.index_select(0, state.grouping.tokens_n)
-        state.y_nD = torch.empty_like(state.x_nD)
-        counts = state.grouping.counts
-        state.starts = list(accumulate(counts, initial=0))
-        return {expert: count for expert, count in enumerate(counts) if count}
+        grouping = group(routed.experts_Tk, self._config.experts)
+        state.rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
+        return {expert: count for expert, count in enumerate(grouping.counts) if count}
 
     def preview_route(self, task: Task) -> dict[int, int]:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
@@ -139,36 +135,38 @@ class MoELayer:
 
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""
-        state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        self._device_observers.applied(task.layer, state, [task.expert], weights)
-        self._use_cores_for_expert(state.grouping.counts[task.expert])
-        self._apply(state, task.expert, weights)
+        rows, weights = self._states[task.micro_batch].rows, self._weights(task.operands)
+        self._device_observers.applied(task.layer, rows, [task.expert], weights)
+        self._use_cores_for_expert(rows.grouping.counts[task.expert])
+        self._apply(rows, task.expert, weights)
 
     def warm_expert(self, task: Task) -> None:
         """One expert on a row of zeros, for nothing but that its weights are read."""
         gate, up, down = expert_weights(self._weights(task.operands), task.expert)
         self._use_cores_for_expert(1)
-        x_1D = torch.zeros_like(self._states[task.micro_batch].x_nD[:1])
+        x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         self._products.expert(x_1D, gate, up, down)
 
     def partial_sum(self, state: MicroBatchState, others: Iterable[int]) -> Tensor:
         """The weighted sum (T, D), float32, of the experts' outputs but for those that others have run."""
         use_cores(1)
+        rows = state.rows
         for expert in others:
-            rows = state.rows_of(expert)
-            state.y_nD[rows.start : rows.stop] = 0
-        total_TD = kernels.sum_experts(state.y_nD, state.grouping.rows_Tk, state.weights_Tk)
-        _leave_layer(state)
+            span = rows.of(expert)
+            rows.y_nD[span.start : span.stop] = 0
+        total_TD = kernels.sum_experts(rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk)
+        del state.rows
         return total_TD
 
     def combine(self, task: Task) -> None:
         """The weighted sum of the experts' outputs, and the residual."""
         use_cores(1)
         state = self._states[task.micro_batch]
+        rows = state.rows
         state.hidden_TD = kernels.combine(
-            state.y_nD, state.grouping.rows_Tk, state.weights_Tk, self._residual(state)
+            rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, self._residual(state)
         )
-        _leave_layer(state)
+        del state.rows
 
     def _is_shared_out(self, rows: int) -> bool:
         """Whether an expert with that many rows gets one core; the expert kernel uses all cores for each expert."""
@@ -178,19 +176,13 @@ class MoELayer:
     def _use_cores_for_expert(self, tokens: int) -> None:
         self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
 
-    def _apply(self, state: MicroBatchState, expert: int, weights: Weights) -> None:
-        apply_expert(state.x_nD, state.y_nD, state.rows_of(expert), expert, weights, self._products)
+    def _apply(self, rows: ExpertRows, expert: int, weights: Weights) -> None:
+        apply_expert(rows.x_nD, rows.y_nD, rows.of(expert), expert, weights, self._products)
 
 
 def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:
     """The three matrices of one expert: gate, up, down."""
     return [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
-
-
-def _leave_layer(state: MicroBatchState) -> None:
-    """Let go of all that the experts needed and left."""
-    del state.x_nD, state.y_nD, state.weights_Tk, state.grouping
-    state.on_host = None
 
 
 def apply_expert(

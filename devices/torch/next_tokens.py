@@ -1,4 +1,4 @@
-"""The end of a step: logits of the last tokens, and what the next tokens are, by sampling or by beam search."""
+"""The end of a step: logits of the last tokens, and the next tokens, by sampling or by beam search."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from moesched.tasks import Task
 
 from ..products.linear import Tensor, linear
 from ..products.products import Products
-from ..products.team import Team, use_cores
+from ..products.team import Team
 from . import kernels
+from .beams import BeamSearches
 from .copies import moved
 from .micro_batch import MicroBatchState
 from .moe_layer import UseCores
@@ -36,15 +37,17 @@ class Choice(NamedTuple):
     Attributes:
         first_request: the number of requests in the batches before.
         kept: a list that logits (S, V) are added to with their sequences, if any.
+        beams: the beam searches, if tokens are searched for.
     """
 
     sampling: Sampling
     first_request: int
     kept: list[tuple[tuple[int, ...], Tensor]] | None
+    beams: BeamSearches | None
 
 
 class NextTokens:
-    """Runs the verbs that end a step, and the one that has beams go on from their parents.
+    """Runs the verb that ends a step.
 
     Args:
         accelerator: where the hidden states are.
@@ -92,7 +95,7 @@ class NextTokens:
         """The next token of each sequence, or how far each request's beam search has come.
 
         Raises:
-            NotFinite: the logits are no numbers; the message names the step and the first tensor that was bad.
+            NotFinite: a logit is not finite; the message names the step and the first tensor that was bad.
         """
         state = self._states[task.micro_batch]
         try:
@@ -111,9 +114,9 @@ class NextTokens:
         requests = [self._choice.first_request + request for request in mine for _ in range(rows)]
         whole = state.whole
         places = [whole.requests.index(request) for request in mine]
-        if whole.searches:
+        if self._choice.beams:
             require_finite(logits_SV.numpy(), requests, positions)
-            return _advance(whole, places, logits_SV)
+            return self._choice.beams.advance(whole, places, logits_SV)
         tokens = sample(logits_SV.numpy(), self._choice.sampling, requests, positions)
         for place, token in zip(places, tokens, strict=True):
             whole.new[place] = [token]
@@ -122,27 +125,6 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         state = self._states[task.micro_batch]
         return self.draw(task, self.logits(state))
-
-    def reorder(self, task: Task) -> None:
-        """Have every beam go on from the one that it came from."""
-        use_cores(1)
-        state = self._states[task.micro_batch]
-        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
-        state.cache.reorder(state.sequences, state.parents, heirs)
-        state.sequences = tuple(heirs)
-
-
-def _advance(state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
-    """Have the searches of the requests at these places of a micro-batch take one more token."""
-    count = len(state.requests) * state.beams
-    if len(state.new) != count:  # so far it had prompts
-        state.parents, state.new = [0] * count, [[]] * count
-    for place, logits in zip(places, logits_SV.chunk(len(places)), strict=True):
-        moves = state.searches[place].advance(logits.numpy())
-        beams = slice(place * state.beams, (place + 1) * state.beams)
-        state.parents[beams] = [place * len(logits) + parent for parent in moves.parents]
-        state.new[beams] = [[token] for token in moves.tokens]
-    return [state.searches[place].standing for place in places]
 
 
 def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:

@@ -1,43 +1,40 @@
-"""Operations that exist only in multi-node runs: sums of the node's own experts, rows routed by the first node."""
+"""Kernels around the exchanges between nodes: sums of the node's own experts, rows routed by the first node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from moesched.seams import Transport
-from moesched.steps.node_tasks import ROWS, SUM
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from ..products.linear import Tensor
-from ..shared.node_exchanges import NodeExchanges
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer, Routed
 
+if TYPE_CHECKING:
+    from moesched.seams import Array
+
 
 class NodeSide:
-    """Runs the verbs that exist only where several nodes share a model's experts.
+    """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
         device: where hidden states are.
         dtype: theirs.
         project_output: what comes before a layer's norm and router.
-        sample: chooses a micro-batch's tokens, where the node attends.
     """
 
     def __init__(
         self,
         plan: Plan,
-        transport: Transport,
         states: Sequence[MicroBatchState],
         moe: MoELayer,
         device: torch.device,
         dtype: torch.dtype,
         project_output: Callable[[Task], None],
-        sample: Callable[[Task], Any] | None,
     ) -> None:
         self._node = plan.nodes.index
         self._top_k = plan.layout.config.top_k
@@ -46,46 +43,35 @@ class NodeSide:
         self._device = device
         self._dtype = dtype
         self._project_output = project_output
-        exchanges = NodeExchanges(plan, transport, [state.told for state in states], _on_host, sample)
-        self.verbs: dict[str, Callable[[Any], Any]] = {
-            "partial_sum": self._partial_sum,
-            "combine": self._add_residual,
-            **exchanges.verbs,
-            **exchanges.token_verbs,
-        }
-        if plan.nodes.centralised:
-            self.verbs["route"] = self._route_for_all if plan.nodes.attends else self._take_rows
 
-    def _partial_sum(self, task: Task) -> None:
-        """The weighted sum (T, D) of what this node's own experts made, float32."""
-        state = self._states[task.micro_batch]
+    def partial_sum(self, task: Task) -> Tensor:
+        """The weighted sum (T, D), float32, of what this node's own experts made."""
         others = [expert for expert, node in task.operands.items() if node != self._node]
-        state.told[SUM] = self._moe.partial_sum(state, others)
+        return self._moe.partial_sum(self._states[task.micro_batch], others)
 
-    def _add_residual(self, task: Task) -> None:
-        """The nodes' sum and the residual, rounded once, as one machine does."""
-        state = self._states[task.micro_batch]
-        total_TD = self._tensor(state.told.pop(SUM))
-        state.hidden_TD = total_TD.add_(state.hidden_TD).to(self._dtype)
+    def on_host(self, tensor: Tensor) -> Array:
+        """Copy a tensor to the host's memory."""
+        array: Array = tensor.cpu().numpy()
+        return array
 
-    def _route_for_all(self, task: Task) -> dict[int, int]:
+    def combine(self, task: Task, total_TD: Array) -> None:
+        """Add the residual to the nodes' sum, and round once, as one machine does."""
         state = self._states[task.micro_batch]
+        state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
+
+    def route(self, task: Task) -> tuple[dict[int, int], Array]:
+        """The rows of each expert, and what a router made of all tokens, as float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
-        state.told[ROWS] = _on_host(torch.cat([each.float() for each in routed], dim=-1))
-        return self._moe.give_rows(state, routed)
+        routed_TX = self.on_host(torch.cat([each.float() for each in routed], dim=-1))
+        return self._moe.give_rows(self._states[task.micro_batch], routed), routed_TX
 
-    def _take_rows(self, task: Task) -> dict[int, int]:
-        state = self._states[task.micro_batch]
-        told_TX = self._tensor(state.told.pop(ROWS))
-        choices = self._top_k
-        x_TD, experts_Tk, weights_Tk = told_TX.tensor_split((-2 * choices, -choices), dim=-1)
+    def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
+        """The rows of each expert, as the first node routed them."""
+        ends = (-2 * self._top_k, -self._top_k)
+        x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
-        return self._moe.give_rows(state, routed)
+        return self._moe.give_rows(self._states[task.micro_batch], routed)
 
-    def _tensor(self, array: Any) -> Tensor:
+    def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _on_host(tensor: Tensor) -> Any:
-    return tensor.cpu().numpy()

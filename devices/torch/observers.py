@@ -8,6 +8,7 @@ from moesched.models.footprint import EXPERT_TILE
 from moesched.seams import ActivationObserver, RoutingObserver, TokenSpan
 
 from ..products.linear import Tensor, gated
+from .expert_rows import ExpertRows
 from .micro_batch import MicroBatchState
 from .resident_pages import Weights
 
@@ -30,13 +31,13 @@ class DeviceObservers:
         ]
         self.routing.routed(layer, spans, experts_Tk.cpu().numpy())
 
-    def applied(self, layer: int, state: MicroBatchState, experts: Iterable[int], weights: Weights) -> None:
+    def applied(self, layer: int, rows: ExpertRows, experts: Iterable[int], weights: Weights) -> None:
         """Experts are about to run; what their SiLU lets through is computed once more for who watches."""
         if self.activations is None:
             return
         for expert in experts:
-            rows = state.rows_of(expert)
-            for start in rows[::EXPERT_TILE]:
-                x_nD = state.x_nD[start : min(start + EXPERT_TILE, rows.stop)]
+            span = rows.of(expert)
+            for start in span[::EXPERT_TILE]:
+                x_nD = rows.x_nD[start : min(start + EXPERT_TILE, span.stop)]
                 values_nI = gated(x_nD, weights[f"experts.{expert}.gate"])
                 self.activations.activated(layer, values_nI.float().cpu().numpy())

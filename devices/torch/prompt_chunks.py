@@ -22,13 +22,11 @@ def chunk_states(
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():
         whole = wholes[chunk.micro_batch]
-        state = states[number] = MicroBatchState(chunk.requests, prompts, (), whole.beams)
+        spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
+        new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
+        state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.whole, state.before = whole, states.get(chunk.before)
         state.cache = whole.cache
-        state.new = [
-            list(prompts[request][start : start + tokens])
-            for request, start, tokens in zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
-        ]
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())
 

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from moesched.seams import Transport
-from moesched.steps.rank_tasks import HIDDEN, LOGITS
+from moesched.steps.rank_tasks import LOGITS
 from moesched.tasks import Collective, Task
 
 from ..products.linear import Tensor
 from ..shared.node_exchanges import exchange_of
 from .micro_batch import MicroBatchState
-
-REDUCED = {HIDDEN: "hidden_TD", LOGITS: "logits_SV"}
-"""Where a micro-batch has what is reduced."""
 
 
 class RankSide:
@@ -43,21 +40,28 @@ class RankSide:
         self._states = states
         self._head = head
         self._draw = draw
+        self._logits_SV: dict[int, Tensor] = {}
 
     def all_reduce(self, task: Collective) -> None:
-        """Sum what all ranks have in part, in float32, by way of the host's memory."""
-        state, name = self._states[task.micro_batch], REDUCED[task.operands]
-        part: Tensor = getattr(state, name)
-        total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
-        setattr(state, name, torch.from_numpy(total).to(part.device, part.dtype))
+        """Sum the ranks' parts of the hidden states, or of the logits."""
+        if task.operands == LOGITS:
+            self._logits_SV[task.micro_batch] = self._sum(task, self._logits_SV[task.micro_batch])
+        else:
+            state = self._states[task.micro_batch]
+            state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
         """Logits over the whole vocabulary, zero where other ranks have the rows."""
-        state = self._states[task.micro_batch]
-        part_SV = self._head(state)
+        part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
-        state.logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
-        state.logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
+        logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
+        logits_SV[:, self._rank * rows : (self._rank + 1) * rows] = part_SV
+        self._logits_SV[task.micro_batch] = logits_SV
 
     def sample(self, task: Task) -> Any:
-        return self._draw(task, self._states[task.micro_batch].logits_SV)
+        return self._draw(task, self._logits_SV[task.micro_batch])
+
+    def _sum(self, task: Collective, part: Tensor) -> Tensor:
+        """The sum over ranks in float32, by way of the host's memory."""
+        total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
+        return torch.from_numpy(total).to(part.device, part.dtype)

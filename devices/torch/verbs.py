@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from moesched.tasks import Task
 
+from ..shared.node_exchanges import NodeVerbs
 from .attention import Attention
+from .beams import BeamSearches
 from .host_experts import HostExperts
 from .host_side import HostSide
 from .moe_layer import MoELayer
 from .next_tokens import NextTokens
-from .node_side import NodeSide
 from .rank_side import RankSide
 from .weights import WeightStore
 
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
 
     Attributes:
         tokens: None on a node that does not attend.
+        beams: None without beam search.
         host, host_experts: None on a machine with one memory.
         rank: None unless the model is cut over ranks.
         node: None unless nodes share the experts.
@@ -33,15 +35,16 @@ class Parts(NamedTuple):
     attention: Attention
     moe: MoELayer
     tokens: NextTokens | None
+    beams: BeamSearches | None
     host: HostSide | None
     host_experts: HostExperts | None
     rank: RankSide | None
-    node: NodeSide | None
+    node: NodeVerbs | None
 
 
 def verbs_of(parts: Parts) -> dict[str, Verb]:
     """The implementation of every verb of a batch."""
-    store, attention, moe, tokens, host, host_experts, rank, node = parts
+    store, attention, moe, tokens, beams, host, host_experts, rank, node = parts
     verbs: dict[str, Verb] = {
         "load": store.load,
         "fetch": host.bring if host else store.fetch,
@@ -59,7 +62,9 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
         "combine": moe.combine,
     }
     if tokens:
-        verbs |= {"sample": tokens.sample_next, "reorder": tokens.reorder}
+        verbs["sample"] = tokens.sample_next
+    if beams:
+        verbs["reorder"] = beams.reorder
     if host:
         verbs |= {
             "offload_qkv": host.offload_qkv,
@@ -72,7 +77,8 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
     if rank:
         verbs |= {"all_reduce": rank.all_reduce, "logits": rank.logits, "sample": rank.sample}
     if node:
-        verbs |= node.verbs  # sums and exchanges over nodes instead of `combine`, `route` and `sample` here
+        verbs |= node.exchanges
+        verbs |= node.verbs  # `combine`, `route` and `sample` over nodes instead of those here
     return verbs
 
 

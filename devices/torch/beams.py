@@ -1,0 +1,51 @@
+"""Beam search on the device: the searches of a batch, and the sequences in the KV cache that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moesched.requests.beams import BeamSearch, Standing
+from moesched.tasks import Task
+
+from ..products.linear import Tensor
+from ..products.team import use_cores
+from .micro_batch import MicroBatchState
+
+
+class BeamSearches:
+    """Advances the beam searches of a batch, and has its sequences follow.
+
+    Args:
+        searches: one for each request.
+    """
+
+    def __init__(self, searches: Mapping[int, BeamSearch], states: Sequence[MicroBatchState]) -> None:
+        self._searches = searches
+        self._states = states
+        self._parents: dict[int, list[int]] = {}
+
+    def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
+        """Extend the beams of the requests at these places of a micro-batch by one token."""
+        count = len(state.requests) * state.beams
+        if len(state.new) != count:  # so far it had prompts
+            state.new = [[]] * count
+        searches = [self._searches[state.requests[place]] for place in places]
+        for place, search, logits in zip(places, searches, logits_SV.chunk(len(places)), strict=True):
+            moves = search.advance(logits.numpy())
+            self._parents[state.requests[place]] = moves.parents
+            state.new[place * state.beams : (place + 1) * state.beams] = [[token] for token in moves.tokens]
+        return [search.standing for search in searches]
+
+    def reorder(self, task: Task) -> None:
+        """Have every beam go on from the one that it came from."""
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        before = len(state.sequences) // len(state.requests)
+        parents = [
+            place * before + parent
+            for place, request in enumerate(state.requests)
+            for parent in self._parents[request]
+        ]
+        heirs = [request * state.beams + beam for request in state.requests for beam in range(state.beams)]
+        state.cache.reorder(state.sequences, parents, heirs)
+        state.sequences = tuple(heirs)
