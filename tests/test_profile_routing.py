@@ -59,7 +59,7 @@ class WatchedReference(Reference):
         """The experts (T, layers, k) of a sequence's tokens."""
         self.chosen: list[Any] = []
         cache = self.cache()
-        cache.open(0)
+        cache.table.open(0)
         self.logits(cache, [0], [tokens])
         return np.stack(self.chosen, axis=1)
 

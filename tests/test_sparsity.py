@@ -36,7 +36,7 @@ class WatchedReference(Reference):
         self.seen: list[list[Any]] = [[] for _ in range(self.config.layers)]
         cache = self.cache()
         for sequence in range(len(prompts)):
-            cache.open(sequence)
+            cache.table.open(sequence)
         self.logits(cache, list(range(len(prompts))), prompts)
         return [np.concatenate(parts) for parts in self.seen]
 
