@@ -10,10 +10,19 @@ from typing import Any, get_type_hints
 import pytest
 
 import moesched
+from moesched.analysis.roofline import roofline_of
+from moesched.cli import cluster, roofline
+from moesched.cli.generation_options import GenerationArguments
+from moesched.cli.plan import PlanArguments
+from moesched.cli.profile_routing import ProfileArguments, SparsityArguments
+from moesched.cli.simulate import SimulationArguments
+from moesched.cluster.node import run_node
 from moesched.inputs.options import SizeOptions, options_from, part_of
 from moesched.jobs.options import (
     ClusterKeywords,
     ClusterOptions,
+    ProfilingKeywords,
+    ProfilingOptions,
     RunKeywords,
     RunOptions,
     SimulationKeywords,
@@ -26,6 +35,7 @@ PAIRS = [
     (SimulationKeywords, SimulationOptions),
     (ClusterKeywords, ClusterOptions),
     (PlanKeywords, PlanOptions),
+    (ProfilingKeywords, ProfilingOptions),
 ]
 FUNCTIONS = [
     (moesched.run_model, RunOptions),
@@ -33,7 +43,24 @@ FUNCTIONS = [
     (moesched.run_local, ClusterOptions),
     (moesched.run_cluster, ClusterOptions),
     (moesched.plan_model, PlanOptions),
+    (moesched.profile_routing, ProfilingOptions),
+    (moesched.sparsity_of, ProfilingOptions),
 ]
+COMMANDS: list[tuple[Callable[..., Any], Callable[..., Any], set[str]]] = [
+    (GenerationArguments, moesched.run_model, {"device", "dtype", "machine", "max_new_tokens"}),
+    (GenerationArguments, moesched.run_local, {"device", "dtype", "machine", "max_new_tokens"}),
+    (GenerationArguments, moesched.Sampling, {"beams", "length_penalty", "seed", "temperature", "top_p"}),
+    (SimulationArguments, moesched.simulate_model, {"beams", "gen", "preview_accuracy", "seed"}),
+    (PlanArguments, moesched.plan_model, {"dtype", "gen", "policy", "seed", "tensor_parallel"}),
+    (ProfileArguments, moesched.profile_routing, {"device", "dtype", "machine", "max_new_tokens", "policy"}),
+    (SparsityArguments, moesched.sparsity_of, {"device", "dtype", "machine", "policy", "seed"}),
+    (roofline.roofline, roofline_of, {"batch_size", "context", "micro_batch_size"}),
+    (cluster.node, run_node, {"patience"}),
+]
+"""A command's options, the function that it calls, and some of the options that both have."""
+
+TOLD_APART = {"workload"}
+"""Options for which a command tells the default from the same value given."""
 
 
 @pytest.mark.parametrize(("keywords", "options"), PAIRS)
@@ -52,10 +79,25 @@ def test_help_lists_every_option_with_its_default_and_its_meaning(
     for field in fields(options):
         assert f"{field.name}: " in documentation
         if field.default is not MISSING:
-            assert parameters[field.name].default == (
-                "resident" if (function, field.name) == (moesched.run_model, "policy") else field.default
-            )
+            assert parameters[field.name].default == field.default
     assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+
+
+@pytest.mark.parametrize(("command", "function", "some"), COMMANDS)
+def test_an_option_has_one_default_on_the_command_line_and_in_python(
+    command: Callable[..., Any], function: Callable[..., Any], some: set[str]
+) -> None:
+    on_command_line, in_python = (
+        {
+            name: each.default
+            for name, each in inspect.signature(kind).parameters.items()
+            if each.default not in (each.empty, ())
+        }
+        for kind in (command, function)
+    )
+    in_both = on_command_line.keys() & in_python.keys() - TOLD_APART
+    assert some <= in_both
+    assert {name: on_command_line[name] for name in in_both} == {name: in_python[name] for name in in_both}
 
 
 def test_an_unknown_keyword_is_refused_with_the_valid_ones() -> None:
@@ -63,6 +105,8 @@ def test_an_unknown_keyword_is_refused_with_the_valid_ones() -> None:
         TypeError, match=r"run_model\(\) got an unexpected keyword argument 'polcy'.*batch_size"
     ):
         moesched.run_model("nowhere", [[1]], polcy="resident")  # type: ignore[call-arg]  # what is tested
+    with pytest.raises(TypeError, match=r"profile_routing\(\) got an unexpected keyword argument 'trace'"):
+        moesched.profile_routing("nowhere", [[1]], trace="out.json")  # type: ignore[call-arg]  # what is tested
     with pytest.raises(TypeError, match=r"simulate_model\(\) got an unexpected keyword argument 'batch'"):
         moesched.simulate_model(  # type: ignore[call-arg]  # what is tested
             "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", batch=3

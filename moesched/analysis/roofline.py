@@ -10,15 +10,12 @@ import msgspec
 from moesched.analysis import hrm
 from moesched.analysis.hrm import Bound, Hierarchy, Intensity, LayerTime, Split
 from moesched.errors import BadInput
+from moesched.inputs.defaults import ROOFLINE_CONTEXT, ROOFLINE_MICRO_BATCH_SIZE
 from moesched.inputs.lookup import find_machine, find_shape
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.operations import Operations
 
-CONTEXT = 512
-"""Tokens in the cache, as in Fig. 4."""
-MICRO_BATCH_SIZE = 128
-"""Requests, as in Fig. 5."""
 BATCH_SIZES = (32, 512, 4096)
 SECOND_KV_DTYPE = "int4"
 
@@ -87,9 +84,9 @@ def roofline_of(
     machine: Machine | str,
     *,
     kv_dtypes: Sequence[str] = (),
-    context: int = CONTEXT,
+    context: int = ROOFLINE_CONTEXT,
     batch_size: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int = ROOFLINE_MICRO_BATCH_SIZE,
 ) -> RooflineReport:
     """Compute the bounds of attention and FFN in decode steps of a model on a machine (MoE-Lightning, section 3).
 
@@ -97,15 +94,14 @@ def roofline_of(
         model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
         kv_dtypes: dtypes of the KV cache; by default that of the model, and int4.
         context: tokens in the cache of each request.
-        batch_size: by default 32, 512 and 4096.
-        micro_batch_size: by default 128.
+        batch_size: requests; by default 32, 512 and 4096.
+        micro_batch_size: requests that share a kernel.
 
     Raises:
         BadInput: the model or machine is unknown, a size is invalid, or the machine's description is insufficient.
     """
     config = find_shape(model)
     described = find_machine(machine)
-    micro_batch_size = MICRO_BATCH_SIZE if micro_batch_size is None else micro_batch_size
     batch_sizes = BATCH_SIZES if batch_size is None else (batch_size,)
     kv_dtypes = tuple(dict.fromkeys(kv_dtypes or (config.dtype, SECOND_KV_DTYPE)))
     _check(config, kv_dtypes, context, batch_sizes, micro_batch_size)

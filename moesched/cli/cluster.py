@@ -11,6 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
 from moesched.cli.generation_options import GenerationArguments
+from moesched.inputs.defaults import JOIN_SECONDS
 
 CLUSTER = Group("Cluster", sort_key=1)
 
@@ -96,7 +97,7 @@ def node(
     key: KeyFile = None,
     patience: Annotated[
         float, Parameter(group=CLUSTER, metavar="SECONDS", help="How long to wait for the launcher.")
-    ] = 60.0,
+    ] = JOIN_SECONDS,
 ) -> None:
     """See NODE_HELP."""
     from moesched.cluster.node import run_node

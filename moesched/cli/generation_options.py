@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from moesched.cli import arguments, options
 from moesched.errors import BadInput
+from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
@@ -48,7 +49,7 @@ class PromptArguments:
     ] = None
     max_new_tokens: Annotated[
         int, Parameter(metavar="N", help="Tokens to generate for each prompt, at most.")
-    ] = 64
+    ] = NEW_TOKENS
 
     def read_prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and the exit code that says whether malformed ones were skipped."""
@@ -112,7 +113,7 @@ class DeviceArguments:
 
     device: Annotated[
         str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
-    ] = "torch"
+    ] = DEVICE
     device_settings: Annotated[
         tuple[str, ...],
         Parameter(
@@ -130,7 +131,7 @@ class DeviceArguments:
             help="The machine that the policy plans for: auto is this one, as `moesched calibrate` measured it; "
             "--device emulated imitates any that has an accelerator.",
         ),
-    ] = "auto"
+    ] = MACHINE
 
 
 @Parameter(name="*")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from moesched.errors import BadInput
+from moesched.inputs.defaults import TRANSPORT
 from moesched.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ Transport = Annotated[
     str | None,
     Parameter(
         metavar="T",
-        help="Carries the nodes' exchanges: a name of `moesched list transports`. By default zeromq.",
+        help=f"Carries the nodes' exchanges: a name of `moesched list transports`. By default {TRANSPORT}.",
     ),
 ]
 Nodes = Annotated[

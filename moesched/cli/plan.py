@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import arguments, options
+from moesched.inputs.defaults import WORKLOAD
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
@@ -30,8 +31,6 @@ EPILOGUE = """Examples:
       --gen 128 --policy flexgen --budget gpu=16GB
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
 
-WORKLOAD = "mtbench"
-
 
 def add_to(app: App) -> None:
     """Add the command."""
@@ -47,7 +46,7 @@ class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
         str | None,
         Parameter(
             metavar="NAME|FILE",
-            help="A name of `moesched list workloads`, or a TOML file. By default mtbench.",
+            help=f"A name of `moesched list workloads`, or a TOML file. By default {WORKLOAD}.",
         ),
     ] = None
     gen: options.NewTokens = None

@@ -10,6 +10,7 @@ from cyclopts import App, Group, Parameter
 
 from moesched.cli import arguments, options
 from moesched.errors import BadInput
+from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS, PROFILING_POLICY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +69,10 @@ class ProbeArguments(arguments.SizeArguments):
         Parameter(
             metavar="P", help="The policy to run under; all policies make the same choices. See moesched run."
         ),
-    ] = "expert_streaming"
+    ] = PROFILING_POLICY
     dtype: options.DType = None
-    device: Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")] = "torch"
-    machine: options.Machine = "auto"
+    device: Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")] = DEVICE
+    machine: options.Machine = MACHINE
     json: options.Json = False
 
     def run_options(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class ProfileArguments(ProbeArguments):
     routing_settings: options.RoutingSettings = ()
     max_new_tokens: Annotated[
         int, Parameter(metavar="N", help="Tokens to generate for each prompt; they are profiled too.")
-    ] = 64
+    ] = NEW_TOKENS
     gpu_experts: Annotated[
         tuple[int, ...],
         Parameter(

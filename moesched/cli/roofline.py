@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.inputs.defaults import ROOFLINE_CONTEXT, ROOFLINE_MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
     from moesched.analysis.roofline import Computation, RooflineReport
@@ -46,14 +47,14 @@ def roofline(
     ] = (),
     context: Annotated[
         int, Parameter(group=options.SIZES, metavar="N", help="Tokens in the cache of each request.")
-    ] = 512,
+    ] = ROOFLINE_CONTEXT,
     batch_size: Annotated[
         int | None,
         Parameter(group=options.SIZES, metavar="N", help="Requests. By default 32, 512 and 4096."),
     ] = None,
     micro_batch_size: Annotated[
         int, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
-    ] = 128,
+    ] = ROOFLINE_MICRO_BATCH_SIZE,
     out: options.Picture = None,
     json: options.Json = False,
 ) -> None:

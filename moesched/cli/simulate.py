@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from moesched.cli import arguments, options
+from moesched.inputs.defaults import PREVIEW_ACCURACY
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
@@ -73,7 +74,7 @@ class WorkloadArguments:
             metavar="P",
             help="Probability that a preview of the router, as prefetch_gate uses it, names the right expert: 0 to 1.",
         ),
-    ] = 0.8
+    ] = PREVIEW_ACCURACY
 
     def requests_and_routing(self) -> dict[str, Any]:
         """The same as keywords of `simulate_model`, apart from the workload."""

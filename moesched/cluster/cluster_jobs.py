@@ -40,6 +40,7 @@ from moesched.cluster.node_transports import way_of
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput, NodeLost
+from moesched.inputs.defaults import MACHINE
 from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
 from moesched.jobs.batch_reports import NotTraced
@@ -64,7 +65,7 @@ def run_local(
     *,
     nodes: int,
     policy: str,
-    machine: str = "auto",
+    machine: str = MACHINE,
     start: Callable[[Path], Start] = start_here,
     **options: Unpack[ClusterKeywords],
 ) -> ClusterReport:
@@ -99,7 +100,7 @@ def run_cluster(
     *,
     cluster_file: Path,
     policy: str,
-    machine: str = "auto",
+    machine: str = MACHINE,
     key: Path | None = None,
     start: Start = start_by_ssh,
     **options: Unpack[ClusterKeywords],

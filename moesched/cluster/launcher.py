@@ -29,13 +29,13 @@ from moesched.cluster.roster import Back, Lost, Node, OfOrder, Roster
 from moesched.cluster.slowness import SlowNodes
 from moesched.cluster.token_log import Remainder, TokenLog
 from moesched.errors import BadInput, MoeschedError, NodeLost, TransportError
+from moesched.inputs.defaults import JOIN_SECONDS
 from moesched.inputs.options import SizeOptions, part_of
 
 _log = structlog.get_logger(__name__)
 
 GLANCE_SECONDS = 0.02
 """Interval at which the launcher checks the nodes' processes."""
-JOIN_SECONDS = 60.0
 PARTING_SECONDS = 5.0
 """Time that nodes have to send their results when an epoch ends early."""
 

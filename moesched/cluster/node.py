@@ -31,10 +31,10 @@ from moesched.cluster.node_exchanges import LET_GO, NodeExchanges
 from moesched.cluster.node_jobs import Ask, NodeJob
 from moesched.cluster.node_reports import NodeReports
 from moesched.errors import BadInput, MoeschedError, PolicyError, RankLost, TransportError
+from moesched.inputs.defaults import JOIN_SECONDS
 from moesched.inputs.options import SizeOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
-JOIN_SECONDS = 60.0
 STAND_BY_SECONDS = 0.25
 """Metal releases memory that was idle for more than half a second (RACS'24, Finding 2)."""
 

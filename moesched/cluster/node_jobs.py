@@ -15,6 +15,7 @@ from moesched import plugins
 from moesched.drivers.interrupts import interrupts_held
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine, find_policy
 from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
 from moesched.jobs.report import JobReport, job_report
@@ -40,7 +41,7 @@ class NodeRun(PolicyOptions, DeviceOptions):
     """The options that all orders of a run share."""
 
     sampling: Sampling = field(default_factory=Sampling)
-    machine: str = "auto"
+    machine: str = MACHINE
     budgets: Mapping[str, int | str] | None = None
     traced: bool = False
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moesched import plugins
 from moesched.errors import BadInput
+from moesched.inputs.defaults import NEW_TOKENS
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import local_machine, require_measured_here
@@ -15,9 +16,6 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Policy
-
-NEW_TOKENS_OF_PROMPTS = 64
-"""Tokens to generate for each prompt of a workload that gives no number."""
 
 
 def find_shape(name_or_folder: Path | str) -> ModelConfig:
@@ -85,4 +83,4 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
         )
     tokenizer = find_tokenizer(Path(model)) if has_folder else None
     encoded = encode_prompts(workload, tokenizer, config, 0)
-    return given_lengths(list(map(len, encoded)), NEW_TOKENS_OF_PROMPTS)
+    return given_lengths(list(map(len, encoded)), NEW_TOKENS)

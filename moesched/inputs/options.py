@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
 from moesched.errors import BadInput
+from moesched.inputs.defaults import DEVICE
 from moesched.machines import Machine
 
 Options = TypeVar("Options")
@@ -132,7 +133,7 @@ class DeviceOptions:
         device_settings: the device's own settings, by name.
     """
 
-    device: str = "torch"
+    device: str = DEVICE
     device_settings: Mapping[str, Any] | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.inputs.defaults import NEW_TOKENS, PREVIEW_ACCURACY, TRANSPORT
 from moesched.inputs.options import (
     CutKeywords,
     CutOptions,
@@ -22,7 +22,6 @@ from moesched.inputs.options import (
 )
 from moesched.machines.networks import Network
 from moesched.requests.sampling import Sampling
-from moesched.routing.router_forecast import PREVIEW_ACCURACY
 from moesched.runs.listeners import Listener
 
 
@@ -55,7 +54,7 @@ class GenerationOptions:
         sampling: how the next token is chosen; None for the likeliest one.
     """
 
-    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS
+    max_new_tokens: int = NEW_TOKENS
     sampling: Sampling | None = None
 
 
@@ -71,8 +70,13 @@ class PlannedOptions(PolicyOptions, SizeOptions, MachineOptions, CutOptions):
     """The options by which batches are planned, measured or predicted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions(PolicyOptions, SizeOptions, MachineOptions, DeviceOptions):
+    """The options of `profile_routing` and `sparsity_of`: those of a run that is observed."""
+
+
 class ProfilingKeywords(SettingKeywords, SizeKeywords, MachineKeywords, DeviceKeywords, total=False):
-    """Those of RunOptions that a run for profiling takes."""
+    """Those of ProfilingOptions that have a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class ClusterOptions(
     """
 
     machine: str
-    transport: str = "zeromq"
+    transport: str = TRANSPORT
 
 
 class ClusterKeywords(

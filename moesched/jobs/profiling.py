@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import NamedTuple, Unpack
 
 from moesched.errors import BadInput, NotFinite
-from moesched.inputs.lookup import NEW_TOKENS_OF_PROMPTS
+from moesched.inputs.defaults import MACHINE, NEW_TOKENS, PROFILING_POLICY
+from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import RoutingListener
-from moesched.jobs.options import ProfilingKeywords
+from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
 from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.reading import read_config
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
-
-POLICY = "expert_streaming"
-"""It needs little memory, and keeps as many experts as fit."""
 
 
 class Profiled(NamedTuple):
@@ -28,24 +26,30 @@ class Profiled(NamedTuple):
     interrupted: bool
 
 
+@takes(ProfilingOptions)
 def profile_routing(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
-    policy: str = POLICY,
-    machine: Machine | str = "auto",
-    max_new_tokens: int = NEW_TOKENS_OF_PROMPTS,
+    policy: str = PROFILING_POLICY,
+    machine: Machine | str = MACHINE,
+    max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[int, int], object] | None = None,
     **options: Unpack[ProfilingKeywords],
 ) -> Profiled:
     """Run prompts through a model and record which experts every token takes, prompts' and generated ones.
 
     Args:
+        model: a Hugging Face folder.
+        prompts: texts, or token ids.
+        policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
+        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
+        max_new_tokens: tokens to generate for each prompt, at most; they are recorded too.
         progress: told how many choices were made, tokens times layers, and how many there will be at most.
-        options: sizes, budgets, dtype and device, as `moesched.run_model` takes them.
 
-    The other arguments and errors are those of `moesched.run_model`.
+    Raises as `moesched.run_model`.
     """
+    given = options_from(ProfilingOptions, "profile_routing", options, policy=policy, machine=machine)
     config = read_config(model)
     if config.experts == 1:
         raise BadInput(
@@ -58,11 +62,9 @@ def profile_routing(
     report = run_model(
         model,
         encoded,
-        policy=policy,
-        machine=machine,
         max_new_tokens=max_new_tokens,
         listener=RoutingListener(recorder),
-        **options,
+        **part_of(given, ProfilingOptions),
     )
     if report.failure is not None:
         raise NotFinite(report.failure)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
 
+from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
@@ -34,7 +35,7 @@ def run_model(
     prompts: Sequence[Prompt],
     *,
     policy: str = "resident",
-    machine: Machine | str = "auto",
+    machine: Machine | str = MACHINE,
     **options: Unpack[RunKeywords],
 ) -> JobReport:
     """Generate text on real hardware. More prompts than fit a batch run as successive batches.

@@ -12,16 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import BadInput, NotFinite
+from moesched.inputs.defaults import MACHINE, PROFILING_POLICY
+from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import ActivationListener
-from moesched.jobs.options import ProfilingKeywords
+from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
 from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
-POLICY = "expert_streaming"
 RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
 """The number and length of random prompts, used where none are given."""
 
@@ -46,12 +47,13 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
+@takes(ProfilingOptions)
 def sparsity_of(
     model: Path | str,
     prompts: Sequence[Prompt] | None = None,
     *,
-    policy: str = POLICY,
-    machine: Machine | str = "auto",
+    policy: str = PROFILING_POLICY,
+    machine: Machine | str = MACHINE,
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
     **options: Unpack[ProfilingKeywords],
@@ -59,28 +61,29 @@ def sparsity_of(
     """Run prompts through a model and count the values after SiLU, over all experts that tokens were routed to.
 
     Args:
-        prompts: by default random token ids; a trained model may behave differently on text.
+        model: a Hugging Face folder.
+        prompts: texts, or token ids; by default random ids. A trained model may behave differently on text.
+        policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
+        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         seed: of these ids.
         progress: told how many values were counted, and how many there will be.
-        options: sizes, budgets, dtype and device, as `moesched.run_model` takes them.
 
-    The other arguments and errors are those of `moesched.run_model`.
+    Raises as `moesched.run_model`.
     """
+    given = options_from(ProfilingOptions, "sparsity_of", options, policy=policy, machine=machine)
     config = read_config(model)
-    given = random_prompts(config, seed) if prompts is None else prompts
-    encoded = encode_prompts(given, find_tokenizer(Path(model)), config, 1)
+    asked = random_prompts(config, seed) if prompts is None else prompts
+    encoded = encode_prompts(asked, find_tokenizer(Path(model)), config, 1)
     tokens = sum(map(len, encoded))
     most = tokens * config.layers * config.top_k * config.intermediate
     counter = SparsityCounter(config.layers, progress, most)
     report = run_model(
         model,
         encoded,
-        policy=policy,
-        machine=machine,
         max_new_tokens=1,
         listener=ActivationListener(counter),
         tensor_parallel=1,
-        **options,
+        **part_of(given, ProfilingOptions),
     )
     if report.failure is not None:
         raise NotFinite(report.failure)

@@ -11,6 +11,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.defaults import WORKLOAD
 from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.inputs.options import (
     CutKeywords,
@@ -118,7 +119,7 @@ def plan_model(
     model: Path | str,
     *,
     machine: Machine | str,
-    workload: Workload | str = "mtbench",
+    workload: Workload | str = WORKLOAD,
     gen: int | None = None,
     policy: str | None = None,
     seed: int = 0,

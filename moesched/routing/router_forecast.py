@@ -5,14 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from moesched.errors import BadInput
+from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.seams import Routing
-
-PREVIEW_ACCURACY = 0.8
-"""Assumed probability that an expert chosen by the router is predicted.
-
-The next layer's router, applied to this layer's hidden state, predicted about 80 to 90 % of Mixtral 8x7B's experts
-(Eliseev and Mazur 2023, speculative loading). Other models may differ; real runs use the model's own previews.
-"""
 
 _PREVIEW = 1
 """Separates these random numbers from those of a routing with the same seed."""

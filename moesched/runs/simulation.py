@@ -9,9 +9,10 @@ from contextlib import closing
 from moesched.drivers.capture import CapturingEngine
 from moesched.drivers.replay import ReplayObserver, replay_run
 from moesched.errors import BadInput
+from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
 from moesched.routing import SeededRouting
-from moesched.routing.router_forecast import PREVIEW_ACCURACY, RouterForecast
+from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble, observers_of
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.outcome import Outcome, Report, make_report
