@@ -24,7 +24,7 @@ import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
 from commands import refused
 from moesched.devices.mlx.device import MlxDevice
-from moesched.devices.mlx.machine import WiredPages, with_gpu
+from moesched.devices.mlx.machine import ProcessLimit, with_gpu
 from moesched.devices.mlx.stacks import stacks_for
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -266,18 +266,18 @@ def test_a_gpu_that_shares_the_hosts_memory_is_limited_to_what_the_system_recomm
     )
 
 
-def test_the_wired_limit_is_what_was_asked_for_and_then_what_it_was_before() -> None:
+def test_a_limit_of_the_process_is_what_was_asked_for_and_then_what_it_was_before() -> None:
     limits = [5]
 
     def set_limit(nbytes: int) -> int:
         limits.append(nbytes)
         return limits[-2]
 
-    wired = WiredPages(set_limit, recommended=1000)
-    wired.set(300)
-    wired.set(4000)
-    wired.give_back()
-    wired.give_back()
+    limit = ProcessLimit(set_limit, most=1000)
+    limit.set(300)
+    limit.set(4000)
+    limit.give_back()
+    limit.give_back()
     assert limits == [5, 300, 1000, 5]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from .weights import Weights
 
 
 class MlxAttention:
-    """Runs what comes before the experts.
+    """Runs the verbs before the experts.
 
     Args:
         weights: the arrays that a view shows.
@@ -39,17 +39,8 @@ class MlxAttention:
         self._embedding_VD = embedding_VD
         self._kv = kv
 
-    @property
-    def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """The implementation of each verb; built on request, so that no reference outlives a batch."""
-        return {
-            "embed": self._embed,
-            "pre_attention": self._pre_attention,
-            "attention": self._attention,
-            "cpu_attention": self._attention,
-        }
-
-    def _embed(self, task: Task) -> None:
+    def embed(self, task: Task) -> None:
+        """Extend the cache by the new tokens and look up their embeddings."""
         batch = self._batches[task.micro_batch]
         batch.step = self._kv.extend(batch.requests, [len(tokens) for tokens in batch.new])
         ids_T = mx.array([token for tokens in batch.new for token in tokens])
@@ -57,7 +48,8 @@ class MlxAttention:
         batch.hidden_TD = self._embedding_VD[ids_T]
         mx.eval(batch.hidden_TD, *batch.angles)
 
-    def _pre_attention(self, task: Task) -> None:
+    def pre_attention(self, task: Task) -> None:
+        """Project the hidden states to queries, keys and values."""
         batch, dense = self._batches[task.micro_batch], self._weights(task.operands).dense
         batch.qkv = kernels.project_qkv(
             batch.hidden_TD,
@@ -69,7 +61,8 @@ class MlxAttention:
         )
         mx.eval(*batch.qkv)
 
-    def _attention(self, task: Task) -> None:
+    def attention(self, task: Task) -> None:
+        """Store keys and values in the cache, and attend over it."""
         batch = self._batches[task.micro_batch]
         q_THd, k_TKd, v_TKd = batch.qkv
         del batch.qkv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,38 +11,30 @@ try:
 except ImportError as error:
     text = f"{error}: pip install 'moesched[mlx]', on macOS or Linux"
     raise ModuleNotFoundError(text, name="mlx") from error
-import numpy.typing as npt
 
 from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.models.tensors import global_shapes
-from moesched.requests.batch import cached_tokens
 from moesched.requests.sampling import Sampling
 from moesched.seams import RoutingObserver, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
 from ..shared.bad_weights import describe_first_bad_weight
-from ..shared.node_exchanges import NodeVerbs
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
-from .attention import MlxAttention
-from .kernels import Array
-from .kv_cache import RequestsKV
-from .machine import WiredPages, require_unified, with_metal
-from .memory import ARRAY_DTYPES, shared
-from .micro_batch import MlxBatch, batches_of
-from .moe_layer import MlxMoELayer
-from .next_tokens import Head, MlxNextTokens
-from .node_side import MlxNodeSide
+from ..shared.verbs import Verb
+from .machine import cache_limit, require_unified, wired_limit, with_metal
+from .next_tokens import Logits
+from .parts import parts_of
 from .thread import OneThread
+from .verbs import verbs_of
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
-"""What MLX keeps of memory that kernels gave back."""
+"""Limit of the memory that MLX keeps after kernels gave it back."""
 
 
 class MlxDevice:
@@ -66,18 +58,16 @@ class MlxDevice:
     ) -> None:
         self.config = checkpoint.config
         self.layout = layout
-        self.logits: list[tuple[tuple[int, ...], npt.NDArray[Any]]] = []
+        self.logits: Logits = []
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
         self._thread = OneThread("mlx")
-        self._wired = WiredPages.here()
-        self._cache_limit: int | None = None
-        self._globals: dict[str, Array] = {}
+        self._wired_limit = wired_limit()
+        self._cache_limit = cache_limit()
         self._observer: RoutingObserver | None = None
         self._transport: Transport | None = None
-        self._verbs: dict[str, Callable[[Any], Any]] = {}
-        self._exchanges: Mapping[str, Callable[[Any], Any]] = {}
+        self._verbs: dict[str, Verb] = {}
 
     @staticmethod
     def machine(host: Machine) -> Machine:
@@ -128,11 +118,10 @@ class MlxDevice:
 
     def execute(self, task: Task) -> Any:
         """Run one task: reads and exchanges on the calling thread, all else on the device's own."""
-        if isinstance(task, PageTransfer):
-            return self._bring(task)
-        if isinstance(task, Collective):
-            return self._exchanges[task.verb](task)
-        return self._thread.call(self._run, task)
+        verb = self._verbs[task.verb]
+        if isinstance(task, (PageTransfer, Collective)):
+            return verb(task)
+        return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
         """Use every array of weights a little, for Metal to keep them wired while nothing else does; returns how many.
@@ -140,7 +129,7 @@ class MlxDevice:
         This is the standby calculation between requests of RACS'24, section 4.2, which sums all weights: the driver
         wires a whole array for one element of it.
         """
-        return self._thread.call(self._stand_by)
+        return self._thread.call(self._weights.touch)
 
     async def aclose(self) -> None:
         """Free the arrays, give back what was set for the process, close the checkpoint's files."""
@@ -150,103 +139,26 @@ class MlxDevice:
 
     # -- on the device's thread ----------------------------------------------------------------------
 
-    def _run(self, task: Task) -> Any:
-        return self._verbs[task.verb](task)
-
-    def _stand_by(self) -> int:
-        arrays = [*self._globals.values(), *self._weights.arrays()]
-        mx.eval([array.reshape(-1)[:1] + 0 for array in arrays])
-        return len(arrays)
-
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self._verbs, self._exchanges = {}, {}  # and with them all that the batch before had
-        self._limit_memory(plan)
-        self._weights.begin(
-            plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()]
-        )
-        batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
-        first = plan.batch.first_request
-        moe = MlxMoELayer(self.config, batches, self._weights.show, self._observer, first)
-        self._verbs |= moe.verbs
-        project_output = None
-        if plan.nodes.attends:
-            project_output = self._begin_to_attend(plan, batches, moe, sampling)
-        if plan.nodes.count > 1:
-            assert self._transport is not None, "a device that is to be one of several nodes has to join them"
-            sample = self._verbs.get("sample")
-            side = MlxNodeSide(plan, batches, moe, project_output)
-            nodes = NodeVerbs(plan, self._transport, side, sample)
-            self._verbs |= nodes.verbs
-            self._exchanges = nodes.exchanges
-
-    def _begin_to_attend(
-        self, plan: Plan, batches: Sequence[MlxBatch], moe: MlxMoELayer, sampling: Sampling
-    ) -> Callable[[Task], None]:
-        """Get ready for all but the experts; returns what projects attention's output."""
-        if not self._globals:
-            self._globals = {name: self._read_global(name) for name in global_shapes(self.config)}
-        embedding_VD = self._globals["embedding"]
-        attention = MlxAttention(
-            self.config, batches, self._weights.show, embedding_VD, self._open_cache(plan)
-        )
-        tokens = MlxNextTokens(
-            self.config,
-            batches,
-            Head(self._globals["final_norm"], self._globals.get("lm_head", embedding_VD)),
+        self._verbs = {}  # and with them all that the batch before had
+        self._wired_limit.set(plan.memory("accelerator").used)
+        self._cache_limit.set(KEPT_BACK_BYTES)
+        self._weights.begin(plan)
+        parts = parts_of(
+            plan,
+            prompts,
             sampling,
-            plan.batch.first_request,
-            self.logits if self._keep_logits else None,
-            partial(describe_first_bad_weight, self._reader, self.layout),
+            self._weights,
+            observer=self._observer,
+            transport=self._transport,
+            logits=self.logits if self._keep_logits else None,
+            first_bad=partial(describe_first_bad_weight, self._reader, self.layout),
         )
-        self._verbs |= {
-            **attention.verbs,
-            **tokens.verbs,
-            "post_attention": _after(attention.project_output, moe.run_all),
-            "route": _after(attention.project_output, moe.choose_experts),
-        }
-        return attention.project_output
-
-    def _open_cache(self, plan: Plan) -> RequestsKV:
-        prompts, new_tokens = plan.batch.prompts, plan.batch.new_tokens
-        lengths = [cached_tokens(prompt + new_tokens) for prompt in prompts]
-        return RequestsKV(self.config, lengths, ARRAY_DTYPES[self.layout.dtype])
-
-    def _limit_memory(self, plan: Plan) -> None:
-        """Have MLX keep wired what the plan takes, and hold back no more of what kernels gave back than a little."""
-        self._wired.set(plan.memory("accelerator").used)
-        before = mx.set_cache_limit(KEPT_BACK_BYTES)
-        if self._cache_limit is None:
-            self._cache_limit = before
+        self._verbs = verbs_of(parts)
 
     def _let_go(self) -> None:
-        self._verbs, self._exchanges = {}, {}
-        self._globals = {}
+        self._verbs = {}
         self._weights.close()
-        self._wired.give_back()
-        if self._cache_limit is not None:
-            mx.set_cache_limit(self._cache_limit)
+        self._wired_limit.give_back()
+        self._cache_limit.give_back()
         mx.clear_cache()
-
-    def _read_global(self, name: str) -> Array:
-        array, tensor = shared(global_shapes(self.config)[name], self.layout.dtype)
-        self._reader.read_tensor_into(name, tensor.view(-1))
-        return array
-
-    # -- on the thread of the lane that reads --------------------------------------------------------
-
-    def _bring(self, task: PageTransfer) -> None:
-        for page, slot in zip(task.pages, task.slots, strict=True):
-            if slot.fixed:
-                self._weights.load(page)
-            else:
-                self._weights.fetch(page, slot)
-
-
-def _after(first: Callable[[Task], None], then: Callable[[Task], Any]) -> Callable[[Task], Any]:
-    """One verb that is two."""
-
-    def both(task: Task) -> Any:
-        first(task)
-        return then(task)
-
-    return both

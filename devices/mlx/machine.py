@@ -1,4 +1,4 @@
-"""The machine that MLX runs on, and the limit of memory that its driver keeps wired."""
+"""The machine that MLX runs on, and the limits of memory that MLX has there for the whole process."""
 
 from __future__ import annotations
 
@@ -58,29 +58,22 @@ def require_unified(machine: Machine) -> None:
         )
 
 
-class WiredPages:
-    """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
-
-    The limit is the process's: whoever sets it gives it back. Without Metal MLX takes the call and does nothing.
+class ProcessLimit:
+    """A limit of memory that holds for the whole process: whoever sets it gives it back.
 
     Args:
         set_limit: sets the limit in bytes, and returns the one before.
-        recommended: the most that is set, where the system says so: beyond it small machines stall.
+        most: the most that is set; None for no bound.
     """
 
-    def __init__(self, set_limit: Callable[[int], int], recommended: int | None) -> None:
+    def __init__(self, set_limit: Callable[[int], int], most: int | None = None) -> None:
         self._set_limit = set_limit
-        self._recommended = recommended
+        self._most = most
         self._before: int | None = None
 
-    @staticmethod
-    def here() -> WiredPages:
-        """This process's."""
-        return WiredPages(mx.set_wired_limit, _recommended())
-
     def set(self, nbytes: int) -> None:
-        """Keep up to `nbytes` wired, and no more than the system recommends."""
-        before = self._set_limit(nbytes if self._recommended is None else min(nbytes, self._recommended))
+        """Set the limit to `nbytes`, or to the most that is allowed."""
+        before = self._set_limit(nbytes if self._most is None else min(nbytes, self._most))
         if self._before is None:
             self._before = before
 
@@ -89,6 +82,19 @@ class WiredPages:
         if self._before is not None:
             self._set_limit(self._before)
             self._before = None
+
+
+def wired_limit() -> ProcessLimit:
+    """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
+
+    It stays below the system's recommendation, beyond which small machines stall. Without Metal it has no effect.
+    """
+    return ProcessLimit(mx.set_wired_limit, _recommended())
+
+
+def cache_limit() -> ProcessLimit:
+    """The limit of memory that MLX keeps after kernels gave it back."""
+    return ProcessLimit(mx.set_cache_limit)
 
 
 def _recommended() -> int | None:

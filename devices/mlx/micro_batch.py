@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from moesched.requests.chunks import Chunk
 
+from .expert_rows import ExpertRows
 from .kernels import Array
 from .kv_cache import KVStep
 
@@ -18,9 +19,7 @@ class MlxBatch:
         new: each one's tokens for the next step: its prompt, or a chunk of that, then the token sampled last.
         whole: itself, or for a chunk the micro-batch that it is part of, which decodes what is sampled.
         ends: the places of the requests that tokens are sampled for.
-        experts_n: each row's expert, where rows are sorted by expert. rows_Tk: the row of each token's each expert.
-        counts: how many rows each expert has.
-        outputs: what experts made of their rows.
+        rows: those of the experts, from `route` to `combine`.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]]) -> None:
@@ -33,12 +32,7 @@ class MlxBatch:
         self.hidden_TD: Array
         self.qkv: tuple[Array, Array, Array]
         self.attended_TX: Array
-        self.x_nD: Array
-        self.weights_Tk: Array
-        self.experts_n: Array
-        self.rows_Tk: Array
-        self.counts: list[int] = []
-        self.outputs: dict[int, Array] = {}
+        self.rows: ExpertRows
 
 
 def batches_of(

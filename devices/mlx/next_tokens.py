@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -26,13 +26,17 @@ class Head(NamedTuple):
     matrix_VD: Array
 
 
+Logits = list[tuple[tuple[int, ...], npt.NDArray[np.float32]]]
+"""Logits (S, V) of micro-batches, with their requests."""
+
+
 class MlxNextTokens:
-    """Samples.
+    """Samples the next tokens.
 
     Args:
-        first_request: how many requests came in the batches before.
-        kept: where logits (S, V) are left with their requests, if anywhere.
-        first_bad: says where bad numbers of a step may come from.
+        first_request: number of requests in the batches before.
+        logits: takes the logits of every step; None to forget them.
+        first_bad: names the first weight that is not finite.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class MlxNextTokens:
         head: Head,
         sampling: Sampling,
         first_request: int,
-        resident: list[tuple[tuple[int, ...], npt.NDArray[Any]]] | None,
+        logits: Logits | None,
         first_bad: Callable[[], str],
     ) -> None:
         self._config = config
@@ -50,25 +54,20 @@ class MlxNextTokens:
         self._head = head
         self._sampling = sampling
         self._first_request = first_request
-        self._resident = resident
+        self._kept_logits = logits
         self._first_bad = first_bad
-
-    @property
-    def verbs(self) -> Mapping[str, Callable[[Any], Any]]:
-        """The implementation of each verb; built on request, so that no reference outlives a batch."""
-        return {"sample": self.sample}
 
     def sample(self, task: Task) -> list[int]:
         """The next token of each request whose prompt has ended.
 
         Raises:
-            NotFinite: the logits are no numbers; the message names the step, and the weight that is to blame.
+            NotFinite: the logits are not finite; the message names the step and the first weight that is not either.
         """
         batch = self._batches[task.micro_batch]
         logits_SV = self._logits(batch)
         requests = [batch.requests[end] for end in batch.ends]
-        if self._resident is not None:
-            self._resident.append((tuple(requests), logits_SV))
+        if self._kept_logits is not None:
+            self._kept_logits.append((tuple(requests), logits_SV))
         positions = [batch.step.past[end] + batch.step.new[end] for end in batch.ends]
         of_run = [self._first_request + request for request in requests]
         try:

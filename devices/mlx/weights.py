@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import torch
 
 from moesched.models.layout import Page, WeightLayout
-from moesched.steps.memory import Pool, Slot, View
+from moesched.models.tensors import global_shapes
+from moesched.steps.memory import Pool, View
+from moesched.steps.plan import Plan
+from moesched.tasks import PageTransfer
 
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
 from .kernels import Array, Stack
-from .memory import Bytes
+from .memory import Bytes, shared
 from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
@@ -30,13 +34,17 @@ class Weights(NamedTuple):
 
 
 class MlxWeights:
-    """The pages of a batch, in slots and stacks.
+    """Weights of one model, batch after batch: pages in slots and stacks, and tensors that are in no page.
 
     Args:
         reader: reads pages; on any thread, as long as no kernel is under way that reads the same slot.
+
+    Attributes:
+        globals: the tensors that are in no page, by canonical name, where the node attends.
     """
 
     def __init__(self, reader: PageReader, layout: WeightLayout) -> None:
+        self.globals: dict[str, Array] = {}
         self._reader = reader
         self._layout = layout
         self._slots: dict[Pool, list[Bytes]] = {}
@@ -46,8 +54,47 @@ class MlxWeights:
         self._key_of: dict[int, Key] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, pools: Iterable[Pool], resident: Iterable[Page]) -> None:
+    def begin(self, plan: Plan) -> None:
         """Allocate slots, and room for pages that stay; those that stayed before are kept where they stay still."""
+        self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
+        if plan.nodes.attends and not self.globals:
+            self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._allocate((), ())
+        self.globals = {}
+
+    def load(self, task: PageTransfer) -> None:
+        """Read pages that stay, unless they are here already."""
+        for page in task.pages:
+            key = self._key_of.get(page.id)
+            if key is not None:
+                self._load_into_stack(page, self._stacks[key])
+            elif page.id not in self._read:
+                self._reader.read(page, self._resident[page.id].tensor)
+                self._read.add(page.id)
+
+    def fetch(self, task: PageTransfer) -> None:
+        """Read pages into slots."""
+        for page, slot in zip(task.pages, task.slots, strict=True):
+            self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
+
+    def show(self, view: View[Any]) -> Weights:
+        """The arrays of the pages that a view shows; on the thread that evaluates them."""
+        if view.bound is None:
+            view.bound = self._bind(view)
+        bound: Weights = view.bound
+        return bound
+
+    def touch(self) -> int:
+        """Use every array that stays a little; returns how many they are."""
+        stacked = [array for stack in self._stacks.values() for array in stack.arrays]
+        arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
+        mx.eval([array.reshape(-1)[:1] + 0 for array in arrays])
+        return len(arrays)
+
+    def _allocate(self, pools: Iterable[Pool], resident: Iterable[Page]) -> None:
         self._slots = {}
         pages = {page.id: page for page in resident}
         self._key_of = stacks_for(self._layout, pages.values())
@@ -63,38 +110,17 @@ class MlxWeights:
         self._slots = {pool: [Bytes(pool.slot_bytes) for _ in pool.slots] for pool in pools}
         self._stage(self._reader.slot_bytes if self._is_incomplete() else 0)
 
-    def close(self) -> None:
-        """Let go of all memory."""
-        self.begin((), ())
+    def _read_global(self, name: str) -> Array:
+        array, tensor = shared(global_shapes(self._layout.config)[name], self._layout.dtype)
+        self._reader.read_tensor_into(name, tensor.view(-1))
+        return array
 
-    def load(self, page: Page) -> None:
-        """Read a page that stays, unless it is here already."""
-        key = self._key_of.get(page.id)
-        if key is None:
-            if page.id not in self._read:
-                self._reader.read(page, self._resident[page.id].tensor)
-                self._read.add(page.id)
-        elif page.id in self._stacks[key].missing:
+    def _load_into_stack(self, page: Page, stack: Stacked) -> None:
+        if page.id in stack.missing:
             self._reader.read(page, self._staging)
-            self._stacks[key].take(page, self._reader.views(self._staging, page))
+            stack.take(page, self._reader.views(self._staging, page))
             if not self._is_incomplete():
                 self._stage(0)
-
-    def fetch(self, page: Page, slot: Slot) -> None:
-        """Read a page into a slot."""
-        self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
-
-    def show(self, view: View[Any]) -> Weights:
-        """The arrays of the pages that a view shows; on the thread that evaluates them."""
-        if view.bound is None:
-            view.bound = self._bind(view)
-        bound: Weights = view.bound
-        return bound
-
-    def arrays(self) -> list[Array]:
-        """Those of the pages that stay."""
-        stacked = [array for stack in self._stacks.values() for array in stack.arrays]
-        return [memory.array for memory in self._resident.values()] + stacked
 
     def _bind(self, view: View[Any]) -> Weights:
         dense: dict[str, list[Array]] = {}

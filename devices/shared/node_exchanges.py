@@ -14,13 +14,13 @@ from moesched.steps.node_tasks import ROWS, SUM, TOKENS
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, Task
 
+from .verbs import Verb
+
 if TYPE_CHECKING:
     from moesched.seams import Array
 
 FIRST = 0
 """The node that attends and samples in a centralised plan."""
-
-Verb = Callable[[Any], Any]
 
 
 def exchange_of(task: Collective) -> Exchange:
@@ -70,14 +70,15 @@ class NodeVerbs:
         self._exchanged: dict[tuple[int, str], Any] = {}
 
     @property
-    def exchanges(self) -> Mapping[str, Verb]:
-        """The verbs of the network's lane."""
-        return {"all_reduce": self._all_reduce, "gather": self._gather, "broadcast": self._broadcast}
-
-    @property
     def verbs(self) -> Mapping[str, Verb]:
-        """The verbs of all other lanes."""
-        verbs: dict[str, Verb] = {"partial_sum": self._partial_sum, "combine": self._combine}
+        """The implementation of each verb."""
+        verbs: dict[str, Verb] = {
+            "partial_sum": self._partial_sum,
+            "all_reduce": self._all_reduce,
+            "gather": self._gather,
+            "broadcast": self._broadcast,
+            "combine": self._combine,
+        }
         if self._nodes.centralised and self._nodes.attends:
             verbs |= {"route": self._route_for_all, "sample": self._sample_for_all}
         elif self._nodes.centralised:

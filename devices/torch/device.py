@@ -29,6 +29,7 @@ from ..products.team import Team, usable_cores
 from ..shared.node_exchanges import NodeVerbs
 from ..shared.page_reader import DTYPES
 from ..shared.token_ids import check_token_ids
+from ..shared.verbs import Verb
 from .attention import Attention
 from .beams import BeamSearches
 from .copies import wait_for_copies
@@ -45,7 +46,7 @@ from .node_side import NodeSide
 from .observers import DeviceObservers
 from .prompt_chunks import DeviceKV, chunk_states
 from .rank_side import RankSide
-from .verbs import Parts, Verb, verbs_of
+from .verbs import Parts, verbs_of
 from .weights import WeightStore
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from moesched.tasks import Task
+from typing import NamedTuple
 
 from ..shared.node_exchanges import NodeVerbs
+from ..shared.verbs import Verb, after
 from .attention import Attention
 from .beams import BeamSearches
 from .host_experts import HostExperts
@@ -16,8 +14,6 @@ from .moe_layer import MoELayer
 from .next_tokens import NextTokens
 from .rank_side import RankSide
 from .weights import WeightStore
-
-Verb = Callable[[Any], Any]
 
 
 class Parts(NamedTuple):
@@ -54,8 +50,8 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
         "attention": host.attention if host else attention.attention,
         "cpu_attention": host.cpu_attention if host else attention.attention,
         "output_projection": attention.project_output,
-        "post_attention": moe.run_all if rank else _after(attention.project_output, moe.run_all),
-        "route": moe.choose_experts if rank else _after(attention.project_output, moe.choose_experts),
+        "post_attention": moe.run_all if rank else after(attention.project_output, moe.run_all),
+        "route": moe.choose_experts if rank else after(attention.project_output, moe.choose_experts),
         "preview_route": moe.preview_route,
         "run_expert": host_experts.run_expert if host_experts else moe.run_expert,
         "warm_expert": moe.warm_expert,
@@ -77,16 +73,5 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
     if rank:
         verbs |= {"all_reduce": rank.all_reduce, "logits": rank.logits, "sample": rank.sample}
     if node:
-        verbs |= node.exchanges
-        verbs |= node.verbs  # `combine`, `route` and `sample` over nodes instead of those here
+        verbs |= node.verbs  # sums and exchanges over nodes instead of `combine`, `route` and `sample` here
     return verbs
-
-
-def _after(first: Callable[[Task], None], then: Verb) -> Verb:
-    """One verb that is two."""
-
-    def both(task: Task) -> Any:
-        first(task)
-        return then(task)
-
-    return both
