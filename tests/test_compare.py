@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.analysis.compare import Comparison, Row, compare, side_of_recording
+from moesched.analysis.compare import compare
+from moesched.analysis.comparison import Comparison, Row
+from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moesched.analysis.compare import compare, side_of_recording
+from moesched.analysis.compare import compare
 from moesched.analysis.difference import Cause, Difference, explain_difference
+from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.trace import (
     About,

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 if TYPE_CHECKING:
-    from moesched.analysis.compare import Comparison
+    from moesched.analysis.comparison import Comparison
 
 HELP = options.paragraphs(
     "Put runs side by side: what makes the difference, then totals, lanes, kinds of task, memories; predicted against "

@@ -1,0 +1,166 @@
+"""A comparison of runs, and its tables and sentences as the command line shows them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moesched.analysis.difference import Cause, Difference
+from moesched.analysis.sides import Section, Unit
+from moesched.units import format_bytes, format_seconds
+
+MOST_WAITS = 5
+"""The most kinds of task that are listed with the waits before them."""
+
+_WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure for all runs; None for runs that lack it.
+
+    Attributes:
+        ratios: value of each run divided by that of the first.
+        error_percents: difference of each run from the first, in percent of the reference: the measured one if only
+            one of the two is predicted, otherwise the first.
+    """
+
+    section: Section
+    name: str
+    what: str
+    unit: Unit
+    values: list[float | None]
+    ratios: list[float | None]
+    error_percents: list[float | None]
+
+
+class Title(msgspec.Struct, frozen=True, kw_only=True):
+    """Heading of a column: a run."""
+
+    title: str
+    figures: Literal["predicted", "measured"]
+    policy: str
+    model: str
+    machine: str
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of several runs, relative to the first.
+
+    `difference` explains the gap between two runs; None unless there are two, with traces of both.
+    """
+
+    runs: list[Title]
+    rows: list[Row]
+    difference: Difference | None = None
+
+    def header(self) -> list[str]:
+        """Return the columns of `table`."""
+        columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
+        for number in range(1, len(self.runs)):
+            letter = chr(ord("A") + number)
+            columns += [f"{letter}/A", "error"]
+        return columns
+
+    def reasons(self) -> list[str]:
+        """Describe the difference in sentences; empty if there is none."""
+        difference = self.difference
+        if difference is None:
+            return []
+        first, second = (
+            f"{self.runs[place].title} ({self.runs[place].figures})" for place in difference.places
+        )
+        took, replayed = difference.run_seconds, difference.replayed_seconds
+        percent = f" ({100 * difference.seconds / took[0]:+.1f} %)" if took[0] else ""
+        lines = [
+            f"Without loading, {second} took {format_seconds(took[1])} and {first} {format_seconds(took[0])}: "
+            f"{_signed(difference.seconds)}{percent}."
+        ]
+        if took[1]:
+            explained = 100 * replayed[1] / took[1]
+            lines.append(
+                f"Graph and durations of {second} explain {format_seconds(replayed[1])} of its time ({explained:.2f} %)"
+                "; the rest passed between tasks, in dispatching them and in waiting for the host."
+            )
+        return lines
+
+    def causes(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and rows of the causes of the difference, largest first."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in difference.places]
+        header = [
+            "",
+            "lane",
+            "phase",
+            "tasks",
+            *(f"mean, {title}" for title in titles),
+            "part of the gap",
+            "share",
+        ]
+        return header, [_cause(cause) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
+
+    def lane_causes(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and rows of the causes by lane."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
+        titles = [self.runs[place].title for place in difference.places]
+        header = ["lane", *(f"busy, {title}" for title in titles), "part of the gap", "share"]
+        rows = [
+            [each.lane, *map(format_seconds, each.busy_seconds), _signed(each.seconds), _percent(each.share)]
+            for each in difference.lanes
+        ]
+        return header, rows
+
+    def waits(self) -> tuple[list[str], list[list[str]]]:
+        """Return columns and rows of the gaps on the second run's critical path."""
+        difference = self.difference
+        assert difference is not None, "there is a difference where there are reasons"
+        header = ["before", "on lane", "times", "waited"]
+        rows = [
+            [each.kind, each.lane, f"{each.times:,}", format_seconds(each.seconds)]
+            for each in difference.waits[:MOST_WAITS]
+        ]
+        return header, rows
+
+    def table(self) -> list[list[str]]:
+        """Return the rows as formatted text, by section."""
+        lines = []
+        for row in self.rows:
+            cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
+            for ratio, error in zip(row.ratios[1:], row.error_percents[1:], strict=True):
+                cells += [
+                    "–" if ratio is None else f"{ratio:.3f}",
+                    "–" if error is None else f"{error:+.1f} %",
+                ]
+            lines.append(cells)
+        return lines
+
+
+def _text(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return "–"
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit == "tasks":
+        return f"{value:,.0f}"
+    return f"{value:,.4g} {unit}"
+
+
+def _cause(cause: Cause) -> list[str]:
+    what = cause.kind or _WITHOUT_KIND[cause.what]
+    means = ["–" if mean is None else format_seconds(mean) for mean in cause.means]
+    tasks = f"{cause.tasks:,}" if cause.tasks else ""
+    return [what, cause.lane, cause.phase, tasks, *means, _signed(cause.seconds), _percent(cause.share)]
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.0f} %"

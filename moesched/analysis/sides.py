@@ -1,0 +1,195 @@
+"""The figures of one run, predicted or measured, from its trace or its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import msgspec
+
+from moesched.analysis.replayed_run import replay_recording
+from moesched.errors import BadInput
+from moesched.trace.chrome_reader import Trace, read_bytes, read_trace
+from moesched.trace.recording import About, Recording
+from moesched.trace.summary import KindUse, lane_title, summarize
+
+Section = Literal["total", "lane", "kind", "memory"]
+Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """Key of a figure: its section, a name in that section, the quantity, and its unit."""
+
+    section: Section
+    name: str
+    what: str
+    unit: Unit
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """A run to compare, with its figures; `trace` is None if there is only a report."""
+
+    title: str
+    figures: Literal["predicted", "measured"]
+    policy: str = ""
+    model: str = ""
+    machine: str = ""
+    values: dict[Measure, float]
+    trace: Trace | None = None
+
+
+def read_side(path: Path | str) -> Side:
+    """Read the figures of a trace or report.
+
+    Raises:
+        BadInput: the file is neither.
+    """
+    path = Path(path)
+    data = read_bytes(path)
+    try:
+        content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"{path} is not a JSON object: {error}: name a file that --trace or --report wrote"
+        ) from error
+    if "traceEvents" in content:
+        recording, about = read_trace(path)
+        return side_of_recording(path.name, recording, about)
+    try:
+        return _side_of_report(path.name, msgspec.json.decode(data, type=_Report))
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{path} is not the report of a run: {error}: write one with --report") from error
+
+
+def side_of_recording(title: str, recording: Recording, about: About) -> Side:
+    """Compute the figures of a recording."""
+    summary = summarize(recording)
+    ranks = len({lane.rank for lane in recording.lanes})
+    seconds = {step.step: step.seconds for step in summary.steps}
+    decode = [value for step, value in seconds.items() if step > 0]
+    values = _totals(
+        seconds.get(-1), seconds.get(0), decode[1:] if recording.trimmed else decode, summary.seconds
+    )
+    values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
+    values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
+    for lane in summary.lanes:
+        values |= _lane(lane_title(lane, ranks), lane.busy_seconds, lane.utilization)
+    values |= _kinds(summary.kinds)
+    values |= _memories(summary.peak_bytes)
+    return Side(
+        title=title,
+        figures=about.figures,
+        policy=about.policy,
+        model=about.model,
+        machine=about.machine,
+        values=values,
+        trace=Trace(recording, about),
+    )
+
+
+def replayed_side(side: Side) -> Side:
+    """Replay the graph and durations of a run on the virtual clock, without its start times.
+
+    Raises:
+        BadInput: the run has no trace, or its trace cannot be replayed.
+    """
+    recording, about = trace_of(side, "--replayed replays")
+    again = msgspec.structs.replace(about, driver="virtual")
+    return side_of_recording(f"{side.title} replayed", replay_recording(recording), again)
+
+
+def trace_of(side: Side, what: str) -> Trace:
+    """The trace of a run.
+
+    Args:
+        what: the option that needs it, with a verb, for the error.
+
+    Raises:
+        BadInput: there is only a report.
+    """
+    if side.trace is None:
+        raise BadInput(f"{side.title} is a report, and {what} traces: name what --trace wrote of the run")
+    return side.trace
+
+
+class _ReportLane(msgspec.Struct):
+    busy_seconds: float
+    utilization: float
+
+
+class _Report(msgspec.Struct, kw_only=True):
+    """The compared fields of a report; if `measured` is missing, reports with tokens count as measured."""
+
+    lanes: dict[str, _ReportLane]
+    measured: bool | None = None
+    tokens: Any = None
+    policy: str = ""
+    model: str = ""
+    machine: str = ""
+    load_seconds: float | None = None
+    prefill_seconds: float | None = None
+    step_seconds: list[float] = []
+    simulated_seconds: float | None = None
+    decode_tokens_per_second: float | None = None
+    throughput_tokens_per_second: float | None = None
+    kinds: list[KindUse] = []
+    peak_bytes: dict[str, int] = {}
+
+
+def _side_of_report(title: str, report: _Report) -> Side:
+    measured = report.tokens is not None if report.measured is None else report.measured
+    whole = report.simulated_seconds
+    if report.load_seconds is not None and report.step_seconds:
+        whole = report.load_seconds + sum(report.step_seconds)
+    values = _totals(report.load_seconds, report.prefill_seconds, report.step_seconds[1:], whole)
+    rates = {"decode": report.decode_tokens_per_second, "throughput": report.throughput_tokens_per_second}
+    for name, rate in rates.items():
+        if rate is not None:
+            values[Measure("total", name, "rate", "tokens/s")] = rate
+    for name, lane in report.lanes.items():
+        values |= _lane(name, lane.busy_seconds, lane.utilization)
+    values |= _kinds(report.kinds)
+    values |= _memories(report.peak_bytes)
+    return Side(
+        title=title,
+        figures="measured" if measured else "predicted",
+        policy=report.policy,
+        model=report.model,
+        machine=report.machine,
+        values=values,
+    )
+
+
+def _totals(
+    load: float | None, prefill: float | None, decode_steps: Sequence[float], whole: float | None
+) -> dict[Measure, float]:
+    mean = fmean(decode_steps) if decode_steps else None
+    named = {"load": load, "prefill": prefill, "decode step": mean, "run": whole}
+    return {Measure("total", name, "time", "s"): value for name, value in named.items() if value is not None}
+
+
+def _lane(name: str, busy_seconds: float, utilization: float) -> dict[Measure, float]:
+    return {
+        Measure("lane", name, "busy", "s"): busy_seconds,
+        Measure("lane", name, "use", "share"): utilization,
+    }
+
+
+def _kinds(kinds: Sequence[KindUse]) -> dict[Measure, float]:
+    values: dict[Measure, float] = {}
+    for each in kinds:
+        name = f"{each.kind} on {each.lane}"
+        values[Measure("kind", name, "time", "s")] = each.seconds
+        values[Measure("kind", name, "tasks", "tasks")] = each.tasks
+        if each.nbytes:
+            values[Measure("kind", name, "moved", "bytes")] = each.nbytes
+            values[Measure("kind", name, "rate", "GB/s")] = each.gigabytes_per_second
+        if each.flops:
+            values[Measure("kind", name, "rate", "GFLOP/s")] = each.gigaflops_per_second
+    return values
+
+
+def _memories(peak_bytes: dict[str, int]) -> dict[Measure, float]:
+    return {Measure("memory", name, "peak", "bytes"): peak for name, peak in peak_bytes.items()}
