@@ -1,0 +1,245 @@
+"""A machine: processors, memories and links, their roles, and the measured costs of operations."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from moesched.errors import BadInput
+from moesched.machines.networks import Network
+from moesched.machines.toml_library import NotNegative, Positive
+from moesched.units import parse_bytes
+
+INTERCONNECT = "interconnect"
+"""The lane and the resource that carry all-reduces."""
+
+FEW_ROWS, MANY_ROWS = "few rows", "many rows"
+"""Sorts of tasks on weights: products that are bound by memory, and products that are bound by compute."""
+
+ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
+"""Attention over sequences of one length, which is one call, and over several lengths, with a call for each. Other
+tasks on the processor delay the second kind more."""
+
+SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS)
+
+BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
+"""Operations that are timed by themselves and in pairs: `gemv` is a product of one row, `read` reads the disk."""
+
+
+class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A processor.
+
+    Attributes:
+        memory: the memory that it computes from.
+        flops: dense matrix-multiply rate in FLOP/s, by dtype.
+        launch_seconds: fixed time per operation.
+        expert_bandwidth: bytes of weights per second that an expert's kernel reads, where that is less than the
+            memory's bandwidth.
+        handover_seconds: time from the end of a kernel until the network may send its result.
+    """
+
+    memory: str
+    flops: dict[str, float]
+    launch_seconds: NotNegative = 0.0
+    expert_bandwidth: Positive | None = None
+    handover_seconds: NotNegative = 0.0
+
+
+class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One memory: `capacity` in bytes (a number, or text with a unit), `bandwidth` in bytes per second."""
+
+    capacity: int | str
+    bandwidth: Positive
+
+    @property
+    def nbytes(self) -> int:
+        """The capacity in bytes."""
+        return parse_bytes(self.capacity)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One direction between two memories.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds per transfer.
+        path: the wire or bus; links that share a path share a lane. By default "source->destination".
+    """
+
+    source: str
+    destination: str
+    bandwidth: Positive
+    latency: NotNegative = 0.0
+    path: str = ""
+
+    @property
+    def lane(self) -> str:
+        """The name of the lane that its transfers run on."""
+        return self.path or f"{self.source}->{self.destination}"
+
+
+class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The processors that play accelerator and host (possibly the same one), and the memory that holds all weights."""
+
+    accelerator: str
+    host: str
+    weights: str
+    pinned: str | None = None
+
+
+class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connection between equal accelerators: one between any two of them, with a lane in each direction.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds per transfer.
+        paths: the paths of the links that carry it, where it has no wires of its own. It then competes with them.
+    """
+
+    bandwidth: Positive
+    latency: NotNegative = 0.0
+    paths: list[str] = []
+
+
+class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A number of equal accelerators.
+
+    The machine describes one of them: its processor, its memory, and the links that begin or end there. Each of the
+    others has the same, with lanes of its own. All share the host's memory.
+
+    Attributes:
+        interconnect: without one, transfers between accelerators go through the host's memory.
+    """
+
+    count: Annotated[int, Meta(ge=1)] = 1
+    interconnect: Interconnect | None = None
+
+
+class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Wiring of weights by the accelerator's driver, which unwires them when they are idle.
+
+    Attributes:
+        idle_seconds: idle time after which an array is unwired.
+        first_bandwidth: bytes per second of wiring an array for the first time.
+        again_bandwidth: bytes per second of wiring it again.
+        prestacked: whether an expert's weights of all layers are one array, which any layer's use keeps wired;
+            otherwise there is one array per layer.
+        standby: whether all arrays are wired before the first request, and stay so until it comes.
+    """
+
+    idle_seconds: Positive
+    first_bandwidth: Positive
+    again_bandwidth: Positive
+    prestacked: bool = True
+    standby: bool = True
+
+
+class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The time of one operation, alone on the machine.
+
+    Attributes:
+        operation: its name, as in `WorkPart.operation`.
+        size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
+            head in a decode step's attention.
+        seconds: its time.
+        dtype: of the weights and activations; empty where that does not matter.
+        rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
+            KV heads of a decode step's attention.
+        scaled_from: the dtype whose measured time this one was scaled from; empty where it was measured itself.
+    """
+
+    operation: str
+    size: NotNegative
+    seconds: NotNegative
+    dtype: str = ""
+    rows: NotNegative = 1
+    scaled_from: str = ""
+
+
+class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The speed of one sort of work while others run beside it.
+
+    Attributes:
+        work, beside: the sort, and the sorts beside it, joined by " + " in alphabetical order. Tasks are one of SORTS,
+            or a link as "source->destination"; operations timed by themselves are one of BY_THEMSELVES.
+        rate: its speed, relative to being alone.
+    """
+
+    work: str
+    beside: str
+    rate: Positive
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Processors, memories and links, their roles, and, for a calibrated machine, the costs of operations.
+
+    Attributes:
+        measured_on: the processor that the costs were measured on; empty where they were not measured.
+        cost_format: the version of the cost table's format; 0 without a cost table.
+        network: the connection to other nodes like it.
+        wired_memory: wiring of weights; None where the accelerator's driver never unwires them.
+        price_usd: of the whole machine.
+    """
+
+    name: str
+    processors: dict[str, Processor]
+    memories: dict[str, Tier]
+    links: list[Link]
+    roles: Roles
+    description: str = ""
+    measured_on: str = ""
+    accelerator_group: AcceleratorGroup = AcceleratorGroup()
+    cost_format: int = 0
+    cost_table: list[CostPoint] = []
+    contention: list[Contention] = []
+    network: Network | None = None
+    price_usd: Positive | None = None
+    wired_memory: WiredMemory | None = None
+
+    @property
+    def accelerator(self) -> Processor:
+        """The processor that plays the accelerator."""
+        return self.processors[self.roles.accelerator]
+
+    @property
+    def host(self) -> Processor:
+        """The processor that plays the host."""
+        return self.processors[self.roles.host]
+
+    @property
+    def unified(self) -> bool:
+        """Whether accelerator and host share one memory, so that nothing is copied between them."""
+        return self.accelerator.memory == self.host.memory
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether the weights come from the memory that the host computes from."""
+        return self.roles.weights == self.host.memory
+
+    def peak(self, processor: str, dtype: str) -> float:
+        """FLOP/s of one of its processors in a dtype.
+
+        Raises:
+            BadInput: the machine has no rate for it.
+        """
+        rate = self.processors[processor].flops.get(dtype)
+        if rate is None:
+            raise BadInput(
+                f"machine {self.name}: processor {processor} has no rate for {dtype}: add it to its flops"
+            )
+        return rate
+
+    def link(self, source: str, destination: str) -> Link:
+        """The link from one memory to another.
+
+        Raises:
+            BadInput: the machine has none.
+        """
+        for link in self.links:
+            if (link.source, link.destination) == (source, destination):
+                return link
+        raise BadInput(
+            f"machine {self.name} has no link from {source} to {destination}: add one to its [[links]]"
+        )

@@ -1,0 +1,123 @@
+"""Machines from TOML files: the profiles that ship, and those of users, with the checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from moesched.errors import BadInput
+from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
+from moesched.machines.toml_library import (
+    ABSURD,
+    convert_profile,
+    decode_profile,
+    profile_names,
+    profile_text,
+)
+
+COST_FORMAT = 2
+"""The version of the cost table's format."""
+
+
+def machine_names() -> list[str]:
+    """The names of the profiles that ship."""
+    return profile_names("moesched.machines")
+
+
+def load_machine(name_or_file: str) -> Machine:
+    """A shipped profile by its name, or a TOML file by its path.
+
+    Raises:
+        BadInput: neither exists, or the file does not describe a machine.
+    """
+    return parse_machine(profile_text("moesched.machines", "machine", name_or_file), name_or_file)
+
+
+def parse_machine(text: bytes, where: str) -> Machine:
+    """A machine from the text of its TOML file.
+
+    Raises:
+        BadInput: the text is not TOML, a figure is missing or impossible, a processor or a memory is named but not
+            described, or the costs were measured by another version. The message names `where` and the key.
+    """
+    raw = decode_profile(text, "machine", where)
+    found = raw.get("cost_format", 0)
+    if raw.get("cost_table") and found != COST_FORMAT:
+        raise BadInput(
+            f"{where}: cost_format: its costs are in format {found}, and this version reads {COST_FORMAT}: "
+            f"measure them again with `moesched calibrate --out {where}`"
+        )
+    for section, kind in (("processors", Processor), ("memories", Tier)):
+        entries = raw.get(section)
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            convert_profile(entry, kind, f"{section}.{name}", where)
+    machine = convert_profile(raw, Machine, "", where)
+    for problem in _problems(machine):
+        raise BadInput(f"{where}: {problem}")
+    return machine
+
+
+def _problems(machine: Machine) -> Iterator[str]:
+    """Problems of a machine that has all keys, each beginning with its key."""
+    for name, processor in machine.processors.items():
+        key = f"processors.{name}"
+        yield from _unknown(f"{key}.memory", processor.memory, machine.memories)
+        if not processor.flops:
+            yield f"{key}.flops: it is empty: give a rate for each dtype, such as bfloat16 = 1e12"
+        for dtype, rate in processor.flops.items():
+            if not 0 < rate < ABSURD:
+                yield f"{key}.flops.{dtype}: {rate} is not a rate: it must be positive"
+    for name, tier in machine.memories.items():
+        yield from _capacity_problems(f"memories.{name}.capacity", tier)
+    yield from _link_problems(machine)
+    yield from _contention_problems(machine)
+    roles = machine.roles
+    yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
+    yield from _unknown("roles.host", roles.host, machine.processors)
+    yield from _unknown("roles.weights", roles.weights, machine.memories)
+    if roles.pinned is not None:
+        yield from _unknown("roles.pinned", roles.pinned, machine.memories)
+    if machine.wired_memory is not None and not machine.unified:
+        yield "wired_memory: accelerator and host have separate memories: omit it, or give them one memory"
+    if machine.accelerator_group.count > 1 and machine.unified:
+        memory = machine.host.memory
+        yield f"accelerator_group.count: several accelerators need memories of their own, not the host's {memory!r}"
+
+
+def _link_problems(machine: Machine) -> Iterator[str]:
+    seen: set[tuple[str, str]] = set()
+    for number, link in enumerate(machine.links):
+        yield from _unknown(f"links[{number}].source", link.source, machine.memories)
+        yield from _unknown(f"links[{number}].destination", link.destination, machine.memories)
+        ends = (link.source, link.destination)
+        if link.source == link.destination:
+            yield f"links[{number}]: it joins {link.source!r} to itself: name two memories"
+        if ends in seen:
+            yield f"links[{number}]: a second link from {link.source!r} to {link.destination!r}: remove one"
+        seen.add(ends)
+    joined = machine.accelerator_group.interconnect
+    for number, path in enumerate(joined.paths if joined else []):
+        yield from _unknown(
+            f"accelerator_group.interconnect.paths[{number}]", path, [link.lane for link in machine.links]
+        )
+
+
+def _contention_problems(machine: Machine) -> Iterator[str]:
+    known = {*SORTS, *BY_THEMSELVES}
+    known |= {f"{link.source}->{link.destination}" for link in machine.links}
+    for number, pair in enumerate(machine.contention):
+        for sort in (pair.work, *pair.beside.split(" + ")):
+            if sort not in known:
+                yield f"contention[{number}]: {sort!r} is not a sort of work: measure again with `moesched calibrate`"
+
+
+def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
+    try:
+        if tier.nbytes <= 0:
+            yield f"{key}: {tier.capacity} is not a capacity: it must be positive"
+    except BadInput as error:
+        yield f"{key}: {error}"
+
+
+def _unknown(key: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        yield f"{key}: {name!r} is not described: use one of {', '.join(known)}"
