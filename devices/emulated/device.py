@@ -38,8 +38,8 @@ class EmulatedDevice:
     """Imitates the accelerator and the links of any machine profile, in time that runs slower than ours.
 
     Args:
-        dilation: real seconds for each second of the emulated machine; 0 for the least that leaves real work a third
-            of each lane's time, found by a rehearsal for prefill and for decode.
+        dilation: real seconds for each second of the emulated machine; 0 for the least that keeps real work below a
+            third of each lane's time, found by a rehearsal for prefill and for decode.
         keep_logits: remember every step's logits, as the torch device does.
     """
 
@@ -79,7 +79,7 @@ class EmulatedDevice:
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Whether it can be emulated.
+        """Check that a machine can be emulated.
 
         Raises:
             BadInput: its accelerator has no memory of its own.

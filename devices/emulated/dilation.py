@@ -1,4 +1,4 @@
-"""The choice of a dilation: the least that leaves real work a fraction of each lane's time, found by a rehearsal."""
+"""The choice of a dilation: the least that keeps real work below a share of each lane's time, found by a rehearsal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEGLIGIBLE = 1 / 200
 
 
 def choose_dilations(checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel) -> Dilations:
-    """Rehearse a plan; ranks share the cores, and so take as many times longer."""
+    """The least dilations for a plan, found by a rehearsal; ranks share the cores, so each rank makes time slower."""
     rehearsed, ranks = rehearse(checkpoint, layout, plan, cost), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])

@@ -22,7 +22,7 @@ class MlxAttention:
 
     Args:
         weights: the arrays that a view shows.
-        kv: has a place for every request.
+        kv: has room for every request.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class MlxDevice:
     """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the processor.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes; a task
-    has ended when what it leaves is evaluated. Beam search and watching activations are the torch device's.
+    ends when its results are evaluated. Beam search and watching activations are the torch device's.
 
     Args:
         keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
@@ -76,7 +76,11 @@ class MlxDevice:
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Whether a machine can be this one. Raises BadInput where it cannot."""
+        """Check that a machine can be this one.
+
+        Raises:
+            BadInput: it cannot.
+        """
         require_unified(machine)
 
     @property
@@ -98,7 +102,7 @@ class MlxDevice:
         return self._reader.bytes_in_slot(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Tell somebody which experts the routers choose, from the next batch on."""
+        """Tell the observer which experts the routers choose, from the next batch on."""
         self._observer = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -124,7 +128,7 @@ class MlxDevice:
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
-        """Use every array of weights a little, for Metal to keep them wired while nothing else does; returns how many.
+        """Use every array of weights a little, so that Metal keeps them wired between batches; returns their number.
 
         This is the standby calculation between requests of RACS'24, section 4.2, which sums all weights: the driver
         wires a whole array for one element of it.
@@ -132,7 +136,7 @@ class MlxDevice:
         return self._thread.call(self._weights.touch)
 
     async def aclose(self) -> None:
-        """Free the arrays, give back what was set for the process, close the checkpoint's files."""
+        """Free the arrays, give back the process's limits, and close the checkpoint's files."""
         self._thread.call(self._let_go)
         self._thread.close()
         self._reader.close()

@@ -1,4 +1,4 @@
-"""The rows that the experts of a layer read on MLX, and what they make of them."""
+"""The rows that the experts of a layer read on MLX, and their outputs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ class ExpertRows:
 
     Args:
         x_TD: the experts' input.
-        experts_Tk: each token's experts.
-        weights_Tk: of each token's experts.
+        experts_Tk, weights_Tk: the experts of each token, and their weights.
 
     Attributes:
         x_nD: the rows.
         experts_n: each row's expert.
         rows_Tk: the row of each token's each expert.
         counts: number of rows of each expert; empty until the host knows them.
-        many: whether there are so many rows that kernels for many pay.
+        many: whether there are at least `kernels.MANY_ROWS`.
     """
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:

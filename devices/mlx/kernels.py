@@ -1,4 +1,4 @@
-"""The kernels of a MoE transformer on MLX, as pure functions of arrays, which are lazy: whoever needs one evaluates it.
+"""The kernels of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
 
 Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as row blocks, top to bottom, and
 experts' matrices in stacks: one array for several experts, (E, N, D), or (E, D, N) where the files hold the transpose,
@@ -23,7 +23,7 @@ Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
 """From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if it is told that these are
-sorted. What counts is the rows of a whole micro-batch: it chooses another kernel, whose last bits differ."""
+sorted. The rows of the whole micro-batch count: Metal then chooses another kernel, whose last bits differ."""
 
 
 class Stack(NamedTuple):
@@ -41,11 +41,13 @@ class Stack(NamedTuple):
 class Rows(NamedTuple):
     """The expert of a stack for each row.
 
-    places_n: the expert's place in the stack, uint32, ascending. counts: how many rows each place has, where the host
-    knows: without it the rows can only be gathered. many: whether the micro-batch has `MANY_ROWS`.
+    Attributes:
+        indices_n: its index in the stack, uint32, ascending.
+        counts: number of rows of each index. None where the host does not know: then the rows can only be gathered.
+        many: whether the micro-batch has `MANY_ROWS`.
     """
 
-    places_n: Array
+    indices_n: Array
     counts: Sequence[int] | None
     many: bool
 
@@ -231,18 +233,18 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(rows: Rows) -> Iterator[tuple[int, int, Product]]:
-    """Tiles of rows, whatever expert each goes to, and how they are multiplied."""
+    """Tiles of rows, each of any expert, and the product for them."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
-    count = len(rows.places_n)
+    count = len(rows.indices_n)
     for start in range(0, count, tile):
         stop = min(start + tile, count)
-        yield start, stop, partial(_gather, rows.places_n[start:stop], rows.many)
+        yield start, stop, partial(_gather, rows.indices_n[start:stop], rows.many)
 
 
-def _gather(places_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
+def _gather(indices_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
     parts = [
         mx.gather_mm(
-            x_nD[:, None], block.swapaxes(-1, -2), rhs_indices=places_n, sorted_indices=many
+            x_nD[:, None], block.swapaxes(-1, -2), rhs_indices=indices_n, sorted_indices=many
         ).squeeze(1)
         for block in blocks
     ]
@@ -250,16 +252,16 @@ def _gather(places_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
 
 
 def _one_by_one(counts: Sequence[int]) -> Iterator[tuple[int, int, Product]]:
-    """Tiles of rows that go to one expert each, and how they are multiplied."""
+    """Tiles of rows of one expert each, and the product for them."""
     start = 0
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
-            yield first, min(first + EXPERT_TILE, start + count), partial(_multiply, place)
+            yield first, min(first + EXPERT_TILE, start + count), partial(_multiply, index)
         start += count
 
 
-def _multiply(place: int, x_nD: Array, blocks: Blocks) -> Array:
-    return linear(x_nD, [block[place] for block in blocks])
+def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
+    return linear(x_nD, [block[index] for block in blocks])
 
 
 def sum_experts(y_nD: Array, rows_Tk: Array, weights_Tk: Array) -> Array:

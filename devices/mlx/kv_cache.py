@@ -15,10 +15,13 @@ from .kernels import Array, KVView
 
 
 class KVStep(NamedTuple):
-    """The new tokens of some requests, with their places in the cache.
+    """The new tokens of some requests, and their slots in the cache.
 
-    past, new: tokens of each request before the step, and in it. positions_T: of the new tokens in their requests.
-    slots_T: of the new tokens in the cache. last: each request's last token among the T.
+    Attributes:
+        past, new: number of tokens of each request before the step, and in it.
+        positions_T: positions of the new tokens in their requests.
+        slots_T: slots of the new tokens in the cache.
+        last: index of each request's last token among the T.
     """
 
     requests: tuple[int, ...]
@@ -33,7 +36,7 @@ class RequestsKV:
     """Keys and values, (slots, K, d) for each layer.
 
     Args:
-        lengths: the most tokens that each request will have.
+        lengths: tokens of each request at its longest.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
@@ -57,8 +60,8 @@ class RequestsKV:
     def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[Array]:
         """Store the new tokens' keys and values of one layer; returns what has to be evaluated for that."""
         arrays = self._layers[layer]
-        for place, fresh_TKd in enumerate((keys_TKd, values_TKd)):
-            arrays[place][step.slots_T] = fresh_TKd
+        for part, fresh_TKd in enumerate((keys_TKd, values_TKd)):
+            arrays[part][step.slots_T] = fresh_TKd
         return arrays
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:

@@ -11,11 +11,11 @@ from moesched.errors import BadInput
 from moesched.machines import Machine, Processor, machine_names
 
 ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
-"""Of an Apple GPU, until somebody calibrates."""
+"""FLOP/s of an Apple GPU, by dtype, where it was not calibrated."""
 
 
 def with_metal(host: Machine) -> Machine:
-    """This machine as MLX has it: on Apple silicon with its GPU, elsewhere as it is."""
+    """This machine as MLX sees it: on Apple silicon with its GPU, elsewhere as it is."""
     if not mx.metal.is_available():
         return host
     return with_gpu(host, str(mx.device_info()["device_name"]), _recommended())
@@ -25,8 +25,8 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
     """A machine whose GPU computes from the host's memory; its rates are assumed.
 
     Args:
-        gpu: what it is called.
-        recommended: the bytes of memory that it should use at most, where the system says so.
+        gpu: its name.
+        recommended: bytes of memory that it should use at most, where the system says so.
     """
     memory = host.host.memory
     tier = host.memories[memory]
@@ -41,10 +41,10 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
 
 
 def require_unified(machine: Machine) -> None:
-    """Whether a machine can be one that MLX runs on.
+    """Check that a machine can be one that MLX runs on.
 
     Raises:
-        BadInput: its accelerator has a memory of its own, or it is a profile that ships and there is no Metal here.
+        BadInput: its accelerator has a memory of its own, or it is a shipped profile and there is no Metal here.
     """
     if not machine.unified:
         raise BadInput(
@@ -59,7 +59,7 @@ def require_unified(machine: Machine) -> None:
 
 
 class ProcessLimit:
-    """A limit of memory that holds for the whole process: whoever sets it gives it back.
+    """A limit of memory that holds for the whole process, and is given back after use.
 
     Args:
         set_limit: sets the limit in bytes, and returns the one before.

@@ -16,17 +16,17 @@ Array = mx.array
 ARRAY_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 _RAW = {4: mx.uint32, 2: mx.uint16}
-"""Types that numpy knows too, by their bytes: it has no bfloat16."""
+"""Types that numpy knows too, by their size in bytes: it has no bfloat16."""
 
 
 class Bytes:
     """Bytes that start at a multiple of 4096, which both the page reader and kernels see.
 
-    Whoever writes to them sees to it that no kernel that reads them is under way.
+    Nothing may be written while a kernel is under way that reads them.
 
     Attributes:
-        array: all of them, uint8, and some more on both sides.
-        tensor: what the page reader writes to, uint8.
+        array: the bytes, uint8, with padding on both sides.
+        tensor: the bytes as the page reader writes to them, uint8.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -44,7 +44,7 @@ class Bytes:
 
 
 def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
-    """An array of zeros and a tensor that are the same memory: what the tensor is given, the array has."""
+    """An array of zeros, and a tensor over the same memory."""
     raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
     array = raw.view(ARRAY_DTYPES[dtype])
     mx.eval(raw, array)

@@ -18,8 +18,8 @@ class MlxBatch:
         requests: the requests.
         new: each one's tokens for the next step: its prompt, or a chunk of that, then the token sampled last.
         whole: itself, or for a chunk the micro-batch that it is part of, which decodes what is sampled.
-        ends: the places of the requests that tokens are sampled for.
-        rows: those of the experts, from `route` to `combine`.
+        ends: indices of the requests that tokens are sampled for.
+        rows: rows of the experts, from `route` to `combine`.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]]) -> None:
@@ -38,7 +38,7 @@ class MlxBatch:
 def batches_of(
     micro_batches: Sequence[Sequence[int]], chunks: Mapping[int, Chunk], prompts: Sequence[Sequence[int]]
 ) -> list[MlxBatch]:
-    """The micro-batches of decoding, then the chunks of prefill where these are others."""
+    """The micro-batches of decoding, then the chunks of prefill, where prompts are cut."""
     wholes = [MlxBatch(requests, [prompts[request] for request in requests]) for requests in micro_batches]
     if len(chunks) == len(wholes):
         return wholes
@@ -51,5 +51,5 @@ def _chunk(chunk: Chunk, wholes: Sequence[MlxBatch], prompts: Sequence[Sequence[
         chunk.requests, [prompts[request][start : start + tokens] for request, start, tokens in spans]
     )
     batch.whole = wholes[chunk.micro_batch]
-    batch.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
+    batch.ends = [index for index, request in enumerate(chunk.requests) if request in chunk.ends]
     return batch

@@ -1,4 +1,4 @@
-"""The second half of a layer on MLX: router, experts, and the weighted sum of what they make."""
+"""The second half of a layer on MLX: router, experts, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class MlxMoELayer:
 
     Args:
         weights: the arrays that a view shows.
-        observer: is told which experts were chosen, if anybody is.
-        first_request: how many requests came in the batches before.
+        observer: is told which experts are chosen; None if nobody observes.
+        first_request: number of requests in the batches before.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class MlxMoELayer:
         return _with_rows(self._count(self.route(task)))
 
     def run_expert(self, task: Task) -> None:
-        """One expert on its rows."""
+        """Run one expert on its rows."""
         batch, weights = self._batches[task.micro_batch], self._weights(task.operands)
         mx.eval(batch.rows.apply(task.expert, *weights.experts[task.expert]))
 
     def warm_expert(self, task: Task) -> None:
-        """One expert on a row of zeros, for nothing but that its weights are read."""
+        """Run one expert on a row of zeros, only to read its weights."""
         stack, index = self._weights(task.operands).experts[task.expert]
         x_1D = mx.zeros_like(self._batches[task.micro_batch].rows.x_nD[:1])
         mx.eval(kernels.experts_ffn(x_1D, stack, rows_of_one(1, index, many=False)))
 
     def partial_sum(self, batch: MlxBatch) -> Array:
-        """The weighted sum (T, D), float32, of what the experts that ran here made."""
+        """The weighted sum (T, D), float32, of the outputs of the experts that ran here."""
         rows = batch.rows
         total_TD = kernels.sum_experts(rows.outputs_nD(), rows.rows_Tk, rows.weights_Tk)
         mx.eval(total_TD)
@@ -120,13 +120,13 @@ class MlxMoELayer:
         return total_TD
 
     def combine(self, task: Task) -> None:
-        """The weighted sum of the experts' outputs, and the residual."""
+        """Add the weighted sum of the experts' outputs to the residual."""
         batch = self._batches[task.micro_batch]
         _finish(batch, batch.rows.outputs_nD())
         mx.eval(batch.hidden_TD)
 
     def _tell(self, task: Task, batch: MlxBatch, routed: Routed) -> None:
-        """Tell who watches which experts were chosen."""
+        """Tell the observer which experts were chosen."""
         if self._observer is None:
             return
         step = batch.step

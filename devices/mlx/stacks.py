@@ -22,7 +22,7 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """Names an array of pages: a layer's experts, or an expert in all layers."""
+    """Key of an array of pages: a layer's experts, or an expert in all layers."""
 
     by: StackedBy
     number: int
@@ -40,10 +40,10 @@ class Stacked(Protocol):
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy a page's tensors to their places."""
+        """Copy in a page's tensors."""
 
     def find(self, page: Page) -> tuple[Stack, int]:
-        """The stack that has a page's expert, and its place there."""
+        """The stack that has a page's expert, and its index there."""
 
 
 class _Block(NamedTuple):
@@ -70,13 +70,13 @@ class StackedLayer:
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy a page's tensors to their places."""
+        """Copy in a page's tensors."""
         for part, stored in stored_blocks(self._layout, views):
             self._tensors[page.index, part][page.expert].copy_(stored)
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Stack, int]:
-        """The stack that has a page's expert, and its place there."""
+        """The stack that has a page's expert, and its index there."""
         return self._stack, page.expert
 
 
@@ -96,14 +96,14 @@ class StackedExpert:
         self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy a page's tensors to their places."""
+        """Copy in a page's tensors."""
         for part, stored in stored_blocks(self._layout, views):
             start, stop = self._spans[_Block(page.index, part, tuple(stored.shape))]
             self._tensor[page.layer, start:stop].view(stored.shape).copy_(stored)
         self.missing.discard(page.id)
 
     def find(self, page: Page) -> tuple[Stack, int]:
-        """The stack that has a page's expert, and its place there."""
+        """The stack that has a page's expert, and its index there."""
         layer = self._array[page.layer]
         parts: dict[str, Blocks] = {
             part: [
@@ -120,7 +120,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
     """The array for each expert page that stays, by the page's id; some pages have none.
 
     Layers that stay whole are stacked by layer, experts of other layers that stay in all of them by expert, as far as
-    the system allocates so much at once.
+    the system allocates arrays of that size.
     """
     experts = [page for page in pages if page.expert >= 0]
     config, item = layout.config, DTYPES[layout.dtype].itemsize
@@ -141,7 +141,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """The arrays of a key, without weights so far."""
+    """The arrays of a key, still without weights."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 
@@ -167,7 +167,7 @@ def _blocks(layout: WeightLayout) -> list[_Block]:
 
 
 def _allocates(nbytes: int) -> bool:
-    """Whether the system allocates so much at once."""
+    """Whether the system allocates an array of that size."""
     return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
 
 

@@ -1,4 +1,4 @@
-"""A thread that does a device's work for all lanes: MLX has arrays built and evaluated by one and the same."""
+"""A thread that does a device's work for all lanes: MLX arrays must be built and evaluated by the same thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Runs what any thread hands over, one call after the other, and hands back what it comes to or raises.
+    """Runs calls of all threads, one after the other, and hands back what each returns or raises.
 
-    Raw locks: they were measured to hand over in less than half of the time that an executor takes.
+    It uses raw locks: they were measured to hand over in less than half of the time that an executor takes.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,7 +27,7 @@ class OneThread:
         self._thread.start()
 
     def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run it there; blocks until it is done."""
+        """Run a call on the thread, and wait for it."""
         with self._turn:
             self._call = (work, arguments)
             self._given.release()

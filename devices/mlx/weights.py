@@ -55,7 +55,7 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, plan: Plan) -> None:
-        """Allocate slots, and room for pages that stay; those that stayed before are kept where they stay still."""
+        """Allocate slots, and room for pages that stay; pages that stayed in the batch before and still do are kept."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
         if plan.nodes.attends and not self.globals:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
@@ -88,7 +88,7 @@ class MlxWeights:
         return bound
 
     def touch(self) -> int:
-        """Use every array that stays a little; returns how many they are."""
+        """Use every array that stays a little; returns their number."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
         mx.eval([array.reshape(-1)[:1] + 0 for array in arrays])
