@@ -12,6 +12,7 @@ from moesched.drivers.validation import (
     new_engine,
     new_shared_engine,
 )
+from moesched.tasks import DEMAND, IDLE
 
 
 def test_every_run_of_a_test_is_checked() -> None:
@@ -41,3 +42,16 @@ def test_the_checking_mode_notices_a_lost_edge() -> None:
     script.tasks["matmul"].waits = 0
     with pytest.raises(BrokenRule):
         script.finish("fetch")
+
+
+@pytest.mark.parametrize("promoted", [False, True])
+def test_the_checking_mode_notices_a_task_that_overtakes_a_more_urgent_one(promoted: bool) -> None:
+    script = Script(link="ready_first")
+    for name in ("running", "first", "second", "third"):
+        script.submit(name, "link", urgency=IDLE)
+    if promoted:
+        script.engine.promote(script.tasks["second"], DEMAND)
+    script.lanes["link"].heap.reverse()
+    overtaken = "second" if promoted else "first"
+    with pytest.raises(BrokenRule, match=f"third .* started before .* {overtaken} .* more urgent"):
+        script.finish("running")

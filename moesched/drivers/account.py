@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 from moesched.tasks import (
     CANCELLED,
@@ -98,6 +99,13 @@ class Account:
         if task.id in account.admitted:
             self.broken.append(f"{task!r} was admitted twice")
         account.admitted.add(task.id)
+
+    def promote(self, task: Task, before: int) -> None:
+        """The key of a task was another one before."""
+        if task.key > before:
+            self.broken.append(f"{task!r} was promoted to a less urgent class")
+        if task.state == READY:
+            self._lanes[task.lane].queue(task)
 
     def unsettled(self) -> list[Task]:
         """The tasks that have not settled, in program order."""
@@ -194,6 +202,7 @@ class _LaneAccount:
         self.lane = lane
         self.order: deque[Task] = deque()
         self.ready: dict[Task, int] = {}
+        self.by_key: list[tuple[int, Task]] = []
         self.admitted: set[int] = set()
         self.running: Task | None = None
         self.fresh: list[Task] = []
@@ -203,10 +212,15 @@ class _LaneAccount:
         self.ready.pop(task, None)
         if task.state == READY:
             self.ready[task] = call
+            self.queue(task)
         elif task.state == RUNNING:
             self.fresh.append(task)
         elif task is self.running:
             self.running = None
+
+    def queue(self, task: Task) -> None:
+        """A ready task has this key from now on."""
+        heappush(self.by_key, (task.key, task))
 
     def problems(self, call: int, *, just_ended: bool) -> list[str]:
         """Broken rules of the lane after a call; `just_ended` says whether the call ended a task of this lane."""
@@ -235,10 +249,25 @@ class _LaneAccount:
             if first is not task:
                 wrong.append(f"{task!r} started before {first!r}, which was submitted before it")
         else:
-            urgent = [other for other, since in self.ready.items() if since <= call and other.key < task.key]
-            if urgent:
-                wrong.append(f"{task!r} started before {urgent[0]!r}, which is more urgent")
+            urgent = self._more_urgent(task, call)
+            if urgent is not None:
+                wrong.append(f"{task!r} started before {urgent!r}, which is more urgent")
         return wrong
+
+    def _more_urgent(self, task: Task, call: int) -> Task | None:
+        """A task that was ready by `call` and comes before this one."""
+        too_fresh = []
+        found = None
+        while found is None and self.by_key and self.by_key[0][0] < task.key:
+            key, other = entry = heappop(self.by_key)
+            if other not in self.ready or key != other.key:
+                continue  # it left the queue, or was promoted and stands there once more
+            too_fresh.append(entry)
+            if self.ready[other] <= call:
+                found = other
+        for entry in too_fresh:
+            heappush(self.by_key, entry)
+        return found
 
     def _startable(self) -> Task | None:
         if not self.lane.in_order:

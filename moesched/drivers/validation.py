@@ -127,8 +127,7 @@ class CheckedEngine(Engine):
     def promote(self, task: Task, transfer_class: int) -> None:
         before = task.key
         super().promote(task, transfer_class)
-        if task.key > before:
-            self.broken.append(f"{task!r} was promoted to a less urgent class")
+        self._account.promote(task, before)
 
     def finish(self, task: Task, value: object = None) -> None:
         self._account.expect_running(task)
