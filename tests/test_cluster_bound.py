@@ -141,12 +141,12 @@ def test_a_machines_own_network_is_the_default() -> None:
     [
         ({"nodes": 0}, "--nodes is 0: give 1 to 64"),
         ({"nodes": 65}, "--nodes is 65: give 1 to 64"),
-        ({"network": None}, "--nodes needs a --network, which machine m2-ultra has not"),
+        ({"network": None}, "--nodes needs a --network, since machine m2-ultra has none"),
         ({"policy": "cgopipe"}, "--policy cgopipe does not go with --nodes: choose one of ep_router_aided, "),
         ({"nodes": 1}, "--nodes 1 of 192 GB each is too small for dbrx, .* 71.2 GB too little"),
         ({"budgets": {"disk": "1GB"}}, "--budget names 'disk': with --nodes experts stay in 'unified'"),
         ({"model": "mistral-7b"}, "no model 'mistral-7b'"),
-        ({"machine": "t4x4"}, "machine t4x4 has 4 accelerators, and --nodes takes machines of one"),
+        ({"machine": "t4x4"}, "machine t4x4 has 4 accelerators, and --nodes supports one"),
     ],
 )
 def test_what_cannot_be_is_refused(more: dict[str, object], why: str) -> None:

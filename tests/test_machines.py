@@ -120,8 +120,8 @@ BROKEN = [
     ("bandwidth = 320e9", "bandwidth = inf", r"memories\.gpu\.bandwidth: "),
     ("bandwidth = 320e9", 'bandwidth = "fast"', r"memories\.gpu\.bandwidth: .*`float`"),
     ('capacity = "16GB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
-    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity: -16 is not a capacity"),
-    ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32: -.* must be positive"),
+    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity is -16: give a positive capacity"),
+    ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32 is -.*: give a positive rate"),
     ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host, pinned"),
     ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
     ('source = "pinned"', 'source = "pined"', r"links\[0\]\.source: 'pined' is not described.* gpu, host, pinned"),
@@ -145,7 +145,7 @@ BROKEN = [
     ),
     (
         "[roles]", '[[contention]]\nwork = "attention"\nbeside = "idling"\nrate = 1\n[roles]',
-        r"contention\[0\]: 'idling' is not a sort of work: measure again with `moesched calibrate`",
+        r"contention\[0\]: 'idling' is not a kind of work: measure again with `moesched calibrate`",
     ),
     ('name = "t4"', "name = t4", "not a machine"),
 ]  # fmt: skip

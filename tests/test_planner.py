@@ -272,4 +272,4 @@ def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[st
     main(arguments)
     told = capsys.readouterr().out
     assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
-    assert f"{printed['predicted']['bound_by']} is busy the most" in told
+    assert f"{printed['predicted']['bound_by']} is the bottleneck" in told

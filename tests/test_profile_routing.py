@@ -234,7 +234,7 @@ def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
         ((), "say what to profile: give either --prompts or --routing"),
         (("--routing", "zipf", "--prompts", "x.jsonl"), "say what to profile"),
         (("--routing", "zipf", "--out", "x.txt"), r"cannot write x\.txt: end its name in \.csv"),
-        (("--routing", "zipf", "--out", "x.npz"), r"cannot write x\.npz: single tokens are known of a run"),
+        (("--routing", "zipf", "--out", "x.npz"), r"cannot write x\.npz: only a run or a trace"),
         (("--routing", "zipf", "--picture", "x.jpg"), r"cannot draw x\.jpg: end its name in \.png or \.svg"),
         (
             ("--routing", "zipf", "--out", "none/x.csv"),

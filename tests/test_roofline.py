@@ -31,8 +31,8 @@ def test_the_table_says_what_binds_and_where_to_compute(command: Any) -> None:
     assert re.search(r" 8 +66\.7 .* host$", rows["FFN, N = 32"])
     assert re.search(r" 128 +66\.7 +396 +396 .* host->gpu .* gpu$", rows["FFN, N = 512"])
     assert re.search(r" 1,024 +66\.7 +396 +396 .* gpu memory .* gpu$", rows["FFN, N = 4096"])
-    assert "P1 is reached at N = 267" in said.out
-    assert "P2 is reached at N = 1586" in said.out
+    assert "P1 is at N = 267" in said.out
+    assert "P2 is at N = 1586" in said.out
     assert "bound by gpu (host->gpu 119 ms, gpu 303 ms, host 86.7 ms)" in said.out
 
 
@@ -115,7 +115,7 @@ def test_a_png_is_drawn(command: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     said = command(*L4, "--out", tmp_path / "l4.png")
     assert said.code == 0
-    assert "P1 is reached" in said.out
+    assert "P1 is at N" in said.out
     assert (tmp_path / "l4.png").read_bytes().startswith(PNG)
     assert [file.name for file in tmp_path.iterdir()] == ["l4.png"]
 

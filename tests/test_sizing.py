@@ -1,4 +1,4 @@
-"""Sizes that nobody gave: the planner's for the policy that was named; what is given stays."""
+"""Default sizes come from the planner, for the named policy; given sizes stay."""
 
 from __future__ import annotations
 

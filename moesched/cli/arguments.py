@@ -12,7 +12,7 @@ from moesched.cli import options
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """The shape of a model, and the machine that it is to run on."""
+    """The shape of a model, and the machine that runs it."""
 
     model: options.Model
     machine: options.Machine
@@ -20,7 +20,7 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyArguments:
-    """The policy, and the numbers that it computes with."""
+    """The policy, its settings, and the dtype that it computes in."""
 
     policy: options.Policy
     settings: options.Settings = ()
@@ -57,7 +57,7 @@ class BatchArguments(SizeArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputArguments:
-    """Outputs of a command that gives a report."""
+    """Outputs of a command that makes a report."""
 
     trace: options.Trace = None
     report: options.ReportFile = None
@@ -66,7 +66,7 @@ class OutputArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterArguments:
-    """Accelerators and machines that share a model."""
+    """Number of accelerators and machines that share a model."""
 
     tensor_parallel: options.TensorParallel = None
     nodes: options.Nodes = None

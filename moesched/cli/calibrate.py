@@ -1,4 +1,4 @@
-"""`moesched calibrate`: measures this machine into a machine file."""
+"""`moesched calibrate`: measures this machine and writes a machine file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from moesched.machines import Machine
 
 HELP = options.paragraphs(
-    "Measure this machine: memory, disk, products, attention, experts, and how much they slow each other down.",
-    "A calibration knows no model, policy or budget of yours, so that its predictions are of runs it has never seen. "
-    "It takes about half a minute: costs in bfloat16 are measured, and those in float32 are scaled from them. With "
-    "--thorough it takes three to four minutes, measures both, and is more exact. Close other programs if you can. "
-    "Ctrl-C leaves the old file as it was.",
+    "Measure the speed of this machine: memory, disk, matrix products, attention and experts.",
+    "Predictions for any model, policy and budget use this file. A calibration takes about half a minute: "
+    "it measures costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, "
+    "takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old "
+    "file.",
 )
 
 EPILOGUE = """Examples:
@@ -35,10 +35,12 @@ def calibrate(
     *,
     out: Annotated[
         Path | None,
-        Parameter(metavar="FILE", help="The file to write. By default the one that `--machine auto` reads."),
+        Parameter(
+            metavar="FILE", help="Machine file to write. By default the one that `--machine auto` reads."
+        ),
     ] = None,
     thorough: Annotated[
-        bool, Parameter(negative="", help="Measure both dtypes at more points, for three to four minutes.")
+        bool, Parameter(negative="", help="Measure both dtypes at more points; takes three to four minutes.")
     ] = False,
     json: options.Json = False,
 ) -> None:

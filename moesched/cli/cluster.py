@@ -1,4 +1,4 @@
-"""`moesched node`, `moesched launch` and `moesched keygen`: one member of a cluster, all of them, and their keys."""
+"""`moesched launch`, `moesched node` and `moesched keygen`: run a cluster, be one node of it, make its keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from moesched.inputs.defaults import JOIN_SECONDS
 CLUSTER = Group("Cluster", sort_key=1)
 
 LAUNCH_HELP = options.paragraphs(
-    "Generate text with several machines, as a cluster file describes them.",
-    "It starts a node on each of them by the system's ssh. Where torchrun, mpirun or mlx.launch have started a process "
-    "with a rank on each, the one of rank 0 launches, and each of them becomes a node.",
-    "Model, cluster file and moesched have to be on all of them, at the same places unless the file says otherwise.",
+    "Generate text on several machines, which a cluster file describes.",
+    "Starts a node on each machine with the system's ssh. Under torchrun, mpirun or mlx.launch, which start "
+    "one process per machine themselves, rank 0 launches and every process becomes a node.",
+    "Every machine needs moesched, the model and the cluster file, at the same paths unless the cluster "
+    "file gives others.",
     options.BROKEN_LINES,
 )
 
@@ -31,8 +32,8 @@ LAUNCH_EPILOGUE = """Examples:
       --policy ep_router_aided --prompt "Return the" """
 
 NODE_HELP = options.paragraphs(
-    "Be one node of a cluster: wait for the launcher, do what it says, end when it ends.",
-    "`moesched launch` starts nodes by itself; by hand one brings a lost one back.",
+    "Run one node of a cluster: wait for the launcher, take part in its runs, and end with it.",
+    "`moesched launch` starts the nodes. Use this command to bring back a node that was lost.",
 )
 
 NODE_EPILOGUE = """Examples:
@@ -40,8 +41,9 @@ NODE_EPILOGUE = """Examples:
   moesched node models/dbrx --cluster cluster.toml --rank 1"""
 
 KEYGEN_HELP = options.paragraphs(
-    "Make a pair of keys: moesched.key, whose text goes into the cluster file, and moesched.secret, which stays here.",
-    "Keys that are there already are left as they are.",
+    "Make a pair of keys: moesched.key, to copy into the cluster file, and moesched.secret, which stays on "
+    "this machine.",
+    "Existing keys are kept.",
 )
 
 KEYGEN_EPILOGUE = """Examples:
@@ -50,18 +52,21 @@ KEYGEN_EPILOGUE = """Examples:
   moesched keygen --out keys/mac-1"""
 
 ClusterFile = Annotated[
-    Path, Parameter(group=CLUSTER, metavar="FILE", help="Nodes, addresses, keys: see docs/cluster.md.")
+    Path,
+    Parameter(
+        group=CLUSTER,
+        metavar="FILE",
+        help="Cluster file with nodes, addresses and keys: see docs/cluster.md.",
+    ),
 ]
 KeyFile = Annotated[
     Path | None,
-    Parameter(
-        group=CLUSTER, metavar="FILE", help="The secret key's file. By default ~/.moesched/moesched.secret."
-    ),
+    Parameter(group=CLUSTER, metavar="FILE", help="Secret key file. By default ~/.moesched/moesched.secret."),
 ]
 
 
 def add_to(app: App) -> None:
-    """Add the commands."""
+    """Add the commands to the application."""
     app.command(launch, name="launch", help=LAUNCH_HELP, help_epilogue=LAUNCH_EPILOGUE, sort_key=8)
     app.command(node, name="node", help=NODE_HELP, help_epilogue=NODE_EPILOGUE, sort_key=8)
     app.command(keygen, name="keygen", help=KEYGEN_HELP, help_epilogue=KEYGEN_EPILOGUE, sort_key=8)
@@ -70,7 +75,7 @@ def add_to(app: App) -> None:
 def keygen(
     *,
     out: Annotated[
-        Path | None, Parameter(metavar="FOLDER", help="Where to write them. By default ~/.moesched.")
+        Path | None, Parameter(metavar="FOLDER", help="Folder for the keys. By default ~/.moesched.")
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -89,14 +94,16 @@ def keygen(
 
 
 def node(
-    model_dir: Annotated[Path, Parameter(help="The model's folder on this machine.")],
+    model_dir: Annotated[Path, Parameter(help="Folder of the model on this machine.")],
     /,
     *,
     cluster: ClusterFile,
-    rank: Annotated[int, Parameter(group=CLUSTER, metavar="R", help="Which node of the file this is.")],
+    rank: Annotated[
+        int, Parameter(group=CLUSTER, metavar="R", help="Number of this node in the cluster file, from 0.")
+    ],
     key: KeyFile = None,
     patience: Annotated[
-        float, Parameter(group=CLUSTER, metavar="SECONDS", help="How long to wait for the launcher.")
+        float, Parameter(group=CLUSTER, metavar="SECONDS", help="Seconds to wait for the launcher.")
     ] = JOIN_SECONDS,
 ) -> None:
     """See NODE_HELP."""
@@ -115,7 +122,9 @@ def launch(
     key: KeyFile = None,
     dry_run: Annotated[
         bool,
-        Parameter(group=CLUSTER, negative="", help="Print the commands that would start the nodes, and end."),
+        Parameter(
+            group=CLUSTER, negative="", help="Print the commands that would start the nodes, and exit."
+        ),
     ] = False,
 ) -> int:
     """See LAUNCH_HELP."""

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from moesched.analysis.comparison import Comparison
 
 HELP = options.paragraphs(
-    "Put runs side by side: what makes the difference, then totals, lanes, kinds of task, memories; predicted against "
-    "measured.",
-    "Each run is a file that --trace or --report wrote. The first one is what the others are held against; where only "
-    "one of two is predicted, its error is in percent of the measured one. Of two traces it is also said why one took "
-    "longer: which tasks, on which lane, and how much passed between tasks.",
+    "Compare runs, measured or predicted: reasons for the difference, totals, lanes, kinds of task and "
+    "memories.",
+    "Each run is a file from --trace or --report. The first run is the baseline of the others; if one of "
+    "two runs is predicted and the other measured, the table shows the prediction's error in percent. For "
+    "two traces it also explains why one took longer: by kind of task, by lane, and by the time between "
+    "tasks.",
 )
 
 EPILOGUE = """Examples:
@@ -33,15 +34,15 @@ def add_to(app: App) -> None:
 
 
 def compare(
-    first: Annotated[Path, Parameter(name="A", help="A trace or a report.")],
+    first: Annotated[Path, Parameter(name="A", help="Trace or report of a run.")],
     /,
-    *others: Annotated[Path, Parameter(name="B", help="More of them.")],
+    *others: Annotated[Path, Parameter(name="B", help="Traces or reports to compare with it.")],
     replayed: Annotated[
         bool,
         Parameter(
             negative="",
-            help="Beside A, its own graph with its own durations on the virtual clock, start times not reused: how "
-            "much of A's time they explain.",
+            help="Compare A with a replay of its task graph and durations on the virtual clock. The "
+            "difference is time between tasks.",
         ),
     ] = False,
     trace: Annotated[
@@ -49,7 +50,7 @@ def compare(
         Parameter(
             group=options.OUTPUT,
             metavar="OUT",
-            help="Write all as one trace for ui.perfetto.dev, moved so that decoding starts together.",
+            help="Write all runs to one trace for ui.perfetto.dev, shifted so that decoding starts at the same time.",
         ),
     ] = None,
     json: options.Json = False,
@@ -70,7 +71,7 @@ def compare(
     header = comparison.header()
     print_table(header, comparison.table(), figures=len(header) - 2)
     if trace is not None:
-        print(f"\nboth as one trace: {trace}")
+        print(f"\nall runs in one trace: {trace}")
 
 
 def _print_difference(comparison: Comparison) -> None:

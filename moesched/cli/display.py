@@ -27,7 +27,7 @@ REFRESHES_PER_SECOND = 8
 
 
 def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
-    """The display for these prompts; it leaves standard output empty where that is to hold JSON."""
+    """The display for these prompts; with --json it writes only to standard error."""
     if json:
         return LoadingBar()
     if len(prompts) == 1:
@@ -36,7 +36,7 @@ def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> Load
 
 
 class LoadingBar(Listener):
-    """A bar while the pages are loaded that stay in fast memory; what is needed by --json too."""
+    """A progress bar while the resident pages load."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
@@ -52,41 +52,41 @@ class LoadingBar(Listener):
         self._bar.update(0, self._pages or None)
 
     def loading(self, done: int, total: int) -> None:
-        """Move the bar of all nodes on."""
+        """Advance the bar by the pages that all nodes loaded."""
         if self._bar is None:
             self._bar = Bar("loading weights").__enter__()
         self._bar.update(done, total)
 
     def ended(self, task: Task) -> None:
-        """Move the bar on for each page."""
+        """Advance the bar by one page."""
         if task.verb == "load" and self._bar is not None:
             self._loaded += 1
             self._bar.update(self._loaded, self._pages)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """The first token: loading and prefill are over."""
+        """Remove the bar at the first token, when loading and prefill are over."""
         if self._bar is not None:
             self.close()
             _log.info("first token", request=request)
 
     def ran(self) -> None:
-        """The batch is through."""
+        """Finish a batch."""
         self.close()
 
     def writing(self, trace: Path) -> None:
-        """Begin another bar."""
+        """Begin a bar for the next batch."""
         self.close()
         self._bar = Bar(f"writing {trace}").__enter__()
 
     def close(self) -> None:
-        """Take the bar away, if there is one."""
+        """Remove the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 class OneText(LoadingBar):
-    """One prompt: its text, token by token; ids where the model has no tokenizer."""
+    """The text of one prompt, token by token; token ids where the model has no tokenizer."""
 
     def __init__(self, prompt: Prompt, *, has_text: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class OneText(LoadingBar):
         self._begun = False
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Print what is new."""
+        """Print the new text."""
         super().generated(request, token, text)
         self._begin()
         self._write(text if self._has_text else f" {token}")
@@ -118,7 +118,7 @@ class OneText(LoadingBar):
 
 
 class ManyTexts(LoadingBar):
-    """Several prompts: each text when it is done; on a terminal, the last words of all of them meanwhile."""
+    """The texts of several prompts, each when complete; a terminal shows the last words of all meanwhile."""
 
     def __init__(self, prompts: Sequence[Prompt], *, has_text: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class ManyTexts(LoadingBar):
         self._live: Live | None = None
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Remember what is new; the table shows it at its next refresh."""
+        """Add the new text, which the table shows at its next refresh."""
         super().generated(request, token, text)
         if self._live is None and self._console.is_terminal:
             self._live = self._start()
@@ -146,7 +146,7 @@ class ManyTexts(LoadingBar):
         self._console.print(Text.assemble((prompt, "bold"), whole), soft_wrap=True)
 
     def ran(self) -> None:
-        """Take the table away."""
+        """Remove the table."""
         super().ran()
         if self._live is not None:
             self._live.stop()
@@ -178,13 +178,13 @@ class ManyTexts(LoadingBar):
 
 
 def shown(prompt: Prompt) -> str:
-    """A prompt as it is printed: whole if it is short, else its end; ids with commas."""
+    """A prompt as printed: whole if it is short, else its end; token ids are separated by commas."""
     text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     return text if len(text) <= SHOWN_PROMPT or isinstance(prompt, str) else "..." + text[-SHOWN_PROMPT:]
 
 
 class SimulationBar(Listener):
-    """A bar for a simulation that takes its time: a share of the steps."""
+    """A progress bar for a long simulation, by steps."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -192,18 +192,18 @@ class SimulationBar(Listener):
         self._all = 1
 
     def planned(self, plan: Plan) -> None:
-        """Learn how much there is to do."""
+        """Set the bar's total from the plan."""
         self._all = plan.batch.new_tokens * len(plan.batch.micro_batches)
         self._bar.update(0, self._all)
 
     def ended(self, task: Task) -> None:
-        """Move on with each micro-batch's sample."""
+        """Advance the bar with each micro-batch's sample."""
         if task.verb == "sample":
             self._samples += 1
             self._bar.update(self._samples)
 
     def replayed(self, timeline: Timeline) -> None:
-        """The batch is through at once."""
+        """Complete the bar: the batch is done."""
         self._bar.update(self._all)
 
     def writing(self, trace: Path) -> None:

@@ -25,9 +25,9 @@ _CALLERS_OF_POLICIES = (
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Say on standard error what went wrong; returns the exit code.
+    """Print an error on standard error; returns the exit code.
 
-    Bad input and what a policy did wrong take one line. What nobody foresaw keeps its traceback.
+    Errors in the input or in a policy are one line. An unexpected exception keeps its traceback.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else UNEXPECTED
@@ -56,25 +56,25 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def tell(message: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     print("moesched:", " ".join(message.split()), file=sys.stderr, flush=True)
 
 
 def policy_line(error: BaseException) -> str:
-    """The policy's own line that an error came from, as file:line; where none is known, the policy itself."""
+    """The line of the policy that an error came from, as file:line; the policy's name where the line is unknown."""
     line = ""
     frames = traceback.walk_tb(error.__traceback__)
     for frame, number in frames:
         module = frame.f_globals.get("__name__", "")
         if module in _CALLERS_OF_POLICIES:
-            line = ""  # what is further in is the policy, or what it called
+            line = ""  # inner frames are the policy, or functions that it called
         elif not _is_ours(module) and not _is_pythons(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{number}"
     return line or _method_line(error.__traceback__) or "the policy"
 
 
 def _is_ours(module: str) -> bool:
-    """Whether it is the framework's; the policies that ship are not."""
+    """Whether a file belongs to the framework; the policies that ship do not."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
 
 
@@ -84,7 +84,7 @@ def _is_pythons(file: str) -> bool:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """The first line of the policy's method that returned before its step was complete."""
+    """The first line of the policy method that returned before its step was complete."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)
@@ -97,7 +97,7 @@ def _method_line(trace: TracebackType | None) -> str:
 
 
 def _task_failed(error: TaskFailed) -> int:
-    """A task failed: for a reason that we foresaw, one line; else the traceback of where."""
+    """Print a failed task: one line for an expected error, else the traceback."""
     cause = error.__cause__
     if isinstance(cause, MoeschedError):
         tell(str(error))
@@ -107,13 +107,13 @@ def _task_failed(error: TaskFailed) -> int:
 
 
 def _reader_left() -> int:
-    """Whoever read our output has gone, as `head` does: nothing is wrong, and nobody is there to be told."""
+    """End quietly when the reader of our output has closed it, as `head` does."""
     _abandon_stdout()
     return UNEXPECTED
 
 
 def _abandon_stdout() -> None:
-    """Keep the interpreter from flushing what cannot be written when it ends."""
+    """Prevent the interpreter's final flush, which would fail."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

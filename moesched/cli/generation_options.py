@@ -1,4 +1,4 @@
-"""The options of commands that generate text, by what they decide, and the job that they start."""
+"""The options of commands that generate text, by topic, and the job that these commands start."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SamplingArguments:
 
     temperature: Annotated[
         float,
-        Parameter(group=SAMPLING, help="0 takes the likeliest token; higher values give others a chance."),
+        Parameter(group=SAMPLING, help="0 takes the likeliest token; higher values sample from more tokens."),
     ] = 0.0
     top_k: Annotated[
         int | None, Parameter(group=SAMPLING, metavar="K", help="Sample from the K likeliest tokens only.")
@@ -102,14 +102,14 @@ class BeamArguments:
         Parameter(
             group=options.BEAMS,
             negative="",
-            help="Stop once as many sequences have ended as there are beams.",
+            help="Stop a prompt's search once N of its sequences have ended.",
         ),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceArguments:
-    """The device, and the machine that it stands for."""
+    """The device, and the machine that the policy plans for."""
 
     device: Annotated[
         str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
@@ -128,8 +128,8 @@ class DeviceArguments:
         str,
         Parameter(
             metavar="NAME|FILE",
-            help="The machine that the policy plans for: auto is this one, as `moesched calibrate` measured it; "
-            "--device emulated imitates any that has an accelerator.",
+            help="Machine that the policy plans for; auto is this one, as `moesched calibrate` measured "
+            "it. With --device emulated, any machine that has an accelerator.",
         ),
     ] = MACHINE
 
@@ -148,10 +148,10 @@ class GenerationArguments(
     """All options of a command that generates text."""
 
     def generate(self, model_dir: Path, job: Job, **more: Any) -> int:
-        """Have a job generate text, show it, and hand out its report; returns the exit code.
+        """Run a job that generates text, show the text, and output the report; returns the exit code.
 
         Args:
-            more: keywords of this job alone.
+            more: keywords that only this job takes.
 
         Raises:
             BadInput: an option cannot be used.

@@ -1,4 +1,4 @@
-"""`moesched latencies`: what an expert takes here or there, and what moving it takes."""
+"""`moesched latencies`: an expert's latency on each processor, and that of its transfer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 HELP = options.paragraphs(
-    "Say what decides where an expert runs: copying its weights and its inputs, and computing it on either processor, "
-    "for more and more tokens (Twiddler, Appendix A and Fig. 7).",
-    "These are the figures that the policies decide by: measured ones of a machine that `moesched calibrate` has "
-    "measured, else what the machine's profile states. With --out they are drawn; that takes matplotlib: "
-    "pip install 'moesched[plots]'.",
+    "Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and "
+    "inputs, and computation on each processor (Twiddler, Appendix A and Fig. 7).",
+    "Policies use the same figures: measurements of `moesched calibrate` if the machine has them, else "
+    "estimates from its profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.",
 )
 
 EPILOGUE = """Examples:
@@ -38,7 +37,7 @@ def latencies(
             negative="",
             metavar="N",
             show_default=False,
-            help="Of an expert; again for more. By default 1 to 1024.",
+            help="Number of tokens of an expert; repeatable. By default 1 to 1024.",
         ),
     ] = (),
     out: options.Picture = None,
@@ -63,5 +62,6 @@ def latencies(
     print_table(["", "takes"], [[each.name, format_seconds(each.seconds)] for each in report.rows], figures=1)
     if report.cheaper_moved is not None:
         print(
-            f"\nFrom {report.cheaper_moved} tokens on, moving it to {report.accelerator} is faster for it alone."
+            f"\nFrom {report.cheaper_moved} tokens on, a single expert is faster if it is moved to "
+            f"{report.accelerator}."
         )

@@ -1,4 +1,4 @@
-"""`moesched list`: what is there, plug-ins included, and what cannot load and why."""
+"""`moesched list`: everything that can be named, plug-ins included, with reasons for what cannot load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 HELP = options.paragraphs(
-    "List what can be named: policies, devices, transports, models, machines, networks or workloads.",
-    "Plug-ins of other packages are among them. What cannot load is listed with the reason.",
+    "List the names of policies, devices, transports, models, machines, networks or workloads.",
+    "Plug-ins of other packages are included. Those that cannot load are listed with the reason.",
 )
 
 EPILOGUE = """Examples:
@@ -30,7 +30,7 @@ def add_to(app: App) -> None:
 
 
 def list_kind(
-    kind: Annotated[Kind, Parameter(help="What to list.")], /, *, json: options.Json = False
+    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")], /, *, json: options.Json = False
 ) -> None:
     """See HELP."""
     from moesched.cli.output import print_json, print_table
@@ -50,7 +50,7 @@ def list_kind(
 
 
 def entries_of(kind: Kind) -> list[dict[str, Any]]:
-    """Everything of a kind: name, description, and the problem where it cannot load."""
+    """Every entry of a kind: its name, its description, and the reason if it cannot load."""
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,
@@ -73,7 +73,7 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
         entry = {"name": name, "description": "", "problem": None}
         try:
             entry["description"] = _first_line(plugins.find(kind, name))
-        except Exception as error:  # a plug-in may fail in any way, and the others are listed all the same
+        except Exception as error:  # a plug-in may fail in any way, and must not hide the others
             entry["problem"] = " ".join(str(error).split()) or type(error).__name__
         entries.append(entry)
     return entries
@@ -97,7 +97,7 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _machines() -> list[dict[str, Any]]:
-    """With the bytes of each memory, the bytes per second of each link, and how many accelerators there are."""
+    """A machine, with the bytes of each memory, the bytes per second of each link, and the number of accelerators."""
     from moesched.errors import BadInput
     from moesched.inputs.lookup import find_machine
     from moesched.machines import machine_names
@@ -116,7 +116,7 @@ def _machines() -> list[dict[str, Any]]:
 
 
 def _machine_figures(entry: dict[str, Any]) -> list[str]:
-    """Its memories' sizes and its links' rates; those of several accelerators are of each."""
+    """The sizes of its memories and the rates of its links; of several accelerators, those of each one."""
     from moesched.units import format_bytes
 
     memories = []
@@ -129,7 +129,7 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
 
 
 def _networks() -> list[dict[str, Any]]:
-    """With the seconds that an exchange takes at least, the bytes per second and the price of a card."""
+    """A network, with its latency in seconds, its bytes per second, and the price of a card."""
     from moesched.errors import BadInput
     from moesched.machines.networks import load_network, network_names
 

@@ -9,7 +9,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 def send_logs_to_stderr() -> None:
-    """Show warnings and worse, or from the level that MOESCHED_LOG names on."""
+    """Show warnings and errors, or messages from the level in MOESCHED_LOG upwards."""
     import structlog
 
     level = LEVELS.get(os.environ.get("MOESCHED_LOG", "").lower(), LEVELS["warning"])

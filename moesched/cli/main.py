@@ -1,4 +1,4 @@
-"""The command `moesched`: its commands, and what happens to errors."""
+"""The program `moesched`: its commands, and its handling of errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moesched.cli.failures import exit_code_of
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
 
-HELP = "Write, run and compare schedules of Mixture-of-Experts inference when the weights do not fit fast memory."
+HELP = "Write, run and compare schedules of Mixture-of-Experts inference for weights that do not fit into fast memory."
 
 EPILOGUE = paragraphs(
     "Start here:",
@@ -38,14 +38,14 @@ EPILOGUE = paragraphs(
       --prompt-ids "1,2,3"
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench""",
-    "Each command explains itself: moesched run --help. KB, MB and GB are powers of 1000, KiB, MiB and GiB of 1024.",
-    "Results go to standard output, progress and logs to standard error; MOESCHED_LOG=info shows more of them.",
-    "Exit codes: 0 done, 2 bad input (one line says what and what to do), 130 interrupted, 1 anything else.",
+    "`moesched run --help` explains a command. KB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.",
+    "Results go to standard output, progress and logs to standard error. MOESCHED_LOG=info shows more logs.",
+    "Exit codes: 0 success, 2 bad input (one line gives the remedy), 130 interrupted, 1 any other error.",
 )
 
 
 def make_app() -> App:
-    """The command line, in the order in which one needs its commands."""
+    """Build the command line; commands are in the order in which a newcomer needs them."""
     app = App(
         name="moesched",
         help=HELP,
@@ -87,5 +87,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explains_only(arguments: Sequence[str]) -> bool:
-    """Whether nothing is run, so that nothing will be logged: loading the logs takes as long as all the rest."""
+    """Whether no command runs, so that logging is not needed: importing it would double the time of --help."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values of their texts."""
+"""Options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ OUTPUT = Group("Output", sort_key=9)
 
 Json = Annotated[
     bool,
-    Parameter(
-        negative="", group=OUTPUT, help="Print one JSON object on standard output, and nothing else there."
-    ),
+    Parameter(negative="", group=OUTPUT, help="Print only one JSON object on standard output."),
 ]
 Trace = Annotated[
     Path | None,
@@ -35,7 +33,7 @@ Trace = Annotated[
 ]
 Picture = Annotated[
     Path | None,
-    Parameter(group=OUTPUT, metavar="OUT", help="Draw it into a file that ends in .png or .svg."),
+    Parameter(group=OUTPUT, metavar="OUT", help="Draw a picture; the file's name ends in .png or .svg."),
 ]
 ReportFile = Annotated[
     Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write the JSON report to a file.")
@@ -75,38 +73,40 @@ Budgets = Annotated[
         metavar="MEM=BYTES",
         negative="",
         show_default=False,
-        help="Bytes that may be used of a memory, such as host=600MB; repeatable. By default all that the machine has.",
+        help="Limit on the bytes used of a memory, such as host=600MB; repeatable. By default its whole size.",
     ),
 ]
 BatchSize = Annotated[
     int | None,
-    Parameter(group=SIZES, metavar="N", help="Requests that run together. By default the most that fit."),
+    Parameter(group=SIZES, metavar="N", help="Requests that run together. By default as many as fit."),
 ]
 MicroBatchSize = Annotated[
     int | None,
-    Parameter(group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen to fit."),
+    Parameter(
+        group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen by the planner."
+    ),
 ]
 PrefillChunk = Annotated[
     int | None,
     Parameter(
         group=SIZES,
         metavar="N",
-        help="Prompt tokens that pass a layer together, at most. Fewer take less memory; more give each expert more "
-        "rows for the same weights. By default all, or as many as fit.",
+        help="Most prompt tokens in one pass through a layer. Fewer need less memory; more use each "
+        "transfer of weights for more tokens. By default all, or as many as fit.",
     ),
 ]
 Beams = Annotated[
     int,
     Parameter(
-        group=BEAMS, metavar="N", help="Keep the N likeliest sequences per prompt. 1 is no beam search."
+        group=BEAMS, metavar="N", help="Keep the N likeliest sequences per prompt. 1 disables beam search."
     ),
 ]
 Routing = Annotated[
     str | None,
     Parameter(
         metavar="NAME|FILE",
-        help="Source of each token's experts: a file of `moesched profile-routing`, counts (.csv) or a trace (.npz), "
-        "or uniform, popularity (as uneven as Mixtral 8x7B) or zipf. By default uniform.",
+        help="Source of each token's experts: uniform, popularity (as uneven as Mixtral 8x7B), zipf, or "
+        "a file from `moesched profile-routing` with counts (.csv) or a trace (.npz). By default uniform.",
     ),
 ]
 RoutingSettings = Annotated[
@@ -116,25 +116,26 @@ RoutingSettings = Annotated[
         metavar="KEY=VALUE",
         negative="",
         show_default=False,
-        help="Setting of the routing, such as exponent=1.2 of zipf, or locality=0.5, the probability that a token "
-        "repeats the experts of the one before; repeatable.",
+        help="Setting of the routing, such as exponent=1.2 of zipf, or locality=0.5, the probability "
+        "that a token repeats the experts of the token before it; repeatable.",
     ),
 ]
 TensorParallel = Annotated[
     int | None,
     Parameter(
         metavar="N",
-        help="Cut the model over N of the machine's equal accelerators. By default over all of them.",
+        help="Split the model over N of the machine's equal accelerators. By default over all of them.",
     ),
 ]
 ModelDir = Annotated[
-    Path, Parameter(help="A Hugging Face folder: config.json, safetensors, tokenizer.json if there is one.")
+    Path,
+    Parameter(help="Hugging Face folder with config.json, safetensors files and, for text, tokenizer.json."),
 ]
 Transport = Annotated[
     str | None,
     Parameter(
         metavar="T",
-        help=f"Carries the nodes' exchanges: a name of `moesched list transports`. By default {TRANSPORT}.",
+        help=f"Transport of the nodes' exchanges: a name of `moesched list transports`. By default {TRANSPORT}.",
     ),
 ]
 Nodes = Annotated[
@@ -155,25 +156,25 @@ NewTokens = Annotated[
 ]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
-    Parameter(help="Number format to compute in. By default the one that the model is stored in."),
+    Parameter(help="Number format to compute in. By default the model's own."),
 ]
 
 
 BROKEN_LINES = (
-    "Malformed lines of a file of prompts are reported by number and skipped; the exit code is then 2."
+    "Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2."
 )
 
 
 def paragraphs(*texts: str) -> str:
-    """Help text; lines break where the window ends."""
+    """Help text; lines break at the width of the terminal."""
     return "\n\n".join(texts)
 
 
 def parse_budgets(texts: Sequence[str]) -> dict[str, int]:
-    """Bytes by memory, from texts such as "host=600MB".
+    """Parse budgets such as "host=600MB" into bytes by memory.
 
     Raises:
-        BadInput: one is not MEM=BYTES, or a memory comes twice.
+        BadInput: a budget is not MEM=BYTES, or a memory is given twice.
     """
     budgets: dict[str, int] = {}
     for text in texts:
@@ -187,10 +188,10 @@ def parse_budgets(texts: Sequence[str]) -> dict[str, int]:
 
 
 def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
-    """The prompts of a file and the exit code that says whether lines of it were left out.
+    """Read a prompts file; returns its prompts, and the exit code: 2 if malformed lines were skipped.
 
     Raises:
-        BadInput: there is no prompt in it.
+        BadInput: the file has no prompt.
     """
     from moesched.cli.failures import BAD_INPUT, tell
     from moesched.inputs.prompts import read_prompts

@@ -1,4 +1,4 @@
-"""Output of commands: JSON, tables, and a progress bar for what takes longer than a second."""
+"""Output of commands: JSON, tables, and a progress bar for commands that take longer than a second."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def stderr() -> Console:
 
 
 def print_json(content: Any) -> None:
-    """One JSON value on standard output."""
+    """Print one JSON value on standard output."""
     import msgspec
 
     print(msgspec.json.encode(content).decode(), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0) -> None:
-    """A table on standard output; its last `figures` columns are figures, which stand to the right."""
+    """Print a table on standard output; its last `figures` columns are numbers, aligned to the right."""
     from rich.table import Table
     from rich.text import Text
 
@@ -55,7 +55,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figure
 
 
 def print_whole(table: Table) -> None:
-    """A table, at its full width where no terminal limits it."""
+    """Print a table, at its full width unless a terminal limits it."""
     console = stdout()
     if not console.is_terminal:
         console.width = WIDE
@@ -65,7 +65,7 @@ def print_whole(table: Table) -> None:
 
 
 def print_report(report: JobReport) -> None:
-    """A run in figures: rates, lanes, memories."""
+    """Print the figures of a run: rates, lanes, memories."""
     from moesched.jobs.report import ClusterReport
     from moesched.units import format_bytes, format_seconds
 
@@ -81,7 +81,9 @@ def print_report(report: JobReport) -> None:
         sizes += ", padded"
     if report.batches > 1:
         sizes += f", {report.batches} batches"
-    placed = f"{plan.resident_pages} pages stay, {plan.streamed_pages} stream; {_kv_cache(plan.kv_on_gpu)}"
+    placed = (
+        f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed; {_kv_cache(plan.kv_on_gpu)}"
+    )
     print(f"{sizes}; {placed}\n")
     rates = [
         ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],
@@ -118,14 +120,14 @@ def print_report(report: JobReport) -> None:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """The place of the KV cache, in words."""
+    """Where the KV cache is, in words."""
     if 0 < on_gpu < 1:
-        return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, else on the host"
+        return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
 
 
 def _print_members(members: Sequence[NodeReport]) -> None:
-    """The nodes of a cluster: what each took, and whether it was there to the end."""
+    """Print the nodes of a cluster: the time of each, and whether it stayed to the end."""
     from moesched.units import format_bytes, format_seconds
 
     rows = [
@@ -141,7 +143,7 @@ def _print_members(members: Sequence[NodeReport]) -> None:
 
 
 def _print_emulation(emulation: Emulation) -> None:
-    """The quality of an emulation, as a table by lane."""
+    """Print the quality of an emulation, by lane."""
     from moesched.units import format_seconds
 
     columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]
@@ -162,7 +164,7 @@ def _print_emulation(emulation: Emulation) -> None:
 
 
 class Bar:
-    """A progress bar on standard error that shows itself after a second, and only on a terminal.
+    """A progress bar on standard error that appears after a second, and only on a terminal.
 
     Use it as a context; it may be closed early.
     """
@@ -187,7 +189,7 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """Set how much is done, of how much; `what` begins another activity, of unknown length."""
+        """Set the amounts done and in total; `what` begins another activity, of unknown length."""
         self._done = done
         self._total = None if what else total or self._total
         self._what = what or self._what
@@ -197,7 +199,7 @@ class Bar:
                 self._progress.reset(self._task, total=self._total, description=self._what)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._timer.cancel()
         with self._lock:
             self._closed = True

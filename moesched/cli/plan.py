@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from moesched.planner.proposal import Proposal
 
 HELP = options.paragraphs(
-    "Find the policy, the batch and the micro-batches that generate the most tokens per second, "
-    "before anything is bought or loaded.",
-    "A search over the sizes (MoE-Lightning, section 4.2) gives each policy's bound; the schedules that would run are "
-    "then looked at on the virtual clock, and the best of them is taken.",
-    "With --nodes: what a token takes at least on several machines (Eq. 1 of the Apple silicon cluster paper), which "
-    "should hold which experts, and whether to cut them or attention instead. That needs no workload.",
+    "Find the policy and the sizes of batch and micro-batches that generate the most tokens per second on a "
+    "machine.",
+    "A search over the sizes (MoE-Lightning, section 4.2) gives a bound for each policy. The most promising "
+    "schedules are then simulated on the virtual clock, and the fastest one wins. Needs neither the weights "
+    "nor the machine.",
+    "With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster "
+    "paper), the placement of experts, and whether to split experts or attention instead. This needs no "
+    "workload.",
 )
 
 EPILOGUE = """Examples:
@@ -121,7 +123,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
 
 
 def print_proposal(proposal: Proposal) -> None:
-    """The plan, what it reaches, what bounds it, and what lost."""
+    """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
     from moesched.cli.output import print_table
     from moesched.units import format_bytes, format_seconds
 
@@ -158,13 +160,13 @@ def print_proposal(proposal: Proposal) -> None:
     for refused in proposal.refused:
         print(f"\nnot possible: {refused.why}")
     print(
-        f"\nA run takes {format_seconds(_run_seconds(proposal))} for {plan.batch_size} requests. "
-        f"{predicted.bound_by} is busy the most."
+        f"\nA run of {plan.batch_size} requests takes {format_seconds(_run_seconds(proposal))}. "
+        f"{predicted.bound_by} is the bottleneck."
     )
 
 
 def print_cluster(proposal: ClusterProposal) -> None:
-    """The bound of the policy's placement, what holds which experts, and the ways to share the model out."""
+    """Print the bound of the policy's placement, the placement of experts, and the other ways to split the model."""
     from moesched.cli.output import print_table
     from moesched.units import format_bytes, format_seconds
 
@@ -209,7 +211,7 @@ def print_cluster(proposal: ClusterProposal) -> None:
     for reason in proposal.choice.why:
         print(f"{reason[0].upper()}{reason[1:]}.")
     if runs != best:
-        print(f"Of what our policies run, {runs.policy} is the fastest.")
+        print(f"The fastest way that one of our policies implements: {runs.policy}.")
 
 
 def _with_error(proposal: ClusterProposal) -> str:
@@ -218,12 +220,12 @@ def _with_error(proposal: ClusterProposal) -> str:
 
 
 def _require_unset(given: Mapping[str, object]) -> None:
-    """Refuse what says nothing about a cluster's bound."""
+    """Refuse options that do not affect a cluster's bound."""
     from moesched.errors import BadInput
 
     for name, value in given.items():
         if value:
-            raise BadInput(f"{name} does not go with --nodes, whose bound needs no workload: leave it out")
+            raise BadInput(f"{name} does not go with --nodes, whose bound needs no workload: omit it")
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`moesched prestack`: a checkpoint whose experts' weights lie in few large arrays."""
+"""`moesched prestack`: a checkpoint whose experts' weights are in few large arrays."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 HELP = options.paragraphs(
-    "Rewrite a checkpoint so that its experts' weights lie in few large arrays instead of many small ones.",
-    "By expert, one array has all matrices of an expert in all layers: what a node of a cluster loads that holds whole "
-    "experts. By layer, one array has a matrix of all experts of a layer: what a machine multiplies that holds all of "
-    "them. The result runs like the original and gives the same tokens.",
+    "Rewrite a checkpoint with its experts' weights in few large arrays instead of many small ones.",
+    "By expert, one array has the matrices of one expert in all layers, for nodes that hold some of the "
+    "experts. By layer, one array has one matrix of all experts of a layer, for a machine that holds all of "
+    "them. The new checkpoint generates the same tokens as the old one.",
 )
 
 EPILOGUE = """Examples:
@@ -28,11 +28,11 @@ def add_to(app: App) -> None:
 
 
 def prestack(
-    model: Annotated[Path, Parameter(help="The folder of a checkpoint.")],
-    directory: Annotated[Path, Parameter(name="OUT", help="The folder to make.")],
+    model: Annotated[Path, Parameter(help="Folder of the checkpoint.")],
+    directory: Annotated[Path, Parameter(name="OUT", help="Folder to create.")],
     /,
     *,
-    by: Annotated[Literal["expert", "layer"], Parameter(help="What one array has.")] = "expert",
+    by: Annotated[Literal["expert", "layer"], Parameter(help="Contents of one array.")] = "expert",
     json: options.Json = False,
 ) -> None:
     """See HELP."""

@@ -1,4 +1,4 @@
-"""`moesched profile-routing` and `moesched sparsity`: a model's expert choices, and its values near zero."""
+"""`moesched profile-routing` and `moesched sparsity`: a model's expert choices, and its activations near zero."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 SOURCE = Group("What to profile", sort_key=1)
 
 HELP = options.paragraphs(
-    "Count which experts a model's tokens take: how uneven their popularity is, and how often a token finds its "
-    "expert on a GPU that holds some of them (Twiddler, Appendix C).",
-    "With --prompts the model runs on this machine. With --routing the figures are those of a profile or a trace that "
-    "an earlier run wrote, or of a generator; the shape of the model is enough.",
+    "Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that "
+    "holds the most popular experts (Twiddler, Appendix C).",
+    "With --prompts the model runs on this machine. With --routing the figures come from a profile or a "
+    "trace of an earlier run, or from a generator, and the model's weights are not needed.",
     options.BROKEN_LINES,
 )
 
@@ -41,7 +41,7 @@ EPILOGUE = """Examples:
       --policy expert_streaming --workload questions.jsonl --routing routing.npz"""
 
 SPARSITY_HELP = options.paragraphs(
-    "Count how many of the values after the experts' SiLU are near zero, by layer (Twiddler, Appendix B).",
+    "Count the activations after the experts' SiLU that are near zero, by layer (Twiddler, Appendix B).",
     "Without --prompts, random token ids run through the model.",
     options.BROKEN_LINES,
 )
@@ -54,7 +54,7 @@ SPARSITY_EPILOGUE = """Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeArguments(arguments.SizeArguments):
-    """Options of a run that is observed: prompts, policy, sizes and device."""
+    """Options of a profiled run: prompts, policy, sizes and device."""
 
     prompts: Annotated[
         Path | None,
@@ -67,7 +67,8 @@ class ProbeArguments(arguments.SizeArguments):
     policy: Annotated[
         str,
         Parameter(
-            metavar="P", help="The policy to run under; all policies make the same choices. See moesched run."
+            metavar="P",
+            help="Policy to run under; the choices are the same under every policy. See `moesched run`.",
         ),
     ] = PROFILING_POLICY
     dtype: options.DType = None
@@ -96,7 +97,8 @@ class ProfileArguments(ProbeArguments):
         Parameter(
             group=SOURCE,
             metavar="NAME|FILE",
-            help="Instead of prompts: an earlier profile (.csv) or trace (.npz), or uniform, popularity or zipf.",
+            help="Instead of prompts: a profile (.csv) or trace (.npz) of an earlier run, or uniform, "
+            "popularity or zipf.",
         ),
     ] = None
     routing_settings: options.RoutingSettings = ()
@@ -112,7 +114,7 @@ class ProfileArguments(ProbeArguments):
             help="Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.",
         ),
     ] = ()
-    seed: Annotated[int, Parameter(help="Seed of a generator.")] = 0
+    seed: Annotated[int, Parameter(help="Seed of the generator.")] = 0
     out: Annotated[
         tuple[Path, ...],
         Parameter(
@@ -138,7 +140,7 @@ class ProfileArguments(ProbeArguments):
 class SparsityArguments(ProbeArguments):
     """All options of `sparsity`."""
 
-    seed: Annotated[int, Parameter(help="Seed of random token ids.")] = 0
+    seed: Annotated[int, Parameter(help="Seed of the random token ids.")] = 0
 
 
 PROFILE_DEFAULTS = ProfileArguments()
@@ -181,7 +183,7 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
 
 
 def _profile(model: str, given: ProfileArguments) -> tuple[Profiled, int]:
-    """A real run, observed, and the exit code that says whether malformed prompts were skipped."""
+    """Profile a real run; returns the profile, and the exit code: 2 if malformed prompts were skipped."""
     from moesched.cli.output import Bar
     from moesched.jobs.profiling import profile_routing as profile
 
@@ -216,7 +218,7 @@ def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEF
 def _known(
     model: str, routing: str, settings: dict[str, object], seed: int
 ) -> tuple[RoutingProfile, RoutingTrace | None]:
-    """A profile that needs no run, and the trace that it comes from, if any."""
+    """A profile without a run, and the trace that it comes from, if any."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_profile
     from moesched.routing.trace import read_routing_trace
@@ -227,7 +229,7 @@ def _known(
 
 
 def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
-    """Raise BadInput where a file cannot be written, before anything takes long."""
+    """Raise BadInput early if a file cannot be written."""
     from moesched.analysis.pictures import require_picture
     from moesched.trace.whole_file import require_writable
 
@@ -238,7 +240,7 @@ def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool)
             )
         if path.suffix == ".npz" and not traced:
             raise BadInput(
-                f"cannot write {path}: single tokens are known of a run or a trace only; write a .csv"
+                f"cannot write {path}: only a run or a trace has the experts of single tokens; write a .csv"
             )
         require_writable(path, "routing")
     if picture is not None:

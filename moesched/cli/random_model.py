@@ -1,4 +1,4 @@
-"""`moesched random-model`: a checkpoint of a named shape, for everything that does not read the text."""
+"""`moesched random-model`: a random checkpoint of a named shape, for tests of speed and memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from cyclopts import App, Parameter
 from moesched.cli import options
 
 HELP = options.paragraphs(
-    "Write a random-weight checkpoint of a named shape, in the form of published ones.",
-    "It is streamed to disk and never held in memory. The same shape, seed and dtype give the same weights.",
+    "Write a checkpoint of a named shape with random weights, in the format of published ones.",
+    "Weights are streamed to disk, and never held in memory. The same shape, seed and dtype give the same "
+    "weights.",
 )
 
 EPILOGUE = """Examples:
@@ -27,14 +28,14 @@ def add_to(app: App) -> None:
 
 def random_model(
     shape: Annotated[str, Parameter(help="A name of `moesched list models`.")],
-    directory: Annotated[Path, Parameter(name="DIR", help="The folder to make.")],
+    directory: Annotated[Path, Parameter(name="DIR", help="Folder to create.")],
     /,
     *,
-    seed: Annotated[int, Parameter(help="Of the weights.")] = 0,
+    seed: Annotated[int, Parameter(help="Seed of the weights.")] = 0,
     layers: Annotated[
-        int | None, Parameter(metavar="N", help="Fewer layers, or more, than the shape has.")
+        int | None, Parameter(metavar="N", help="Number of layers. By default that of the shape.")
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="What to store.")] = "bfloat16",
+    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Number format to store.")] = "bfloat16",
     json: options.Json = False,
 ) -> None:
     """See HELP."""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from moesched.reproduce.report import Value
 
 HELP = options.paragraphs(
-    "Put the figures of a paper beside what our schedules come to on the virtual clock, cell by cell.",
-    "Papers: moe-lightning. Three rates that it does not give are fitted to three cells of its Table 4; all else is "
-    "predicted. twiddler: its two environments, its three scenarios, and the policies of its rivals. mac-cluster: Mac "
-    "Studios that share a model's experts over Ethernet, simulated, and the bound of Eq. 1. "
-    "With --out each section is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
+    "Compare a paper's figures with those of our schedules on the virtual clock, cell by cell.",
+    "moe-lightning: three rates that the paper does not give are fitted to three cells of its Table 4; all "
+    "else is predicted. twiddler: its two environments, its three scenarios, and the policies that it "
+    "compares with. mac-cluster: simulated Mac Studios that share a model's experts over Ethernet, and the "
+    "bound of Eq. 1. --out draws each section, and needs matplotlib: pip install 'moesched[plots]'.",
 )
 
 EPILOGUE = """Examples:
@@ -36,7 +36,7 @@ def add_to(app: App) -> None:
 
 def reproduce(
     paper: Annotated[
-        str, Parameter(metavar="PAPER", help="Which one: moe-lightning, twiddler or mac-cluster.")
+        str, Parameter(metavar="PAPER", help="Paper to reproduce: moe-lightning, twiddler or mac-cluster.")
     ],
     /,
     *,
@@ -47,7 +47,7 @@ def reproduce(
             negative="",
             consume_multiple=True,
             show_default=False,
-            help="Those sections that are wanted; by default all. Of moe-lightning: table-4, table-5, speedups, "
+            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, speedups, "
             "cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, prefill, beams, "
             "goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, table-5, table-6, figure-8, "
             "balanced, packing, wiring.",
@@ -56,7 +56,7 @@ def reproduce(
     out: Annotated[
         Path | None,
         Parameter(
-            group=options.OUTPUT, metavar="DIR", help="Draw each section into this folder, as PNG and SVG."
+            group=options.OUTPUT, metavar="DIR", help="Folder for a picture of each section, as PNG and SVG."
         ),
     ] = None,
     report: options.ReportFile = None,
@@ -85,7 +85,7 @@ def reproduce(
 
 
 def print_reproduction(report: Reproduction) -> None:
-    """Print what was calibrated, each section, and the errors of the tables' cells."""
+    """Print the fitted rates, each section, and the errors of the tables' cells."""
     from moesched.cli.output import print_table
     from moesched.reproduce.report import AGREEMENT
 

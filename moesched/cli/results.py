@@ -1,4 +1,4 @@
-"""Hands a job's report out: printed, written, and its trace's failure told last, so that no result is lost."""
+"""Output of a job's report: printed and written first, so that a failed trace does not lose it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moesched.trace.whole_file import require_writable
 
 
 def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None) -> JobReport:
-    """Run a job, print what came out and write it to `file`; `trace` is where the job writes its trace.
+    """Run a job, print its report and write it to `file`; the job writes its trace to `trace`.
 
     Raises:
-        BadInput: the job cannot be done, or the report or the trace not be written.
-        NodeLost: it ended early, since a node of the cluster is gone.
+        BadInput: the job cannot run, or the report or the trace cannot be written.
+        NodeLost: a node of the cluster was lost, so the job ended early.
     """
     require_writable(file, "report")
     unfinished: NotTraced | NodeLost | None = None
@@ -33,7 +33,7 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
     else:
         print_report(report)
         if trace is not None and unfinished is None:
-            print(f"\ntrace: {trace}, to be opened in https://ui.perfetto.dev")
+            print(f"\ntrace: {trace}; open it in https://ui.perfetto.dev")
     if report.failure is not None and unfinished is None:
         tell(f"after {sum(map(len, report.tokens or []))} tokens: {report.failure}")
     if report.interrupted:

@@ -1,4 +1,4 @@
-"""`moesched roofline`: what bounds a model on a machine, as a table and as a picture."""
+"""`moesched roofline`: the bottlenecks of a model on a machine, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from moesched.analysis.roofline import Computation, RooflineReport
 
 HELP = options.paragraphs(
-    "Say what bounds attention and the experts of a model on a machine, "
-    "by the Hierarchical Roofline Model of MoE-Lightning.",
-    "It tells from which batch on weights are worth fetching, and from which on the link no longer binds. "
-    "With --out it is drawn; that takes matplotlib: pip install 'moesched[plots]'.",
+    "Show the bottlenecks of a model's attention and experts on a machine, by MoE-Lightning's Hierarchical "
+    "Roofline Model.",
+    "Gives the batch size from which fetching weights pays, and the size from which the link is no longer "
+    "the bottleneck. --out draws the model, and needs matplotlib: pip install 'moesched[plots]'.",
 )
 
 EPILOGUE = """Examples:
@@ -42,15 +42,20 @@ def roofline(
             metavar="D",
             negative="",
             show_default=False,
-            help="Of the KV cache, such as float16, int8 or int4; again for more. By default the model's, and int4.",
+            help="Number format of the KV cache: float16, int8, int4 and others; repeatable. By default "
+            "the model's, and int4.",
         ),
     ] = (),
     context: Annotated[
-        int, Parameter(group=options.SIZES, metavar="N", help="Tokens in the cache of each request.")
+        int, Parameter(group=options.SIZES, metavar="N", help="Tokens in the KV cache of each request.")
     ] = ROOFLINE_CONTEXT,
     batch_size: Annotated[
         int | None,
-        Parameter(group=options.SIZES, metavar="N", help="Requests. By default 32, 512 and 4096."),
+        Parameter(
+            group=options.SIZES,
+            metavar="N",
+            help="Requests in a batch. By default 32, 512 and 4096.",
+        ),
     ] = None,
     micro_batch_size: Annotated[
         int, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
@@ -84,7 +89,7 @@ def roofline(
 
 
 def print_roofline(report: RooflineReport) -> None:
-    """The levels, the computations and what bounds them, and one layer's time."""
+    """Print the levels, the computations with their bottlenecks, and the time of one layer."""
     from moesched.cli.output import print_table
 
     print(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
@@ -139,10 +144,10 @@ def _conclusions(report: RooflineReport) -> Iterator[str]:
     if peak > reached:
         yield f"With µ = {report.micro_batch_size} the experts are never faster on {upper} than on {lower}."
     elif peak:
-        yield f"P1 is reached at N = {_count(pays)}: below, the experts are computed faster on {lower}."
+        yield f"P1 is at N = {_count(pays)}: with fewer requests, the experts run faster on {lower}."
     yield (
-        f"P2 is reached at N = {_count(free)}: above, µ = {report.micro_batch_size} binds the experts, "
-        "and the link no longer does."
+        f"P2 is at N = {_count(free)}: with more requests, µ = {report.micro_batch_size} is the bottleneck "
+        "of the experts, not the link."
     )
     split, layer = report.split, report.layer
     attention = upper if split.attention_on_gpu else lower

@@ -1,4 +1,4 @@
-"""`moesched run`: text from a model on this machine."""
+"""`moesched run`: generates text on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moesched.cli.generation_options import GenerationArguments
 from moesched.errors import BadInput
 
 HELP = options.paragraphs(
-    "Generate text on this machine, with weights that stream from a slower memory if they must.",
-    "More prompts than fit a batch run as successive batches. Ctrl-C ends a run cleanly: the tokens so far are "
-    "printed, the trace so far is written.",
+    "Generate text on this machine; weights that do not fit into fast memory are streamed.",
+    "Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the "
+    "tokens so far are printed, and the trace so far is written.",
     options.BROKEN_LINES,
 )
 
@@ -42,14 +42,14 @@ def run(
     tensor_parallel: options.TensorParallel = None,
     foreign_machine: Annotated[
         bool,
-        Parameter(negative="", help="Use a machine file whose costs were measured on another processor."),
+        Parameter(negative="", help="Accept a machine file whose costs were measured on another processor."),
     ] = False,
     local: Annotated[
         int | None,
         Parameter(
             metavar="N",
-            help="Share the experts among N processes of this machine, each with cores of its own; with a policy for "
-            "several nodes, such as ep_router_aided.",
+            help="Share the experts among N processes on this machine, each with its own cores; needs a "
+            "policy for several nodes, such as ep_router_aided.",
         ),
     ] = None,
     transport: options.Transport = None,
@@ -59,7 +59,9 @@ def run(
         from moesched.jobs.run_model import run_model
 
         if transport is not None:
-            raise BadInput(f"--transport {transport} is between processes: use it with --local")
+            raise BadInput(
+                f"--transport {transport} connects processes: give --local N as well, or omit --transport"
+            )
         return given.generate(
             model_dir, run_model, tensor_parallel=tensor_parallel, foreign_machine=foreign_machine
         )

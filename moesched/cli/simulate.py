@@ -1,4 +1,4 @@
-"""`moesched simulate`: the same schedule on a virtual clock."""
+"""`moesched simulate`: predicts a run on the virtual clock."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from moesched.jobs.report import JobReport
 
 HELP = options.paragraphs(
-    "Predict a run on a virtual clock: the same policy, a machine that you need not have, no weights and no GPU.",
-    "One full batch of the workload is simulated, from loading to the last token, or as many requests as you say; "
-    "more than fit a batch run as successive batches. A list of prompts runs whole.",
+    "Predict a run on any machine with a virtual clock; needs neither weights nor a GPU.",
+    "Simulates one full batch of the workload, or --requests N in successive batches, from loading to the "
+    "last token. A prompts file is simulated as a whole.",
     options.BROKEN_LINES,
 )
 
@@ -44,13 +44,13 @@ def add_to(app: App) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadArguments:
-    """The requests, and the experts that they take."""
+    """The requests, and the experts that their tokens choose."""
 
     workload: Annotated[
         str,
         Parameter(
             metavar="NAME|FILE",
-            help="A name of `moesched list workloads`, a TOML file, or a .jsonl file of prompts as for `run`.",
+            help="A name of `moesched list workloads`, a TOML file, or a .jsonl prompts file as for `run`.",
         ),
     ]
     gen: options.NewTokens = None
@@ -58,11 +58,11 @@ class WorkloadArguments:
         int | None,
         Parameter(
             metavar="N",
-            help="Number of requests; prompts repeat. By default one full batch, or each listed prompt once.",
+            help="Number of requests; prompts repeat if needed. By default one full batch, or each listed prompt once.",
         ),
     ] = None
     padded: Annotated[
-        bool, Parameter(negative="", help="Count every prompt as long as the longest of the workload.")
+        bool, Parameter(negative="", help="Pad every prompt to the length of the longest one.")
     ] = False
     seed: Annotated[int, Parameter(help="Seed of the order of the prompts and of the routing.")] = 0
     beams: options.Beams = 1
@@ -72,7 +72,8 @@ class WorkloadArguments:
         float,
         Parameter(
             metavar="P",
-            help="Probability that a preview of the router, as prefetch_gate uses it, names the right expert: 0 to 1.",
+            help="Probability that a preview of the router names the right expert, from 0 to 1; "
+            "prefetch_gate uses previews.",
         ),
     ] = PREVIEW_ACCURACY
 

@@ -1,7 +1,7 @@
-"""A plain account of the tasks of an engine, kept beside the engine's fast one and compared with it.
+"""A simple account of an engine's tasks, to compare with the engine's own fast one.
 
-It counts for every task which earlier ones it waits for, and for every lane which tasks are ready, without the engine's
-short cuts. Broken rules are collected.
+It keeps the earlier tasks that each task waits for, and the ready tasks of each lane, without the engine's short cuts.
+Broken rules are collected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Account:
     Attributes:
         tasks: in program order.
         open: the ids of those that have not settled.
-        broken: the rules that were broken so far.
+        broken: the rules broken so far.
     """
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
@@ -51,7 +51,7 @@ class Account:
         self._lanes = {lane: _LaneAccount(lane) for lane in lanes}
 
     def enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
-        """A task was submitted; `expected` are the ids of the tasks that it must wait for, as the blocks said before.
+        """Record a submitted task; `expected` are the ids of the tasks that it must wait for, by the blocks before it.
 
         The last `by_hand` of its edges do not come from data.
         """
@@ -82,7 +82,7 @@ class Account:
             self._lanes[task.lane].order.append(task)
 
     def issue(self, task: Task) -> list[Task]:
-        """A stream took a task in; returns the tasks on the device that need wait for it no longer."""
+        """Record a task that a stream took in; returns the tasks on the device that no longer wait for it."""
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
         self._released[task.id] = released
@@ -92,7 +92,7 @@ class Account:
         return [self.tasks[number] for number in released]
 
     def admit(self, task: Collective) -> None:
-        """All ranks have arrived at a collective."""
+        """Record a collective at which all ranks have arrived."""
         account = self._lanes[task.lane]
         if self._left[task.id]:
             self.broken.append(f"{task!r} was admitted before its edges were met")
@@ -112,14 +112,14 @@ class Account:
         return [self.tasks[number] for number in sorted(self.open)]
 
     def await_device(self, task: Task) -> None:
-        """A task that has run, or is cancelled, settles after those that it waited for on its device."""
+        """Record that a task settles after those that it waits for on its device, having run or been cancelled."""
         waits = [other.id for other in task.after or () if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Compare tasks, and those that their ends may have moved, with the account; then the lanes."""
+        """Compare tasks, and those that their ends may have released, with the account; then the lanes."""
         ended_lanes = {
             task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
         }
@@ -145,7 +145,7 @@ class Account:
             self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
 
     def _compare(self, task: Task) -> None:
-        """Check the move from the state that was last seen to the present one."""
+        """Check the move from the last known state to the present one."""
         before, after = self._known[task.id], task.state
         if before == after:
             return
@@ -159,7 +159,7 @@ class Account:
             ahead = ISSUED if after != DONE else DONE
             lost = [each for each in missing if each.state != ahead or not self._on_device(each.id, task)]
             if lost:
-                self.broken.append(f"{task!r} goes on although its input {lost} is not there")
+                self.broken.append(f"{task!r} goes on although its input {lost} was lost")
         if after in (FAILED, CANCELLED) and task.cause is None:
             self.broken.append(f"{task!r} ended without a cause")
         if after == CANCELLED and task.start >= 0 and before != ISSUED:
@@ -168,7 +168,7 @@ class Account:
             self._lanes[task.lane].move(task, self._calls)
 
     def _on_device(self, earlier: int, task: Task) -> bool:
-        """Whether the edge between two tasks holds on their device, since a stream took the earlier one in."""
+        """Whether the device keeps the edge between two tasks, because a stream took the earlier one in."""
         domain = task.lane.domain
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 
@@ -189,10 +189,10 @@ class Account:
             self.broken.append(f"{task!r} waits for nothing")
 
     def expect_running(self, task: Task) -> None:
-        """Check that a task which is about to end has its lane."""
+        """Check that a task about to end holds its lane."""
         running = task.state == RUNNING and task.lane.running is task
         if not running and task.state != ISSUED:
-            self.broken.append(f"{task!r} ended without having its lane")
+            self.broken.append(f"{task!r} ended without holding its lane")
 
 
 class _LaneAccount:
@@ -208,7 +208,7 @@ class _LaneAccount:
         self.fresh: list[Task] = []
 
     def move(self, task: Task, call: int) -> None:
-        """A task of this lane changed its state during a call."""
+        """Record a task of this lane that changed its state during a call."""
         self.ready.pop(task, None)
         if task.state == READY:
             self.ready[task] = call
@@ -223,14 +223,14 @@ class _LaneAccount:
         heappush(self.by_key, (task.key, task))
 
     def problems(self, call: int, *, just_ended: bool) -> list[str]:
-        """Broken rules of the lane after a call; `just_ended` says whether the call ended a task of this lane."""
+        """Rules that the lane breaks after a call; `just_ended`: whether the call ended a task of this lane."""
         wrong = []
         for task in self.fresh:
             wrong += self._start(task, call if just_ended else call - 1)
             self.running = task
         self.fresh.clear()
         if self.lane.running is not self.running:
-            wrong.append(f"lane {self.lane.name} runs {self.lane.running!r}, but {self.running!r} has it")
+            wrong.append(f"lane {self.lane.name} runs {self.lane.running!r}, but {self.running!r} holds it")
         elif not 0 <= self.lane.in_flight <= self.lane.depth:
             wrong.append(f"lane {self.lane.name} has {self.lane.in_flight} tasks in flight")
         elif self.running is None and self.lane.in_flight < self.lane.depth and self._startable() is not None:
@@ -238,7 +238,7 @@ class _LaneAccount:
         return wrong
 
     def _start(self, task: Task, call: int) -> list[str]:
-        """Rules that a start breaks; only tasks that were ready by `call` can have been overtaken."""
+        """Rules that a start breaks; it can only overtake tasks that were ready by `call`."""
         wrong = []
         if self.running is not None:
             wrong.append(f"{task!r} runs beside {self.running!r}")

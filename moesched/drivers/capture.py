@@ -1,7 +1,7 @@
 """Capture: the graphs of a run's steps, from a policy that submits them to an engine that runs nothing.
 
-A schedule that awaits nothing is a fixed graph. Once two steps in a row have the same graph (the same tasks on the same
-lanes, with edges equally far back in program order), it stands for the steps that follow.
+A schedule that awaits nothing has a fixed graph. Once two steps in a row have the same graph (the same tasks on the
+same lanes, with edges equally far back in program order), all later steps use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle: its graph depends on what happens, and cannot be captured."""
+    """The policy awaited a handle, so its graph depends on results and cannot be captured."""
 
 
 class CapturingEngine(Engine):
@@ -51,10 +51,10 @@ class Template:
         lanes: each task's lane by its index; -1 for joins.
         starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
         classes: each task's link class, in the high bits of a priority.
-        waits: how many of a task's edges come from within the step.
+        waits: number of a task's edges from within the step.
         roots: positions of the tasks with no such edge.
         later: for each task, the distances to the tasks that wait for it.
-        earlier: edges from earlier steps, as (position, how far back).
+        earlier: edges from earlier steps, as (position, distance back).
         sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
     """
 
@@ -89,7 +89,7 @@ class Template:
         self._durations: list[int] = []
 
     def repeats(self, other: Template) -> bool:
-        """Whether this step does the same as another one, only on other data."""
+        """Whether this step does the same as another one, on other data."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes
@@ -146,9 +146,9 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
 
 
 class Edges:
-    """The edges that a step's tasks need, without those that other edges imply.
+    """The edges of a step's tasks, without those that other edges imply.
 
-    It is given one step after the other, and remembers which tasks those of the step before have waited for.
+    Takes one step after the other, and keeps the tasks that those of the previous step waited for.
     """
 
     def __init__(self) -> None:
@@ -194,12 +194,12 @@ class Edges:
 
 
 def _shifted(bits: int, by: int) -> int:
-    """Bits, counted from a number that is higher by `by`."""
+    """Bits, shifted to a base that is higher by `by`."""
     return bits >> by if by >= 0 else bits << -by
 
 
 def _identity(task: Task) -> tuple[Any, ...]:
-    """The parts of a task that are the same in every step."""
+    """The properties of a task that are the same in every step."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
 

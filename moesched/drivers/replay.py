@@ -1,6 +1,6 @@
-"""Replay: the captured steps of a run, played over arrays, with durations evaluated anew for each step.
+"""Replay of a run's captured steps over arrays, with durations computed anew for each step.
 
-The timeline is the one that the virtual driver would have made, to the nanosecond.
+The timeline equals that of the virtual driver, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER = (1 << CLASS_SHIFT) - 1
 
 
 class Timeline:
-    """The start and end of every task of a replayed run; tasks are numbered as they would have been submitted.
+    """The start and end of every task of a replayed run; tasks have the numbers of their order of submission.
 
     `works` are, for each step, the works that differ between steps, by micro-batch and verb.
     """
@@ -53,7 +53,7 @@ class Timeline:
         return sum(sum(lane >= 0 for lane in step.lanes) for step in self.steps)
 
     def step_ends(self) -> list[int]:
-        """When loading ended, and when each step had its samples."""
+        """The end of loading, and the time at which each step had its samples."""
         ends, base = [], 0
         for index, step in enumerate(self.steps):
             last = step.samples if index else range(len(step.tasks))
@@ -62,7 +62,7 @@ class Timeline:
         return ends
 
     def prefill_samples(self) -> dict[int, int]:
-        """When each micro-batch of prefill had its tokens, by its number."""
+        """The time at which each micro-batch of prefill had its tokens, by its number."""
         base, prefill = len(self.steps[0].tasks), self.steps[1]
         return {prefill.tasks[place].micro_batch: self.ends[base + place] for place in prefill.samples}
 
@@ -91,7 +91,7 @@ class Timeline:
         return awaits
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks as a driver would have told an observer of them, step by step; joins too."""
+        """The tasks as an observer of a driver would get them, step by step, joins included."""
         number = 0
         for index, template in enumerate(self.steps):
             shift = number - template.first
@@ -113,7 +113,7 @@ class Timeline:
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """A captured task's work in another step; at a later stage of a pipeline it is that of the first one elsewhere."""
+    """A captured task's work in another step; at a later pipeline stage, the first one's on another processor."""
     if work is None or work.resource == captured.resource:
         return work or captured
     return msgspec.structs.replace(work, kind=captured.kind, resource=captured.resource)
@@ -121,14 +121,14 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that wants a replayed run as a whole, since making its tasks takes longer than replaying it."""
+    """An observer that takes a replayed run as a whole, since making its tasks would take longer than the replay."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """Told once, instead of `ended` for each task."""
+        """Receive the whole timeline, instead of `ended` for each task."""
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
-    """Capture a run and play it, without garbage collection, since there is no garbage.
+    """Capture a run and replay it, with garbage collection off, since there are no cycles.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -149,11 +149,11 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
 class Player:
     """Runs captured steps on ready-first lanes, over arrays that grow as steps are submitted.
 
-    A step is submitted once the samples of the step before the last one are there, as `Generation` does.
+    A step is submitted once the step before the last one has its samples, as in `Generation`.
 
     Args:
-        steps: as `capture` gives them.
-        lanes: how many lanes there are.
+        steps: from `capture`.
+        lanes: number of lanes.
         price: a work's nanoseconds.
         sizes_of: the works that belong to a step, by its index.
     """
@@ -226,7 +226,7 @@ class Player:
         return Timeline(list(self._steps), self._works, starts, ends)
 
     def _cross(self, number: int, now: int) -> None:
-        """Tell tasks of later steps that a task ended, and note whether it was the last one that a step waits for."""
+        """Release tasks of later steps that wait for an ended task, and note whether a step waited only for it."""
         tasks = self._tasks
         for other in self._crossing.pop(number):
             tasks.waits[other] -= 1
@@ -244,7 +244,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Let collectives on their lanes, before all but earlier ones, as `Engine.admit` does."""
+        """Admit collectives to their lanes, ahead of all but earlier ones, as in `Engine.admit`."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -257,7 +257,7 @@ class Player:
         self._lanes.take(tasks.lane_of[number], number, tasks.classes[number], now, tasks)
 
     def _submit_ready(self, now: int) -> None:
-        """Submit the steps whose time has come: prefill and the first decode step wait for loading only."""
+        """Submit the steps that are due: prefill and the first decode step wait for loading only."""
         self._step_ended = False
         for index in range(len(self._unsampled), len(self._steps)):
             if index and self._unsampled[max(0, index - 2)]:
@@ -320,13 +320,13 @@ class _PlayedTasks:
 
 
 class _PlayedLanes:
-    """The task that each lane runs, those that wait for it, and the ends to come.
+    """The running task of each lane, the waiting tasks, and the coming ends.
 
     Attributes:
         running: a task's number by lane; -1 for none.
         waiting: heaps of keys by lane.
         events: (end, lane) of the running tasks.
-        admitted: the number of collectives that were let on their lanes.
+        admitted: the number of collectives admitted to their lanes.
     """
 
     __slots__ = ("admitted", "events", "running", "waiting")
@@ -338,7 +338,7 @@ class _PlayedLanes:
         self.admitted = 0
 
     def take(self, lane: int, number: int, before: int, now: int, tasks: _PlayedTasks) -> None:
-        """Start a task on its lane, or have it wait there; `before` are the high bits of its key."""
+        """Start a task on its lane, or queue it there; `before` are the high bits of its key."""
         if self.running[lane] < 0:
             self.running[lane] = number
             tasks.starts[number] = now

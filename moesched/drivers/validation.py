@@ -1,8 +1,8 @@
 """The checking mode: an engine that checks every move of a task against the rules, and the ledger against itself.
 
 It keeps a plain account of the graph and the lanes (`account.py`) and compares the engine with it after every call.
-Rules that are broken while lanes run, perhaps on other threads, are collected and raised at the next `submit` or by
-`check_over`, so that a broken rule never turns into a hang.
+Rules broken while lanes run, perhaps on other threads, are collected and raised at the next `submit` or by
+`check_over`. A broken rule thus never becomes a hang.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moesched.steps.run_state import RunState
 from moesched.tasks import DONE, ISSUED, RUNNING, STATE_NAMES, Block, Collective, Lane, Task
 
 SWITCH = "MOESCHED_VALIDATE"
-"""The environment variable that has every run checked, where it is 1."""
+"""The environment variable that enables checks of every run, if it is 1."""
 
 LEDGER_EVERY = 64
-"""The number of submissions between two checks of the ledger; it is also checked after a failure and at the end."""
+"""Number of submissions between two checks of the ledger, which is also checked after a failure and at the end."""
 
 
 class BrokenRule(AssertionError):
@@ -38,20 +38,20 @@ def switched_on() -> bool:
 
 
 def new_engine(lanes: Iterable[Lane]) -> Engine:
-    """An engine for a run on the virtual clock, checked where the environment asks for it."""
+    """An engine for a run on the virtual clock; a checked one if the environment asks for it."""
     return CheckedEngine(lanes) if switched_on() else Engine(lanes)
 
 
 def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
-    """An engine for a run in real time, checked where the environment asks for it."""
+    """An engine for a run in real time; a checked one if the environment asks for it."""
     return CheckedSharedEngine(lanes) if switched_on() else SharedEngine(lanes)
 
 
 @contextmanager
 def watching(run_state: RunState) -> Iterator[None]:
-    """Check a run's ledger while it runs, and all rules once it has ended, well or not.
+    """Check a run's ledger while it runs, and all rules once it has ended, even with an error.
 
-    Does nothing where the run's engine is not a checked one.
+    Does nothing if the run's engine is not a checked one.
 
     Raises:
         BrokenRule: a rule was broken.
@@ -71,11 +71,11 @@ def watching(run_state: RunState) -> Iterator[None]:
 
 
 class CheckedEngine(Engine):
-    """An engine that checks itself, about ten times slower: for tests, and for looking into a policy's fault.
+    """An engine that checks itself, for tests and for debugging a policy; about ten times slower.
 
     Attributes:
         tasks: all tasks in program order.
-        broken: the rules that were broken so far.
+        broken: the rules broken so far.
     """
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
@@ -91,7 +91,7 @@ class CheckedEngine(Engine):
         pools: Iterable[Pool] = (),
         views: Iterable[Views[Any]] = (),
     ) -> None:
-        """Check the ledger of these too."""
+        """Also check the ledger of these memories."""
         self._ledger.add(memories, pools, views)
 
     # -- the engine's calls, each followed by a comparison with the account ----------------------------
@@ -111,7 +111,7 @@ class CheckedEngine(Engine):
         self._account.enter(task, inputs, expected, by_hand=len(after))
         self._compare(task)
         if task.id % LEDGER_EVERY == 0 or self._failed_since:
-            # Here the policy runs: the ledger is kept in program order, whatever the lanes do meanwhile.
+            # The policy runs here; the ledger is kept in program order, whatever the lanes do meanwhile.
             self._failed_since = False
             self.broken += self._ledger.problems()
         return task
@@ -159,7 +159,7 @@ class CheckedEngine(Engine):
     # -- called by tests and at the end of a run ------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the rules that were broken so far.
+        """Raise an error for the rules broken so far.
 
         Raises:
             BrokenRule: naming the first few.
@@ -168,10 +168,10 @@ class CheckedEngine(Engine):
             raise BrokenRule("; ".join(self.broken[:3]))
 
     def check_over(self) -> None:
-        """Check that a run has ended as it should: all tasks settled, all lanes idle, the ledger in order.
+        """Check the end of a run: all tasks settled, all lanes idle, the ledger in order.
 
         Raises:
-            BrokenRule: it has not, or a rule was broken before.
+            BrokenRule: one of these does not hold, or a rule was broken before.
         """
         unsettled = self._account.unsettled()
         if unsettled:
@@ -188,7 +188,7 @@ class CheckedEngine(Engine):
         self._account.look(*tasks)
         settled = self.submitted - len(self._account.open)
         if self.settled != settled:
-            self.broken.append("the count of settled tasks is off")
+            self.broken.append("the count of settled tasks is wrong")
 
 
 class CheckedSharedEngine(SharedEngine, CheckedEngine):

@@ -1,7 +1,7 @@
-"""Cost models: from the work of a task to time on a machine.
+"""Cost models: the time of a task's work on a machine.
 
-The roofline takes the longer of computing and moving bytes. A calibrated machine has measured times of operations.
-Work that the machine does not describe is refused; nothing is free.
+The roofline is the maximum of the times to compute and to move bytes. A calibrated machine has measured times of
+operations. Work on a resource that the machine does not describe is refused.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 ONLY_MOVING = ("combine", "embed")
 MOST_FEW_ROWS = 16
-"""The most rows for which a product takes as long as reading its weights, and uses most of the memory bandwidth."""
+"""Most rows of a product that is bound by reading its weights, and uses most of the memory bandwidth."""
 
 
 def cost_model(machine: Machine, dtype: str) -> CostModel:
-    """The machine's measured costs where it was calibrated, else its roofline.
+    """The machine's measured costs if it was calibrated, else its roofline.
 
-    dtype: what the model computes in.
+    dtype: dtype that the model computes in.
     """
     return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype)
 
@@ -71,7 +71,7 @@ class Roofline:
         group = self.machine.accelerator_group
         if work.resource == INTERCONNECT and group.interconnect is not None:
             seconds = work.nbytes / group.interconnect.bandwidth
-            rounds = 2 * (group.count - 1)  # of a ring: the sum comes round once, and goes round once more
+            rounds = 2 * (group.count - 1)  # a ring all-reduce sends the data round twice
             busy = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
             return _demand(seconds + rounds * group.interconnect.latency, busy)
         network = self.machine.network
@@ -88,8 +88,8 @@ class Roofline:
 class Calibrated:
     """Costs from a machine's table of measured operations: a work takes the sum of its parts.
 
-    Between measured sizes and rows time is interpolated. What runs at once is slowed as it was measured.
-    Work without parts is left to the roofline.
+    Times are interpolated between measured sizes and rows. Concurrent work is slowed by the measured rates. Work
+    without parts uses the roofline.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -114,7 +114,7 @@ class Calibrated:
             self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
 
     def work(self, work: Work) -> Demand:
-        """The sum of the parts' times, and the slowing by other work.
+        """The sum of the parts' times, and the speed beside other work.
 
         Raises:
             BadInput: an operation was not measured, or the roofline does not cover the work.
@@ -148,7 +148,7 @@ class Calibrated:
 
 
 def sort_of(work: Work) -> str:
-    """The sort of a work with parts, which decides how it and others slow each other."""
+    """The kind of a work with parts, which decides how it and other work slow each other."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")
@@ -167,11 +167,12 @@ def _weights(part: WorkPart) -> float:
 class Curve:
     """Time through measured points (x, seconds), in any order: straight lines between them.
 
-    Of several times at one x the median counts. Below the first point the first line continues, down to half of the
-    first time; above the last point, time grows at the average slope.
+    At one x, the median of several times counts. Below the first point, the first line continues down to half of the
+    first time. Above the last point, time grows at the average slope.
 
     Args:
-        rising: more never takes less: neighbours that were measured to fall take their median, as noise explains them.
+        rising: whether a larger x never takes less time. Neighbours that fall, because of noise, then take their
+            median.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:
@@ -195,9 +196,9 @@ class Curve:
 
 
 class Surface:
-    """Time of one operation by its size and rows: a curve over rows at each size, and one over sizes through them.
+    """Time of one operation by its size and rows: a curve over rows at each size, and a curve over sizes through those.
 
-    More rows take no less time. Larger weights may, since a device uses more cores from some size on.
+    More rows never take less time. Larger weights may, since a device uses more cores from some size on.
     """
 
     def __init__(self, points: Iterable[CostPoint]) -> None:

@@ -1,7 +1,7 @@
-"""A group of equal accelerators written out: each with a processor, a memory and links of its own.
+"""A group of equal accelerators, written out with a processor, a memory and links for each.
 
-A profile describes one accelerator. Written out, each has its own names, by which costs, lanes and memories are found.
-Measured costs cover the first accelerator only; those of another are refused.
+A profile describes one accelerator. Written out, each has its own names, which costs, lanes and memories use. Measured
+costs cover only the first accelerator; those of others are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moesched.machines import AcceleratorGroup, Link, Machine
 
 
 def numbered(name: str, number: int) -> str:
-    """The name at accelerator `number` for a name at the first: "gpu", "gpu 1", "gpu 2"."""
+    """The name on accelerator `number` for a name on the first: "gpu", "gpu 1", "gpu 2"."""
     return f"{name} {number}" if number else name
 
 

@@ -1,4 +1,4 @@
-"""This machine: its calibrated profile, or the sizes that the system reports with assumed rates."""
+"""This machine: its calibrated profile, or the sizes that the system reports, with assumed rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASSUMED_FLOPS_PER_CORE = 50e9
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: `$MOESCHED_CACHE`, or one in the user's cache."""
+    """The folder for files that can be regenerated: `$MOESCHED_CACHE`, or a folder in the user's cache."""
     given = os.environ.get("MOESCHED_CACHE")
     if given:
         return Path(given)
@@ -24,12 +24,12 @@ def cache_folder() -> Path:
 
 
 def calibrated_file() -> Path:
-    """The default file of `moesched calibrate`."""
+    """The file that `moesched calibrate` writes by default."""
     return cache_folder() / "machine.toml"
 
 
 def local_machine() -> Machine:
-    """This machine's calibrated profile, or the assumed one where there is none.
+    """This machine's calibrated profile; without one, the assumed profile.
 
     Raises:
         BadInput: the calibrated profile is broken or of an older version.
@@ -63,7 +63,7 @@ def unified_machine(
     disk_bandwidth: float,
     description: str = "",
 ) -> Machine:
-    """A machine without an accelerator: one processor plays both roles, host memory is fast, the disk is slow."""
+    """A machine without an accelerator: one processor has both roles, host memory is fast, the disk is slow."""
     return Machine(
         name=name,
         description=description,
@@ -81,12 +81,12 @@ def require_measured_here(machine: Machine) -> None:
     """Refuse a machine whose costs were measured on another kind of processor than this one.
 
     Raises:
-        BadInput: they were measured on another one.
+        BadInput: the costs were measured on another kind of processor.
     """
     if machine.measured_on and machine.measured_on != this_processor():
         raise BadInput(
             f"machine {machine.name} was measured on {machine.measured_on}, and this is {this_processor()}: "
-            "run `moesched calibrate`, or give --foreign-machine to use its costs all the same"
+            "run `moesched calibrate`, or give --foreign-machine to use its costs anyway"
         )
 
 

@@ -16,16 +16,17 @@ INTERCONNECT = "interconnect"
 """The lane and the resource that carry all-reduces."""
 
 FEW_ROWS, MANY_ROWS = "few rows", "many rows"
-"""Sorts of tasks on weights: products that are bound by memory, and products that are bound by compute."""
+"""Kinds of tasks on weights: products that are bound by memory, and products that are bound by compute."""
 
 ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
-"""Attention over sequences of one length, which is one call, and over several lengths, with a call for each. Other
-tasks on the processor delay the second kind more."""
+"""Attention over sequences of one length, in one call, and over several lengths, with a call for each. Other tasks on
+the processor delay the second kind more.
+"""
 
 SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
-"""Operations that are timed by themselves and in pairs: `gemv` is a product of one row, `read` reads the disk."""
+"""Operations that are timed alone and in pairs: `gemv` is a product of one row, `read` reads the disk."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +36,8 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         memory: the memory that it computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
         launch_seconds: fixed time per operation.
-        expert_bandwidth: bytes of weights per second that an expert's kernel reads, where that is less than the
-            memory's bandwidth.
+        expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
+            bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
     """
 
@@ -81,7 +82,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The processors that play accelerator and host (possibly the same one), and the memory that holds all weights."""
+    """The processors in the roles of accelerator and host (possibly the same one), and the memory of all weights."""
 
     accelerator: str
     host: str
@@ -90,12 +91,12 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection between equal accelerators: one between any two of them, with a lane in each direction.
+    """The connection between any two of the equal accelerators, with a lane in each direction.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: the paths of the links that carry it, where it has no wires of its own. It then competes with them.
+        paths: the paths of the links that carry it, if it has no wires of its own. It then competes with those links.
     """
 
     bandwidth: Positive
@@ -106,8 +107,8 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number of equal accelerators.
 
-    The machine describes one of them: its processor, its memory, and the links that begin or end there. Each of the
-    others has the same, with lanes of its own. All share the host's memory.
+    The machine describes one of them: its processor, its memory and its links. Each of the others has the same, with
+    lanes of its own. All share the host's memory.
 
     Attributes:
         interconnect: without one, transfers between accelerators go through the host's memory.
@@ -118,7 +119,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Wiring of weights by the accelerator's driver, which unwires them when they are idle.
+    """Wiring of weights by the accelerator's driver, which unwires idle weights.
 
     Attributes:
         idle_seconds: idle time after which an array is unwired.
@@ -144,10 +145,10 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
         seconds: its time.
-        dtype: of the weights and activations; empty where that does not matter.
+        dtype: of the weights and activations; empty if it does not matter.
         rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
             KV heads of a decode step's attention.
-        scaled_from: the dtype whose measured time this one was scaled from; empty where it was measured itself.
+        scaled_from: the dtype whose measured time this one was scaled from; empty if it was measured.
     """
 
     operation: str
@@ -159,12 +160,12 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The speed of one sort of work while others run beside it.
+    """The speed of one kind of work while others run beside it.
 
     Attributes:
-        work, beside: the sort, and the sorts beside it, joined by " + " in alphabetical order. Tasks are one of SORTS,
-            or a link as "source->destination"; operations timed by themselves are one of BY_THEMSELVES.
-        rate: its speed, relative to being alone.
+        work, beside: the kind, and the kinds beside it, joined by " + " in alphabetical order. A task's kind is one of
+            SORTS, or a link as "source->destination"; an operation timed alone is one of BY_THEMSELVES.
+        rate: its speed, relative to running alone.
     """
 
     work: str
@@ -176,10 +177,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Processors, memories and links, their roles, and, for a calibrated machine, the costs of operations.
 
     Attributes:
-        measured_on: the processor that the costs were measured on; empty where they were not measured.
+        measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
-        network: the connection to other nodes like it.
-        wired_memory: wiring of weights; None where the accelerator's driver never unwires them.
+        network: the connection to other nodes of this kind.
+        wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
         price_usd: of the whole machine.
     """
 
@@ -200,12 +201,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def accelerator(self) -> Processor:
-        """The processor that plays the accelerator."""
+        """The processor in the role of the accelerator."""
         return self.processors[self.roles.accelerator]
 
     @property
     def host(self) -> Processor:
-        """The processor that plays the host."""
+        """The processor in the role of the host."""
         return self.processors[self.roles.host]
 
     @property

@@ -24,7 +24,7 @@ def machine_names() -> list[str]:
 
 
 def load_machine(name_or_file: str) -> Machine:
-    """A shipped profile by its name, or a TOML file by its path.
+    """Load a shipped profile by its name, or a TOML file by its path.
 
     Raises:
         BadInput: neither exists, or the file does not describe a machine.
@@ -33,7 +33,7 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def parse_machine(text: bytes, where: str) -> Machine:
-    """A machine from the text of its TOML file.
+    """Parse a machine from the text of its TOML file.
 
     Raises:
         BadInput: the text is not TOML, a figure is missing or impossible, a processor or a memory is named but not
@@ -57,15 +57,15 @@ def parse_machine(text: bytes, where: str) -> Machine:
 
 
 def _problems(machine: Machine) -> Iterator[str]:
-    """Problems of a machine that has all keys, each beginning with its key."""
+    """The problems of a machine whose keys are all present; each begins with its key."""
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         yield from _unknown(f"{key}.memory", processor.memory, machine.memories)
         if not processor.flops:
-            yield f"{key}.flops: it is empty: give a rate for each dtype, such as bfloat16 = 1e12"
+            yield f"{key}.flops is empty: give a rate for each dtype, such as bfloat16 = 1e12"
         for dtype, rate in processor.flops.items():
             if not 0 < rate < ABSURD:
-                yield f"{key}.flops.{dtype}: {rate} is not a rate: it must be positive"
+                yield f"{key}.flops.{dtype} is {rate}: give a positive rate"
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
@@ -107,13 +107,13 @@ def _contention_problems(machine: Machine) -> Iterator[str]:
     for number, pair in enumerate(machine.contention):
         for sort in (pair.work, *pair.beside.split(" + ")):
             if sort not in known:
-                yield f"contention[{number}]: {sort!r} is not a sort of work: measure again with `moesched calibrate`"
+                yield f"contention[{number}]: {sort!r} is not a kind of work: measure again with `moesched calibrate`"
 
 
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
     try:
         if tier.nbytes <= 0:
-            yield f"{key}: {tier.capacity} is not a capacity: it must be positive"
+            yield f"{key} is {tier.capacity}: give a positive capacity"
     except BadInput as error:
         yield f"{key}: {error}"
 

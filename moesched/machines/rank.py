@@ -9,18 +9,18 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 
 
 def rank_share(machine: Machine, ranks: int) -> Machine:
-    """One accelerator with its memory and its links, and its share of what `ranks` of them have in common.
+    """One accelerator with its memory and its links, and its share of the resources that `ranks` of them share.
 
-    That is the host's FLOP/s, the capacity and bandwidth of all other memories, and the links between those. Latencies
-    are not shared out. Without an interconnect, what passes between accelerators goes up one link and down another, in
-    pieces that overlap, and is written to the host's memory and read there.
+    Shared are the host's FLOP/s, the capacity and bandwidth of all other memories, and the links between those.
+    Latencies are not divided. Without an interconnect, transfers between accelerators go up one link and down another,
+    in pieces that overlap, through the host's memory.
 
     Raises:
         BadInput: the machine has fewer accelerators, was measured with one, or has no link between them.
     """
     count = machine.accelerator_group.count
     if not 1 <= ranks <= count:
-        there = f"{count} accelerators: give 1 to {count}" if count > 1 else "one accelerator: leave it out"
+        there = f"{count} accelerators: give 1 to {count}" if count > 1 else "one accelerator: omit it"
         raise BadInput(f"--tensor-parallel is {ranks}, and machine {machine.name} has {there}")
     if ranks == 1:
         return replace(machine, accelerator_group=AcceleratorGroup())

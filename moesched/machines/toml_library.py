@@ -1,4 +1,4 @@
-"""Profiles: shipped TOML files, found by name, and the user's own, found by path."""
+"""Profiles: TOML files, found by name if they ship, or by path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesched.errors import BadInput
 
 T = TypeVar("T")
 
-ABSURD = 1e30  # stands for infinity, which TOML can write and msgspec cannot name as a limit
+ABSURD = 1e30  # stands for infinity, which TOML allows but msgspec has no limit for
 Positive = Annotated[float, Meta(gt=0, lt=ABSURD)]
 NotNegative = Annotated[float, Meta(ge=0, lt=ABSURD)]
 

@@ -1,4 +1,4 @@
-"""Writes a machine as the TOML text that `parse_machine` reads."""
+"""Conversion of a machine to the TOML text that `parse_machine` reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _value(value: Any) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as it stands behind a key."""
+    """A value in TOML."""
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"

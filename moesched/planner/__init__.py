@@ -1,8 +1,8 @@
 """The planner: the policy and the sizes with which a model generates the most tokens per second on a machine.
 
-First the search of MoE-Lightning gives each policy's best sizes, and with them a bound: it takes lanes to overlap
-perfectly. Then the very schedules that would run are looked at on the virtual clock, the most promising first, until no
-bound that is left comes near what was seen.
+First the search of MoE-Lightning gives each policy's best sizes and a bound, which assumes that lanes overlap
+perfectly. Then the schedules themselves are simulated on the virtual clock, the most promising first, until no
+remaining bound comes near the best result.
 """
 
 from __future__ import annotations

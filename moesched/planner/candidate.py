@@ -1,4 +1,4 @@
-"""One policy in one setting: the most that it could reach, and the best of its schedules that were looked at."""
+"""One policy with one setting: its bound, and the best of its schedules that were simulated."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moesched.steps.plan import Plan
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
-"""Requests of a micro-batch: all of the first are tried, of the second those that lie around the best of the first."""
+"""Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
 MOST_SHARES = 8
 MOST_PREVIEWS = 8
 NEAR = 1.1
-"""By what factor a schedule may beat its bound, which takes all prompts to have the average length."""
+"""Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for a policy, and what its schedule comes to with them.
+    """Sizes for a policy, and the predicted figures of its schedule.
 
     Attributes:
-        weights_on_gpu: the share of the weights' bytes that stays in the accelerator's memory.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays there.
+        weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
+        kv_on_gpu: share of the micro-batches whose KV cache stays there.
         throughput: generated tokens per second, prefill included.
     """
 
@@ -45,7 +45,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, and how many of them have their KV cache on the accelerator."""
+    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator."""
 
     size: int
     micro_batches: int
@@ -56,10 +56,10 @@ class Candidate:
     """A policy and its bound.
 
     Args:
-        sizes: of micro-batches, where not any will do.
+        sizes: allowed sizes of micro-batches; None for any.
 
     Raises:
-        BadInput: not even one request fits; the message says by how many bytes, of what.
+        BadInput: not even one request fits; the message names the memory and the missing bytes.
     """
 
     def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
@@ -77,9 +77,9 @@ class Candidate:
         self.choice = best(setting, self.traits, self._shapes(setting, finer), rough.throughput) or rough
 
     def look(self) -> Seen:
-        """The best schedule around the choice; where the KV cache may be split, also around the best with none and all.
+        """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
 
-        Lanes overlap less well where micro-batches differ, which the bound does not know.
+        The bound ignores that lanes overlap less well where micro-batches differ.
         """
         found = self._climb(self.choice)
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
@@ -92,7 +92,7 @@ class Candidate:
         return found
 
     def _climb(self, start: PolicyChoice) -> Seen:
-        """From one schedule to a better one, until no neighbour promises to be better."""
+        """Move from one schedule to a better one, until no neighbour's bound is better."""
         tried = {_point(start)}
         found = self.see(*_point(start))
         ahead = self._around(found)
@@ -138,7 +138,7 @@ class Candidate:
         return None
 
     def bound_with(self, setting: Setting) -> float:
-        """The bound if the machine were another one, in tokens per second."""
+        """The bound on another machine, in tokens per second."""
         traits = self.traits if setting.machine is self.setting.machine else learn(setting)
         size = self.choice.micro_batch_size
         shape, *others = self._shapes(setting, [size, *self._neighbours(size)])
@@ -159,9 +159,9 @@ class Candidate:
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
     def see(self, size: int, micro_batches: int, resident: int = 0) -> Seen:
-        """Look at the schedule of that many micro-batches, or of as many as fit.
+        """Simulate the schedule of that number of micro-batches, or of as many as fit.
 
-        resident: those whose KV cache stays on the accelerator, of a policy that splits it.
+        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
         """
         plan, policy = self._fitting(size, micro_batches, resident)
         batch = plan.batch
@@ -179,7 +179,7 @@ class Candidate:
         )
 
     def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:
-        """The plan of that many micro-batches, or of the most that fit: the search knows average lengths only."""
+        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
         share = resident / micro_batches if self.setting.splits_kv else None
         count, step = micro_batches, 1
         while True:
@@ -196,6 +196,6 @@ def _point(choice: PolicyChoice) -> Point:
 
 
 def _even_shares(requests: int) -> set[int]:
-    """Sizes of micro-batches that share out the requests evenly, where a few micro-batches hold all."""
+    """Sizes of micro-batches that divide the requests evenly, if a few micro-batches hold all."""
     shares = {-(-requests // count) for count in range(1, MOST_SHARES + 1)}
     return {share for share in shares if share <= SIZES[-1]}

@@ -1,7 +1,7 @@
-"""The proposal of `moesched plan --nodes`: a bound on the time of a token, which node holds which experts, what to cut.
+"""The proposal of `moesched plan --nodes`: a bound on the time of a token, a placement of experts, and a way to split.
 
-Each way to share a model out is bounded by Eq. 1 of the Apple silicon cluster paper (RACS'24), under the placement that
-it would have and the best assignment of each token's experts; nothing is simulated, and no workload is needed.
+Eq. 1 of the Apple silicon cluster paper (RACS'24) bounds each way to split a model, with its placement and the best
+assignment of each token's experts. Nothing is simulated, and no workload is needed.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ AUTHORS = "ep_router_aided"
 BALANCED = "ep_balanced"
 MOST_NODES = 64
 POLICIES = (AUTHORS, BALANCED)
-"""Those that run experts on several nodes without waste, with the authors' placement and with the optimiser's."""
+"""Policies that run each chosen expert once, with the authors' placement and with the optimiser's."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to share a model out over nodes.
+    """One way to split a model over nodes.
 
     Attributes:
-        experts: "whole", each on one node or on several; or "cut", a piece of each on every node.
+        experts: "whole", each on one node or on several; or "cut", a slice of each on every node.
         replicas: nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
-        policy: what runs it; None where none of ours does.
-        expected_experts: what the busiest node runs of a token's experts in a layer, on average.
+        policy: name of a policy that implements this way; None if none of ours does.
+        expected_experts: mean number of a token's experts that the busiest node runs in a layer.
         bytes_per_node: of weights.
-        kernel_seconds: what it takes to launch the experts' kernels, which Eq. 1 leaves out.
-        token_seconds: the bound and those.
+        kernel_seconds: launches of the experts' kernels, which Eq. 1 omits.
+        token_seconds: the sum of the bound and the launches.
     """
 
     experts: str
@@ -63,11 +63,11 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The way in which a token takes least.
+    """The way with the least time per token.
 
     Attributes:
-        why: what decided, one sentence each.
-        runs: the best of those that a policy of ours runs, which may be another.
+        why: reasons, one sentence each.
+        runs: the best way that one of our policies implements, which may be another.
     """
 
     best: Way
@@ -79,14 +79,14 @@ class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
     """A model on a cluster.
 
     Attributes:
-        policy: whose placement it is that `bound` holds for.
+        policy: its placement is the one that `bound` is for.
         bound: of one token, by Eq. 1.
-        expected_experts: what the busiest node runs of a token's experts in a layer; `expected_experts_error` is its
-            standard error, 0 where all choices were looked at.
+        expected_experts: mean number of a token's experts that the busiest node runs in a layer;
+            `expected_experts_error` is its standard error, 0 if all choices were enumerated.
         placement: by node, the experts that it holds.
-        experts_that_fit: how many a node's memory has room for.
-        price_usd: of all nodes with their network cards; None where the machine's is not known.
-        ways: how else the model could be shared out, the fastest first.
+        experts_that_fit: number of experts per layer that fit in a node's memory.
+        price_usd: of all nodes with their network cards; None if the machine's price is not known.
+        ways: all ways to split the model, the fastest first.
     """
 
     model: str
@@ -116,21 +116,22 @@ def plan_cluster(
     dtype: str | None = None,
     budgets: Mapping[str, int | str] | None = None,
 ) -> ClusterProposal:
-    """Bound a model's tokens on several equal machines, and find the best way to share it out.
+    """Bound the time of a model's tokens on several equal machines, and find the best way to split the model.
 
     Args:
         network: a profile's name, a TOML file, or a Network; by default the machine's own.
-        policy: whose placement to bound: "ep_router_aided", the authors', or "ep_balanced", the optimiser's, with as
-            many replicas as memory allows. By default the authors', whose Table 6 it then is.
+        policy: placement to bound: "ep_router_aided" for the authors', or "ep_balanced" for the optimiser's, with as
+            many replicas as memory allows. The default is the authors', as in their Table 6.
         budgets: bytes by memory; by default all that the machine has.
 
     Raises:
-        BadInput: something that was given cannot be used, or the nodes' memories are too small; it says by how much.
+        BadInput: an argument cannot be used, or the nodes' memories are too small; the message names the missing bytes.
     """
     config, found = find_shape(model), find_machine(machine)
     if found.accelerator_group.count > 1:
         raise BadInput(
-            f"machine {found.name} has {found.accelerator_group.count} accelerators, and --nodes takes machines of one"
+            f"machine {found.name} has {found.accelerator_group.count} accelerators, and --nodes supports "
+            "one: name another machine"
         )
     joined = _network(found, network)
     layout = weight_layout(config, dtype)
@@ -163,7 +164,7 @@ def plan_cluster(
 
 
 class _Bytes(NamedTuple):
-    """Bytes of weights: those that every token needs in each layer, one expert's in all layers, and the rest."""
+    """Bytes of weights: a layer's dense weights, one expert's in all layers, and all others."""
 
     dense: int
     expert: int
@@ -171,7 +172,7 @@ class _Bytes(NamedTuple):
 
 
 class _Cluster:
-    """A model on equal nodes, whose memories may be used up to a budget."""
+    """A model on equal nodes, each with a memory budget."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class _Cluster:
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:
-        """The policy's placement in what memory there is.
+        """The policy's placement within the memory budget.
 
         Raises:
             BadInput: the nodes cannot hold the experts.
@@ -213,7 +214,7 @@ class _Cluster:
         return best_placement(experts, self.config.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Bytes of a node that holds that number of experts."""
+        """Bytes of weights on a node that holds that number of experts."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
@@ -240,7 +241,7 @@ class _Cluster:
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
-        """With attention replicated and, where its heads can be shared out, sharded."""
+        """The ways with attention replicated and, if its heads can be divided evenly, sharded."""
         config, nodes = self.config, self.nodes
         heads = -(-config.kv_heads // nodes) / config.kv_heads
         for attention, share in (("replicated", 1.0), ("sharded", heads)):
@@ -268,7 +269,7 @@ class _Cluster:
             )
 
     def choose(self, ways: list[Way]) -> ClusterChoice:
-        """The fastest of the ways, fastest first, and why."""
+        """The choice of the fastest way, with its reasons; `ways` are sorted, the fastest first."""
         best = ways[0]
         runs = next(way for way in ways if way.policy is not None)
         return ClusterChoice(best=best, runs=runs, why=list(self._why(best, ways)))
@@ -327,7 +328,8 @@ def _bytes(layout: WeightLayout) -> _Bytes:
 def _network(machine: Machine, network: Network | str | None) -> Network:
     if network is None and machine.network is None:
         raise BadInput(
-            f"--nodes needs a --network, which machine {machine.name} has not: name one of `moesched list networks`"
+            f"--nodes needs a --network, since machine {machine.name} has none: name one of `moesched list "
+            "networks`"
         )
     if network is None:
         assert machine.network is not None
@@ -340,7 +342,7 @@ def _nodes(nodes: int, config: ModelConfig) -> int:
         raise BadInput(f"--nodes is {nodes}: give 1 to {MOST_NODES}")
     if config.experts < 2:
         raise BadInput(
-            f"{config.name} has one expert a layer, and --nodes shares experts out: name a MoE model"
+            f"{config.name} has one expert a layer, and --nodes divides experts among nodes: name a MoE model"
         )
     return nodes
 

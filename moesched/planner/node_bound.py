@@ -2,8 +2,8 @@
 
     max(bytes / memory bandwidth, FLOPs / peak) + exchanges (latency + bytes exchanged / network bandwidth)
 
-Bytes and FLOPs are those of the busiest node: attention's projections, and the experts that it runs. Router, LM head
-and KV cache are left out, as there.
+Bytes and FLOPs are those of the busiest node: attention's projections, and the experts that it runs. As in the paper,
+the router, the LM head and the KV cache are omitted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest node's share of each layer for one token.
 
     Attributes:
-        experts: how many it runs, on average.
+        experts: mean number of experts that it runs.
         attention: share of attention's projections, from 0 to 1.
         exchanges: collectives of all nodes.
     """
@@ -31,10 +31,10 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of Eq. 1 for one token, in seconds, and what they allow.
+    """The parts of Eq. 1 for one token, in seconds, and the resulting throughput.
 
     Attributes:
-        load_seconds: weights into the caches. compute_seconds: FLOPs; it overlaps with loading.
+        load_seconds: reading weights. compute_seconds: FLOPs, which overlap with loading.
         latency_seconds, transfer_seconds: of all exchanges.
         seconds: of the whole token.
     """
@@ -50,10 +50,10 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
 def token_bound(
     operations: Operations, machine: Machine, network: Network | None, share: NodeShare
 ) -> TokenBound:
-    """Eq. 1.
+    """Evaluate Eq. 1.
 
     Raises:
-        BadInput: nodes exchange something, and there is no network; or the machine has no rate for the dtype.
+        BadInput: nodes exchange data without a network, or the machine has no rate for the dtype.
     """
     if share.exchanges and network is None:
         raise BadInput(f"machine {machine.name} has no network: give --network, or one in its profile")

@@ -31,16 +31,16 @@ from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
 from moesched.requests.workloads import Workload, load_workload
 
 MOST_REQUESTS = 8192
-"""Of one batch, where nothing else limits it."""
+"""Most requests in one batch, if nothing else limits it."""
 
 
 class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
 
     Attributes:
-        attention_on_gpu: of the micro-batches whose KV cache lies on the host.
-        weights_on_gpu, kv_on_gpu: shares of the weights, and of the micro-batches' KV caches, that stay in the
-            accelerator's memory, from 0 to 1.
+        attention_on_gpu: whether the GPU attends to the micro-batches whose KV cache is on the host.
+        weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the micro-batches' KV caches that stay in
+            the accelerator's memory.
     """
 
     policy: str
@@ -58,9 +58,9 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
         decode_step_seconds: of a step in the middle of the generation.
-        bound_by: the lane that is busy the most in such a step.
+        bound_by: the busiest lane in such a step.
         utilization: the share of such a step that each lane is busy.
-        bound_tokens_per_second: what the lanes would reach if they overlapped perfectly.
+        bound_tokens_per_second: throughput if the lanes overlapped perfectly.
     """
 
     throughput_tokens_per_second: float
@@ -73,7 +73,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """The best that was seen of a policy that was not chosen."""
+    """The best simulated schedule of a policy that was not chosen."""
 
     policy: str
     batch_size: int
@@ -85,11 +85,11 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan for a model, a machine and a workload.
 
     Attributes:
-        tensor_parallel: over how many accelerators the model is cut; the peak of the accelerator's memory is that of
-            one of them, the peaks of other memories are of all.
-        gains: by what share a tenth more of each resource raises the bound, the most useful first.
-        rivals: policies that were looked at and lost; a policy whose bound is lower is not looked at.
-        refused: policies that do not fit, and by how many bytes.
+        tensor_parallel: number of accelerators that the model is split over. The peak of the accelerator's memory is
+            that of one of them; the peaks of other memories are for all.
+        gains: relative increase of the bound for a tenth more of each resource, the most useful first.
+        rivals: other policies that were simulated; a policy whose bound is too low is not.
+        refused: policies that do not fit, with the missing bytes.
     """
 
     model: str
@@ -135,7 +135,7 @@ def plan_model(
         gen: tokens to generate for each prompt; None for the workload's own number.
         policy: a name or package.module:Class; None for the best of `POLICIES`.
         seed: of the order of prompts.
-        on_progress: told what is searched at the moment.
+        on_progress: called with the name of each stage of the search.
 
     Raises:
         BadInput: an argument cannot be used, or no policy fits; the message names the missing bytes.

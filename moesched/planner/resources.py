@@ -1,4 +1,4 @@
-"""The gain from more of each resource: the bound of a plan on a machine with a tenth more of one of them."""
+"""The gain from each resource: the bound of a plan on machines that have a tenth more of one resource."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MORE = 1.1
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """A tenth more of a resource makes the throughput larger by that share."""
+    """A resource, and the relative increase of throughput from a tenth more of it."""
 
     resource: str
     share: float
@@ -33,9 +33,9 @@ def gains(candidate: Candidate) -> list[Gain]:
 
 
 def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """The setting with more of one resource after the other.
+    """Copies of the setting, each with more of one resource.
 
-    A measured cost table says nothing of other hardware: of a calibrated machine only the capacities are varied.
+    For a calibrated machine only capacities vary, since its measured costs are not valid for other hardware.
     """
     machine = setting.machine
     for name in machine.memories:

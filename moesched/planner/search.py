@@ -1,10 +1,10 @@
 """The policy search of MoE-Lightning (section 4.2) as a mixed-integer programme, solved by HiGHS.
 
 Maximise tokens over seconds, N G / (prefill + G decode), over µ, the number of micro-batches n (N = n µ), how many of
-them have their KV cache on the accelerator (r_c n), and the share r_w of the weights that stays there. A layer takes
-the longest of its lanes (Eq. 12): the link, the host, the accelerator; memories bound all of them. Each candidate µ
-has a binary variable and counts of its own, so that all constraints are linear. The quotient is maximised by
-Dinkelbach's method: maximise tokens - λ seconds, and take the quotient found as the next λ, until it stays.
+them have their KV cache on the accelerator (r_c n), and the share r_w of the weights that stays there. The time of a
+layer is that of its slowest lane (Eq. 12): link, host or accelerator. Memories are constraints. Each candidate µ has a
+binary variable and counts of its own, so that all constraints are linear. The quotient is maximised by Dinkelbach's
+method: maximise tokens - λ seconds, and take the quotient found as the next λ, until it stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesched.planner.traits import Setting, Shape, Share, Traits
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
 DIGITS = 6
-"""Of a share: finer ones say nothing of whole micro-batches, and the solver refuses numbers next to 0."""
+"""Precision of a share: micro-batches are whole, and the solver refuses numbers next to 0."""
 HALF = 0.5
 """A share of the micro-batches is rounded to whole ones."""
 MB = 1e6
@@ -30,11 +30,11 @@ LANES = ("link", "host", "accelerator")
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A solution: sizes, what stays on the accelerator, and what is expected of them.
+    """A solution: sizes, the parts that stay on the accelerator, and the predicted rates.
 
     Attributes:
-        resident: micro-batches whose KV cache stays on the accelerator, of a policy that splits it.
-        kept: the share of the weights that stays there.
+        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+        kept: share of the weights that stays there.
         lanes: seconds that a layer of a decode step keeps each lane busy.
     """
 
@@ -50,7 +50,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 def best(
     setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0
 ) -> PolicyChoice | None:
-    """The best sizes among these shapes; None where none fit, or none promise more than `above` tokens per second."""
+    """The best sizes among these shapes; None if none fits, or none reaches `above` tokens per second."""
     programme = _Programme(setting, traits, shapes)
     found, rate = None, above
     for _ in range(MOST_ROUNDS):
@@ -67,12 +67,12 @@ def costed(setting: Setting, traits: Traits, shape: Shape, choice: PolicyChoice)
 
 
 def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
-    """One micro-batch of that shape, with no more kept on the accelerator than must be."""
+    """One micro-batch of that shape, with as few weights kept on the accelerator as possible."""
     return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
 def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> PolicyChoice | None:
-    """`count` micro-batches with as many weights kept as fit; None where they do not fit."""
+    """`count` micro-batches with as many weights kept as fit; None if the micro-batches do not fit."""
     fast = setting.machine.accelerator.memory
     free = {
         memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
@@ -80,7 +80,7 @@ def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident:
     none, all_of_them = (weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
     if all_of_them > none:
         resident_share = min(traits.keeps, (free[fast] - none) / (all_of_them - none))
-    else:  # the buffer takes as much as what would stream through it
+    else:  # the buffer is as large as the weights that would stream through it
         resident_share = traits.keeps if free[fast] >= all_of_them else -1.0
     if resident_share < (0.0 if traits.streams else traits.keeps) or min(free.values()) < 0:
         return None
@@ -97,7 +97,7 @@ def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Bytes of an accelerator's memory for weights of which that share stays: those, and a buffer for the others."""
+    """Bytes of an accelerator's memory for weights: the share that stays, and a buffer for the others."""
     buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
     return resident_share * setting.weight_bytes / traits.stages + (1 - resident_share) * buffer
 
@@ -137,7 +137,7 @@ class _Programme:
         return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
-        """Variables for the number of micro-batches of each sort: zero unless the shape is chosen."""
+        """Variables for the number of micro-batches of each kind: zero unless the shape is chosen."""
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
         limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]
@@ -154,7 +154,7 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, shape: Shape, sort: Share) -> int:
-        """The most of them that memories hold beside what they share."""
+        """The most micro-batches that memories hold beside the bytes that these share."""
         rooms = [
             (self._setting.capacity(memory) - shape.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()

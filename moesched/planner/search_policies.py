@@ -23,22 +23,22 @@ POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A policy that does not fit, and why."""
+    """A policy that does not fit, and the reason."""
 
     policy: str
     why: str
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan that was found.
+    """The best plan found.
 
     Attributes:
-        seen: its sizes, and what its schedule comes to.
+        seen: its sizes, and the predicted figures of its schedule.
         bound: tokens per second if the lanes of this schedule overlapped perfectly.
         lanes: seconds that one layer of a decode step keeps link, host and accelerator busy.
-        bound_by: the lane that is busy the most in a decode step.
-        gains: what a tenth more of each resource would bring, the most useful first.
-        others: the best that was seen of other policies.
+        bound_by: the busiest lane in a decode step.
+        gains: relative increase of the bound for a tenth more of each resource, the most useful first.
+        others: the best simulated schedule of each other policy.
     """
 
     policy: str
@@ -68,12 +68,12 @@ def plan_best(
     """Search for the plan with the most tokens per second.
 
     Args:
-        lengths: prompt lengths in tokens, of as many requests as a batch may have.
-        policies: names, or package.module:Class; `settings` are theirs.
-        on_progress: told what is looked at.
+        lengths: prompt lengths in tokens; their number is the most requests of a batch.
+        policies: names, or package.module:Class, which all take `settings`.
+        on_progress: called with the name of each stage of the search.
 
     Raises:
-        BadInput: no policy fits; the message says by how many bytes, of what.
+        BadInput: no policy fits; the message names the memory and the missing bytes.
     """
     candidates: list[Candidate] = []
     refused: list[Refused] = []
@@ -121,7 +121,7 @@ def _best_of(seen: Mapping[Candidate, Seen], refused: list[Refused]) -> Best:
 
 
 def _look(candidates: list[Candidate], on_progress: Callable[[str], None]) -> dict[Candidate, Seen]:
-    """Look at schedules, the highest bound first, until no bound that is left comes near what was seen."""
+    """Simulate schedules, the highest bound first, until no remaining bound comes near the best result."""
     seen: dict[Candidate, Seen] = {}
     most = 0.0
     for candidate in sorted(candidates, key=lambda each: each.choice.throughput, reverse=True):
@@ -134,7 +134,7 @@ def _look(candidates: list[Candidate], on_progress: Callable[[str], None]) -> di
 
 
 def _reasons(refused: Sequence[Refused]) -> list[str]:
-    """Why nothing fits, each reason once, with the first policy that it holds for."""
+    """The reasons why nothing fits, each once, with the first policy that it is for."""
     reasons: dict[str, str] = {}
     for each in refused:
         reasons.setdefault(each.why.partition(" does not fit: ")[2], each.why)

@@ -1,4 +1,4 @@
-"""Sizes that nobody gave: those with which the planner has a policy generate the most tokens per second."""
+"""Default sizes: those with which a policy generates the most tokens per second, by the planner."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from moesched.steps.plan import Plan
 from moesched.steps.reservations import KV_ROLES
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Into how many micro-batches a batch of a given size may be cut."""
+"""Numbers of micro-batches that a batch of a given size may be cut into."""
 MOST_AT_ONCE = 8
-"""All requests are tried as one batch where they fill at most this many of the planner's batches."""
+"""All requests are tried as one batch if they fill at most this number of the planner's batches."""
 AS_FAST = 1.02
-"""By what factor several batches must beat a single one."""
+"""Factor by which several batches must beat a single one."""
 BETTER = 1.001
-"""By what factor smaller micro-batches must beat larger ones."""
+"""Factor by which smaller micro-batches must beat larger ones."""
 MOST_WORSE = 2
-"""After this many counts in a row that are no better, the search ends."""
+"""The search ends after this number of counts in a row without an improvement."""
 
 
 SMALLEST_CHUNK = 64
-"""Prompts are cut into chunks of no fewer tokens than that where nobody asks for it."""
+"""Least number of tokens of an automatic chunk."""
 
 
 def choose_sizes(
     setting: Setting, wanted: SizeOptions | None = None, *, successive: bool = True
 ) -> BatchSizes:
-    """The wanted sizes, and for those that are None the ones that the planner finds best.
+    """Fill in sizes that are None with the planner's best.
 
     Prompts that do not fit as a whole pass a layer in chunks, of as many tokens as fit.
 
     Args:
-        setting: its lengths are those of all requests, in their order.
+        setting: its lengths are those of all requests, in order of arrival.
         successive: whether all requests run, in successive batches; else only the first batch must fit.
 
     Raises:
@@ -77,7 +77,7 @@ def _smaller_chunks(tokens: int) -> list[int]:
 def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
-    """The same, with chunks as the setting says."""
+    """Choose sizes for the setting's chunks."""
     count = len(setting.lengths)
     if batch_size is None and count > 1:
         found = _search(setting, micro_batch_size, successive)
@@ -89,7 +89,7 @@ def _sizes(
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
-    """The planner's sizes; of given micro-batches it decides the number."""
+    """The planner's sizes; if the size of micro-batches is given, only their number."""
     if given is not None:
         given = min(given, len(setting.lengths))
         if not _fits(setting, setting.batch(1, given)):
@@ -106,14 +106,14 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
-    """All requests in one batch, where they fit and that is about as fast as several."""
+    """All requests in one batch, if they fit and one batch is about as fast as several."""
     requests, size = len(setting.lengths), seen.micro_batch_size
     count = -(-requests // size)
     at_once = candidate.see(size, count, round(seen.kv_on_gpu * count))
     batches = -(-requests // seen.batch_size)
     in_turn = (
         seen.throughput * requests / (batches * seen.batch_size)
-    )  # the last batch takes as long as the others
+    )  # the last batch takes as long as a full one
     return at_once if at_once.throughput * AS_FAST >= in_turn else seen
 
 
@@ -134,7 +134,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes) -> BatchSizes:
-    """The same sizes, or a smaller batch where successive ones, of other lengths than the first, would not fit."""
+    """The same sizes, or a smaller batch if later batches, whose lengths differ, would not fit."""
     while sizes.batch_size > 1 and not all(
         _fits(setting, batch, sizes.kv_on_gpu)
         for batch in batches_of(setting.lengths, setting.new_tokens, sizes)
@@ -147,7 +147,7 @@ def _fit_all(setting: Setting, sizes: BatchSizes) -> BatchSizes:
 
 
 def _best_micro_batch(setting: Setting, batch_size: int) -> int:
-    """The micro-batches that a batch of the longest requests runs fastest with, of those that fit."""
+    """The micro-batches with which a batch of the longest requests runs fastest, of those that fit."""
     longest = tuple(sorted(setting.lengths, reverse=True)[:batch_size])
     setting = replace(setting, lengths=longest)
     if batch_size == 1:
@@ -185,7 +185,7 @@ def _fits(setting: Setting, batch: Batch, kv_on_gpu: float | None = None) -> boo
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `limit` that fits, at least 1, where all below one that fits do so too."""
+    """The largest number below `limit` that fits, at least 1; all numbers below one that fits must fit too."""
     low, high = 1, limit
     while high - low > 1:
         middle = (low + high) // 2

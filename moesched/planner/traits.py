@@ -1,6 +1,6 @@
-"""Traits of a policy, learned from its plans: where the KV cache lies, which weights stay, what batches cost.
+"""Traits of a policy, learned from its plans: the place of the KV cache, the weights that stay, the costs of batches.
 
-Nothing here knows a policy by name, so that a user's own is planned for like those that ship.
+Nothing here knows a policy by name, so users' own policies are planned like those that ship.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from moesched.tasks import Work
 
 UNLIMITED = 1 << 60
 KV_SHARE = "kv_on_gpu"
-"""The setting by which a policy is told the share of the KV cache that stays on the accelerator."""
+"""The setting of a policy for the share of the KV cache that stays on the accelerator."""
 MANY = 5
-"""From this number of micro-batches on, each one more costs the same bytes: those within a layer share their rooms."""
+"""From this number of micro-batches on, each further one costs the same bytes, as those within a layer share rooms."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a plan depends on, apart from the batch.
 
     Attributes:
-        make: makes the policy, anew for each plan; one that splits the KV cache takes `kv_on_gpu`.
-        lengths: prompt lengths in tokens, of as many requests as a batch may have.
-        budgets: bytes by memory; the machine's capacities where nothing is said.
-        slot_bytes: what a page takes in a slot of the device at hand.
-        splits_kv: whether the policy can be told the share of the KV cache that stays on the accelerator.
-        kv_on_gpu: that share, where it is not to be searched.
-        beams: sequences that each request has in decode.
-        prefill_chunk: tokens that a micro-batch of prefill has at most; None sets no limit.
-        nodes: how many of the machine share the experts.
+        make: makes a new policy for each plan; one that splits the KV cache takes `kv_on_gpu`.
+        lengths: prompt lengths in tokens; their number is the most requests of a batch.
+        budgets: bytes by memory; by default the machine's capacities.
+        slot_bytes: bytes of a page in a slot of the device.
+        splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
+        kv_on_gpu: that share, if it is fixed; None to search for it.
+        beams: sequences of each request in decode.
+        prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
+        nodes: number of such machines that share the experts.
     """
 
     make: Callable[..., Policy]
@@ -62,7 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
 
     def batch(self, micro_batches: int, size: int) -> Batch:
-        """Full micro-batches of the first requests; the last one takes the rest."""
+        """A batch of the first requests, in full micro-batches and a last one of the rest."""
         lengths = self.lengths[: micro_batches * size]
         sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
         return batch_of(lengths, self.new_tokens, sizes)
@@ -70,12 +70,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
     ) -> tuple[Plan, Policy]:
-        """The policy's plan of a batch; of several nodes the first one's, if those of the others fit too.
+        """The policy's plan of a batch. With several nodes it is the first node's, and those of the others must fit
+        too.
 
         kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
 
         Raises:
-            BadInput: it does not fit; the message says by how many bytes, of what.
+            BadInput: the plan does not fit; the message names the memory and the missing bytes.
         """
         budgets = self.budgets if budgets is None else budgets
         found = []
@@ -98,23 +99,23 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def splits_kv(policy: type, machine: Machine) -> bool:
-    """Whether a policy can be told the share of the KV cache on the accelerator, and that has a memory of its own."""
+    """Whether a policy has a setting for the KV cache's share on the accelerator, and that has a memory of its own."""
     return not machine.unified and takes_setting(policy, KV_SHARE)
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy's use of memories, whatever the batch.
+    """A policy's use of memories, for any batch.
 
     Attributes:
         attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; attention, where the KV cache is split,
             is that of the host's part.
-        kv_on_gpu: whether all of the KV cache lies in the accelerator's memory.
-        keeps: the most of the weights' bytes that it keeps there, from 0 to 1.
-        streams: whether it can do with less than that.
+        kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
+        keeps: largest share of the weights' bytes that it keeps there, from 0 to 1.
+        streams: whether it can keep less than that.
         buffer: bytes of an accelerator's buffer for each byte of a layer that streams.
-        fetch: seconds that the slowest link on the way takes for all weights of a layer; none where the FFN is not on
-            the GPU, since then they take that way in prefill only, and a bound can do without it.
-        stages: how many accelerators it makes a pipeline of.
+        fetch: seconds of the slowest link for all weights of a layer; 0 if the FFN is not on the GPU, since weights are
+            then fetched in prefill only, which the bound may ignore.
+        stages: number of accelerators in its pipeline.
     """
 
     attention_on_gpu: bool
@@ -132,7 +133,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
-            without the weights. The stages of a pipeline work at once, on a layer each.
+            without the weights. The stages of a pipeline work concurrently, on a layer each.
         prefill: seconds of the accelerator for one layer of the prefill, likewise.
         nbytes: by memory.
     """
@@ -145,14 +146,14 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One size of micro-batches, and what they cost.
+    """One size of micro-batches, and their costs.
 
     Attributes:
         size: requests of a micro-batch, µ.
-        most: how many micro-batches of them there may be.
-        shared: bytes by memory that they need together, however many they are.
-        each: what each of them costs; where the KV cache is split, of those whose cache lies on the host.
-        resident: the same of those whose cache lies on the accelerator; None where the policy does not split it.
+        most: largest number of micro-batches of that size.
+        shared: bytes by memory that they need together, independent of their number.
+        each: cost of each of them; if the KV cache is split, of those whose cache is on the host.
+        resident: cost of those whose cache is on the accelerator; None if the policy does not split it.
     """
 
     size: int
@@ -280,7 +281,7 @@ class _Needs:
             self._link.append(run_state.works.move(host, accelerator, nbytes)[1])
 
     def share(self, cost: CostModel) -> Share:
-        """The same in seconds."""
+        """The cost in seconds."""
 
         def seconds(works: Sequence[Work]) -> float:
             return sum(cost.work(work).seconds for work in works)
@@ -295,7 +296,7 @@ class _Needs:
 
 
 def resident_bytes(plan: Plan) -> int:
-    """Bytes of the weights that are in the accelerators' memories before the first step: to stay, or in a cache."""
+    """Bytes of the weights that are in the accelerators' memories before the first step: resident, or in a cache."""
     fast = plan.accelerators
     stay = sum(
         slot.nbytes
@@ -311,7 +312,7 @@ def _weight_bytes(plan: Plan) -> int:
 
 
 def _pool_bytes(plan: Plan) -> int:
-    """Bytes of the slots that weights pass through; a cache's that are filled before the first step are none."""
+    """Bytes of the slots that weights stream through, without slots of a cache that is filled before the first step."""
     fast = plan.memory("accelerator")
     slots = sum(slot.nbytes for pool in plan.weights.pools if pool.memory is fast for slot in pool.slots)
     return slots - _filled_bytes(plan)
@@ -323,9 +324,9 @@ def _filled_bytes(plan: Plan) -> int:
 
 
 def _used(plan: Plan) -> dict[str, int]:
-    """Bytes by memory of all but the weights that stay and the slots that the others pass through.
+    """Bytes by memory of everything but resident weights and the slots that the others stream through.
 
-    Of several accelerators that count for one, whose name is the first one's, it is the one that needs the most.
+    Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
     """
     used = {name: memory.used for name, memory in plan.memories.items()}
     for pool in (*plan.weights.resident, *plan.weights.pools):
@@ -336,7 +337,7 @@ def _used(plan: Plan) -> dict[str, int]:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds that each link between the weights' home and the accelerator takes for a layer, page by page."""
+    """Seconds that each link from the weights' source to the accelerator takes for a layer, page by page."""
     lanes = make_lanes(plan)
     run_state = RunState(plan, Engine(lanes.values()), lanes)
     roles = plan.machine.roles

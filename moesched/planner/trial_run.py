@@ -1,4 +1,4 @@
-"""A look at a schedule: the virtual clock runs the prefill and a few decode steps instead of all of them."""
+"""A trial run of a schedule: the virtual clock runs the prefill and a few decode steps instead of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     Attributes:
         prefill_seconds: from the end of loading to the last prompt's first token.
         step_seconds: of a decode step in the middle of the generation.
-        utilization: the share of such a step that each lane is busy.
+        utilization: share of such a step that each lane is busy.
     """
 
     prefill_seconds: float
@@ -29,18 +29,18 @@ class TrialRun(msgspec.Struct, frozen=True):
     utilization: dict[str, float]
 
     def tokens_per_second(self, batch: Batch) -> float:
-        """All generated tokens over the time from the end of loading."""
+        """Throughput: all generated tokens over the time from the end of loading."""
         seconds = self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
         return len(batch.prompts) * batch.new_tokens / seconds
 
 
 def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> TrialRun:
-    """Run the prefill and up to four decode steps of a plan, which is used up then.
+    """Run the prefill and up to four decode steps of a plan, which cannot be run again.
 
-    The first decode step begins while the prefill ends, and the last one fetches nothing for another: neither is
-    looked at where there are others.
+    The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
+    if there are others.
 
-    cost: by default what the plan's machine was calibrated to, or its roofline.
+    cost: by default the measured costs of the plan's machine, or its roofline.
     """
     steps = min(MOST_STEPS, plan.batch.new_tokens)
     age = max(0, (plan.batch.new_tokens - steps) // 2)
@@ -61,7 +61,7 @@ def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> Tria
 
 
 class _Spans:
-    """When which lane was busy."""
+    """Busy spans of each lane."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[int, int]]] = {}
@@ -70,7 +70,7 @@ class _Spans:
         self._spans.setdefault(task.lane.name, []).append((task.start, task.end))
 
     def share(self, lane: str, start: int, end: int) -> float:
-        """The share of that time that the lane was busy."""
+        """The share of an interval in which the lane was busy."""
         spans = self._spans.get(lane, [])
         busy = sum(max(0, min(last, end) - max(first, start)) for first, last in spans)
         return busy / (end - start) if end > start else 0.0

@@ -1,6 +1,6 @@
 """Networks between the nodes of a cluster, read from TOML profiles.
 
-Every figure of a shipped profile states its source in the file.
+Every figure of a shipped profile has its source beside it in the file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NETWORK = "network"
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A network between nodes, each with a card of its own.
+    """A network between nodes, each with its own card.
 
     Attributes:
-        latency_seconds: of one exchange among all nodes, software included, however little it carries.
+        latency_seconds: least time of one exchange among all nodes, software included.
         bandwidth: bytes per second of one card.
-        price_usd: of each node's card; 0 where every machine has one.
+        price_usd: of each node's card; 0 if it is part of every machine.
     """
 
     name: str
@@ -46,10 +46,10 @@ def network_names() -> list[str]:
 
 
 def load_network(name_or_file: str) -> Network:
-    """A shipped profile by its name, or a TOML file by its path.
+    """Load a shipped profile by its name, or a TOML file by its path.
 
     Raises:
-        BadInput: neither exists, or the file is no network.
+        BadInput: neither exists, or the file does not describe a network.
     """
     text = profile_text("moesched.machines.networks", "network", name_or_file)
     return convert_profile(decode_profile(text, "network", name_or_file), Network, "", name_or_file)
