@@ -10,45 +10,40 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
 from ..products.linear import Tensor
-from ..products.products import Products
 from ..products.team import use_cores
 from . import kernels
+from .compute import Compute
 from .copies import indices, moved
 from .kernels import KVView
 from .micro_batch import MicroBatchState
-from .moe_layer import UseCores, WeightsOf
+from .moe_layer import WeightsOf
 
 
 class Attention:
     """Runs the verbs before the experts, for KV caches in the memory where the kernels run.
 
     Args:
-        accelerator: the device of the hidden states.
         weights: the tensors of a view.
         embedding_VD: empty on a node that does not attend.
-        products: multiplies by weights.
-        use_cores_for: sets the number of cores for a product, given its rows and weights.
         rank: this one of the ranks that the model is cut over.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        accelerator: torch.device,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
         embedding_VD: Tensor,
-        products: Products,
-        use_cores_for: UseCores,
+        compute: Compute,
         rank: int,
     ) -> None:
         self._config = config
-        self._accelerator = accelerator
+        self._accelerator = compute.accelerator
         self._states = states
         self._weights = weights
         self._embedding_VD = embedding_VD
-        self._products = products
-        self._use_cores_for = use_cores_for
+        self._products = compute.products
+        self._use_cores_for = compute.use_cores_for
         self._rank = rank
 
     def embed(self, task: Task) -> None:

@@ -12,6 +12,8 @@ import torch
 
 Tensor = torch.Tensor
 
+HOST = torch.device("cpu")
+
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers of the host as an int64 tensor on the device."""

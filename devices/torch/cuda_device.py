@@ -41,7 +41,7 @@ class CudaDevice(TorchDevice):
                 "lower --tensor-parallel"
             )
         super().join(rank, transport, first)
-        self._accelerator = torch.device(f"cuda:{rank}")
+        self._compute.accelerator = torch.device(f"cuda:{rank}")
 
     @staticmethod
     def machine(host: Machine) -> Machine:

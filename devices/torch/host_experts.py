@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from moesched.models.config import ModelConfig
 from moesched.tasks import HostKernel, Task
 
-from ..products.products import Products
-from .copies import moved
+from .compute import Compute
+from .copies import HOST, moved
 from .expert_rows import HostRows
 from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer, UseCores, WeightsOf, apply_expert
+from .moe_layer import MoELayer, WeightsOf, apply_expert
 from .observers import DeviceObservers
-
-HOST = torch.device("cpu")
 
 
 class HostExperts:
@@ -26,32 +22,27 @@ class HostExperts:
     its operands lie.
 
     Args:
-        accelerator: where the accelerator's tensors are.
         weights: the tensors that a view shows.
-        use_cores_for: sets the number of cores for a product, given its rows and weights.
         there: runs the experts of the accelerator.
-        products: multiplies.
         device_observers: told of an expert before it runs.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        accelerator: torch.device,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
-        use_cores_for: UseCores,
+        compute: Compute,
         there: MoELayer,
-        products: Products,
         device_observers: DeviceObservers,
     ) -> None:
         self._expert_weights = config.hidden * config.intermediate
-        self._pinned = accelerator.type != "cpu"
+        self._pinned = not compute.on_cpu
         self._states = states
         self._weights = weights
-        self._use_cores_for = use_cores_for
+        self._use_cores_for = compute.use_cores_for
         self._there = there
-        self._products = products
+        self._products = compute.products
         self._device_observers = device_observers
 
     def offload_routed(self, task: Task) -> None:

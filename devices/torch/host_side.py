@@ -2,86 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 
 from moesched.models.layout import Page
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.steps.memory import Slot
+from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
 from ..products.linear import Tensor
-from ..shared.arena import aligned_bytes
-from ..shared.page_reader import PageReader
 from .attention import Attention
-from .copies import copied, locked, wait_for_copies
+from .compute import Compute
+from .copies import HOST, copied, locked, wait_for_copies
+from .device_kv import device_kv_of
+from .home_pages import read_page
 from .kernels import KVView
 from .micro_batch import MicroBatchState
-from .prompt_chunks import DeviceKV
-
-HOST = torch.device("cpu")
+from .weights import WeightStore
 
 
 class HostSide:
     """Runs the verbs that exist only where accelerator and host have memories of their own.
 
     Args:
-        accelerator: where the accelerator's tensors are.
-        home: the bytes of pages in host memory, by their id, as `bring_home` reads them; others come from the files.
-        slot: the bytes of a slot, by its task's slots.
-        kv_slots: room for keys and values that are loaded from the host's KV cache.
-        cached_here: the micro-batches whose KV cache is on the host, by index.
-        at_hand: keys and values of prompts in chunks, by the micro-batches of prefill, of those cached here.
         attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
     """
 
     def __init__(
         self,
-        accelerator: torch.device,
-        reader: PageReader,
-        home: Mapping[int, Tensor],
-        slot: Callable[[Any], Tensor],
-        kv_slots: Sequence[Tensor],
+        plan: Plan,
         states: Sequence[MicroBatchState],
-        cached_here: Container[int],
-        device_kv: Mapping[int, DeviceKV],
+        compute: Compute,
+        store: WeightStore,
         attention: Attention,
     ) -> None:
-        self._accelerator = accelerator
-        self._slot = slot
-        self._kv_slots = kv_slots
+        self._accelerator = compute.accelerator
+        self._store = store
+        self._kv_slots = [_kv_slot(plan, compute) for _ in range(plan.kv.slots)]
         self._loaded: dict[int, list[KVView]] = {}
         self._offloaded_qkv: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._attended: dict[int, Tensor] = {}
         self._states = states
-        self._cached_here = cached_here
-        self._device_kv = device_kv
+        self._cached_here = _cached_on_host(plan)
+        self._device_kv = device_kv_of(plan, states, compute)
         self._there = attention
         self._attend = attention.attend
-        self._reader = reader
-        self._home = home
 
     def bring(self, task: PageTransfer) -> None:
         """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
-            target = self._slot(slot)
-            if source is None and page.id not in self._home:
+            target = self._store.bytes(slot)
+            if source is None and page not in self._store.home:
                 self._read_into(target, page)
                 continue
-            held = self._home[page.id] if source is None else self._slot(source)
-            nbytes = self._reader.bytes_in_slot(page)
+            held = self._store.home[page] if source is None else self._store.bytes(source)
+            nbytes = self._store.reader.bytes_in_slot(page)
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 
     def _read_into(self, target: Tensor, page: Page) -> None:
         """Read a page from its file; by way of host memory where nothing can be read into the slot."""
         if target.device.type == "cpu":
-            self._reader.read(page, target)
+            self._store.reader.read(page, target)
         else:
-            held = _read(self._reader, page)
+            held = read_page(self._store.reader, page)
             target[: len(held)].copy_(held)
 
     def load_kv(self, task: Task) -> None:
@@ -176,16 +163,17 @@ class HostSide:
         return tensor if self._accelerator.type == "cpu" else locked(tensor)
 
 
-def bring_home(home: Mapping[int, Tensor], reader: PageReader, pages: Sequence[Page]) -> dict[int, Tensor]:
-    """The bytes of these pages in host memory, by their id; only those that are not at home yet are read."""
-    stays = {page.id: home[page.id] for page in pages if page.id in home}
-    return stays | {page.id: _read(reader, page) for page in pages if page.id not in stays}
+def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
+    """Room for keys and values that are loaded from the host's KV cache."""
+    elements = plan.kv.slot_bytes // compute.dtype.itemsize
+    return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
 
 
-def _read(reader: PageReader, page: Page) -> Tensor:
-    memory = aligned_bytes(reader.bytes_in_slot(page))
-    reader.read(page, memory)
-    return memory
+def _cached_on_host(plan: Plan) -> frozenset[int]:
+    """The micro-batches whose KV cache is there, chunks of prefill included."""
+    wholes = plan.kv.held_by("host")
+    chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
+    return frozenset([*wholes, *chunks])
 
 
 def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from moesched.tasks import Task
 
 from ..products.linear import Blocks, Tensor
 from ..products.products import Products
-from ..products.team import Team, use_cores
+from ..products.team import use_cores
 from . import kernels
+from .compute import Compute
 from .expert_rows import ExpertRows
 from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
@@ -36,19 +37,14 @@ class Routed(NamedTuple):
 
 Group = Callable[[Tensor, int], kernels.Grouping]
 WeightsOf = Callable[[Any], Weights]
-UseCores = Callable[[int, int], None]
 
 
 class MoELayer:
     """Runs router, experts and combine on the accelerator.
 
     Args:
-        on_cpu: whether the accelerator is the CPU.
         weights: the tensors that a view shows.
         residual: what is added to the sum of a micro-batch's experts.
-        use_cores_for: sets the number of cores for a product, given its rows and weights.
-        team: whose cores share out the experts of a layer, if they do.
-        products: multiplies.
         device_observers: told which experts were chosen, and before they run.
         first_request: how many requests came in the batches before.
     """
@@ -56,24 +52,21 @@ class MoELayer:
     def __init__(
         self,
         config: ModelConfig,
-        on_cpu: bool,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
         residual: Callable[[MicroBatchState], Tensor],
-        use_cores_for: UseCores,
-        team: Team | None,
-        products: Products,
+        compute: Compute,
         device_observers: DeviceObservers,
         first_request: int,
     ) -> None:
         self._config = config
-        self._on_cpu = on_cpu
+        self._on_cpu = compute.on_cpu
         self._states = states
         self._weights = weights
         self._residual = residual
-        self._use_cores_for = use_cores_for
-        self._team = team
-        self._products = products
+        self._use_cores_for = compute.use_cores_for
+        self._team = compute.team
+        self._products = compute.products
         self._device_observers = device_observers
         self._first_request = first_request
 

@@ -15,20 +15,12 @@ from moesched.requests.sampling import Sampling, require_finite, sample, traced
 from moesched.tasks import Task
 
 from ..products.linear import Tensor, linear
-from ..products.products import Products
-from ..products.team import Team
 from . import kernels
 from .beams import BeamSearches
+from .compute import Compute
 from .copies import moved
+from .global_weights import Head
 from .micro_batch import MicroBatchState
-from .moe_layer import UseCores
-
-
-class Head(NamedTuple):
-    """The LM head: its row blocks, one for each core that may share them, and the norm before it."""
-
-    norm_D: Tensor
-    blocks: list[Tensor]
 
 
 class Choice(NamedTuple):
@@ -37,23 +29,19 @@ class Choice(NamedTuple):
     Attributes:
         first_request: the number of requests in the batches before.
         kept: a list that logits (S, V) are added to with their sequences, if any.
-        beams: the beam searches, if tokens are searched for.
     """
 
     sampling: Sampling
     first_request: int
     kept: list[tuple[tuple[int, ...], Tensor]] | None
-    beams: BeamSearches | None
 
 
 class NextTokens:
     """Runs the verb that ends a step.
 
     Args:
-        accelerator: where the hidden states are.
-        use_cores_for: sets the number of cores for a product, given its rows and weights.
-        team: whose cores share out the blocks of the LM head, if they do.
         choice: how tokens are chosen.
+        beams: the beam searches, if tokens are searched for.
         first_bad: says where the bad numbers of a step began.
     """
 
@@ -61,22 +49,21 @@ class NextTokens:
         self,
         config: ModelConfig,
         head: Head,
-        accelerator: torch.device,
         states: Sequence[MicroBatchState],
-        use_cores_for: UseCores,
-        team: Team | None,
-        products: Products,
+        compute: Compute,
         choice: Choice,
+        beams: BeamSearches | None,
         first_bad: Callable[[MicroBatchState], str],
     ) -> None:
         self._config = config
         self._head = head
-        self._accelerator = accelerator
+        self._accelerator = compute.accelerator
         self._states = states
-        self._use_cores_for = use_cores_for
-        self._team = team
-        self._products = products
+        self._use_cores_for = compute.use_cores_for
+        self._team = compute.team
+        self._products = compute.products
         self._choice = choice
+        self._beams = beams
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Tensor:
@@ -114,9 +101,9 @@ class NextTokens:
         requests = [self._choice.first_request + request for request in mine for _ in range(rows)]
         whole = state.whole
         places = [whole.requests.index(request) for request in mine]
-        if self._choice.beams:
+        if self._beams:
             require_finite(logits_SV.numpy(), requests, positions)
-            return self._choice.beams.advance(whole, places, logits_SV)
+            return self._beams.advance(whole, places, logits_SV)
         tokens = sample(logits_SV.numpy(), self._choice.sampling, requests, positions)
         for place, token in zip(places, tokens, strict=True):
             whole.new[place] = [token]

@@ -11,6 +11,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from ..products.linear import Tensor
+from .compute import Compute
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer, Routed
 
@@ -22,8 +23,6 @@ class NodeSide:
     """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
-        device: where hidden states are.
-        dtype: theirs.
         project_output: what comes before a layer's norm and router.
     """
 
@@ -32,16 +31,15 @@ class NodeSide:
         plan: Plan,
         states: Sequence[MicroBatchState],
         moe: MoELayer,
-        device: torch.device,
-        dtype: torch.dtype,
+        compute: Compute,
         project_output: Callable[[Task], None],
     ) -> None:
         self._node = plan.nodes.index
         self._top_k = plan.layout.config.top_k
         self._states = states
         self._moe = moe
-        self._device = device
-        self._dtype = dtype
+        self._accelerator = compute.accelerator
+        self._dtype = compute.dtype
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
@@ -74,4 +72,4 @@ class NodeSide:
         return self._moe.give_rows(self._states[task.micro_batch], routed)
 
     def _on_device(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._accelerator)

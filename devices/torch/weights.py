@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Pool, Slot, View
@@ -14,11 +12,11 @@ from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer
 
 from ..products.linear import Tensor
-from ..products.packed_weights import pack, packed_bytes
 from ..products.team import Team
-from ..shared.arena import Arena, aligned_bytes, copy_placed_alike
+from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
-from .host_side import bring_home
+from .compute import Compute
+from .home_pages import HomePages
 from .mapped_pages import MappedPages
 from .resident_pages import ResidentPages, Weights
 
@@ -33,38 +31,27 @@ class WeightStore:
     """Weights of one model, batch after batch: pages that stay in one batch and in the next are read once.
 
     Args:
-        accelerator: where its tensors are.
+        compute: the accelerator, which arranges pages that stay.
         direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
             lie in it, where the system and the files allow that, and copied from it where not.
-        packing: whether pages that stay are rearranged for oneDNN.
-        cores: how many threads may rearrange them.
 
     Attributes:
         reader: of the checkpoint's files.
+        home: the pages that host memory keeps, where the accelerator has a memory of its own.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layout: WeightLayout,
-        accelerator: torch.device,
-        *,
-        direct: bool,
-        packing: bool,
-        cores: int,
+        self, checkpoint: Checkpoint, layout: WeightLayout, compute: Compute, *, direct: bool
     ) -> None:
-        self.accelerator = accelerator
-        self.packing = packing
         self.reader = PageReader(checkpoint, layout, direct)
+        self.home = HomePages(self.reader)
         self._checkpoint = checkpoint
         self._layout = layout
-        self._on_cpu = accelerator.type == "cpu"
-        self._mapping = self._on_cpu and not direct and MappedPages.possible(self.reader)
+        self._compute = compute
+        self._mapping = compute.on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
-        self._cores = cores
-        self._resident = ResidentPages(self.reader, self.arranged)
+        self._resident = ResidentPages(self.reader, compute.arranged)
         self._arenas: dict[Pool, Arena] = {}
-        self._home: dict[int, Tensor] = {}
         self._host = ""
         self._reading: Team | None = None
 
@@ -86,6 +73,8 @@ class WeightStore:
         if missing:
             self._resident.expect(missing, self._staging(missing, plan.weights.load_buffers))
         self._host = "" if plan.machine.unified else plan.memory("host").name
+        if self._host:
+            self.home.begin(plan)
 
     def let_go(self) -> None:
         """Give back what the batch before had allocated, but for weights that may stay."""
@@ -98,32 +87,17 @@ class WeightStore:
         """Give back all, and close the files."""
         self.let_go()
         self._resident.retain([])
-        self._home = {}
+        self.home.retain([])
         if self._reading is not None:
             self._reading.close()
         if self._mapped is not None:
             self._mapped.close()
         self.reader.close()
 
-    def home(self, plan: Plan) -> dict[int, Tensor]:
-        """Bytes of pages in host memory, by page: all that stream where weights live there, else what it keeps."""
-        fast, host = plan.memory("accelerator"), plan.memory("host")
-        if plan.weights.home is not None:
-            pages = plan.weights.home.pages()
-        elif plan.machine.roles.weights == host.name:
-            resident = {
-                page.id for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
-            }
-            pages = [page for page in plan.nodes.pages(plan.layout) if page.id not in resident]
-        else:
-            pages = [page for pool in plan.weights.resident if pool.memory is host for page in pool.pages()]
-        self._home = bring_home(self._home, self.reader, pages)
-        return self._home
-
     def load(self, task: PageTransfer) -> None:
         """Bring in pages that stay."""
         for page, slot in zip(task.pages, task.slots, strict=True):
-            if slot.memory != self._host or page.id not in self._home:
+            if slot.memory != self._host or page not in self.home:
                 self._resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
@@ -153,24 +127,12 @@ class WeightStore:
         """Of a slot."""
         if slot.fixed:
             assert slot.page is not None
-            return self._home[slot.page.id]
+            return self.home[slot.page]
         return self._arenas[slot.pool].slot(slot.index)
-
-    def read_global(self, name: str) -> Tensor:
-        """A tensor that is in no page."""
-        return self.reader.read_tensor(name).to(self.accelerator)
-
-    def arranged(self, matrix_ND: Tensor) -> Tensor:
-        """A copy of a tensor that stays, packed where that pays."""
-        if self.packing and matrix_ND.dim() == 2:
-            packed = pack(matrix_ND)
-            if packed_bytes(packed) <= matrix_ND.nbytes:
-                return packed
-        return copy_placed_alike(matrix_ND, self.accelerator)
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
         """Memory that pages that stay are read into: unused slots, or memory that is freed afterwards."""
-        count = min(pages + 1, self._cores + 1, MOST_ARRANGING + 1, most)
+        count = min(pages + 1, self._compute.cores + 1, MOST_ARRANGING + 1, most)
         size = self.reader.slot_bytes
         unused = [
             arena.slot(index)
@@ -183,12 +145,12 @@ class WeightStore:
     def _arena(self, pool: Pool, plan: Plan) -> Arena:
         fast = pool.memory is plan.memory("accelerator")
         if fast:
-            return Arena(len(pool.slots), pool.slot_bytes, device=self.accelerator)
-        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._on_cpu)
+            return Arena(len(pool.slots), pool.slot_bytes, device=self._compute.accelerator)
+        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._compute.on_cpu)
 
     def _staying(self, page: Page, slot: Slot) -> Weights:
         if slot.memory == self._host:
-            return self.reader.views(self._home[page.id], page)
+            return self.reader.views(self.home[page], page)
         return self._resident[page]
 
     def _streamed(self, page: Page, slot: Slot) -> Weights:

@@ -1,4 +1,4 @@
-"""Prompts in chunks: what a micro-batch of prefill has of them, and a layer's keys and values of all chunks so far."""
+"""A layer's keys and values on the accelerator, of prompts in chunks whose KV cache is on the host."""
 
 from __future__ import annotations
 
@@ -8,27 +8,12 @@ import torch
 
 from moesched.models.config import ModelConfig
 from moesched.requests.batch import cached_tokens
-from moesched.requests.chunks import Chunk
+from moesched.steps.plan import Plan
 
 from ..products.linear import Tensor
+from .compute import Compute
 from .kernels import KVView
 from .micro_batch import MicroBatchState
-
-
-def chunk_states(
-    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
-) -> list[MicroBatchState]:
-    """The state of each chunk, in their order; `wholes` are those of the micro-batches of decoding."""
-    states: dict[int, MicroBatchState] = {}
-    for number, chunk in chunks.items():
-        whole = wholes[chunk.micro_batch]
-        spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
-        new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
-        state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
-        state.whole, state.before = whole, states.get(chunk.before)
-        state.cache = whole.cache
-        state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
-    return list(states.values())
 
 
 class DeviceKV:
@@ -60,3 +45,22 @@ class DeviceKV:
             views.append(KVView(keys, values, new))
             start = stop
         return views
+
+
+def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
+    """One for each micro-batch whose prompts come in chunks and whose KV cache is on the host, by its chunks."""
+    of_wholes: dict[int, DeviceKV] = {}
+    of_chunks: dict[int, DeviceKV] = {}
+    for number, chunk in plan.chunks.items():
+        if chunk.before < 0 and not chunk.last and plan.kv.roles[chunk.micro_batch] == "host":
+            whole = states[chunk.micro_batch]
+            lengths = {
+                sequence: plan.batch.prompts[request]
+                for request, sequence in zip(whole.requests, whole.sequences, strict=True)
+            }
+            of_wholes[chunk.micro_batch] = DeviceKV(
+                plan.layout.config, lengths, compute.dtype, compute.accelerator
+            )
+        if chunk.micro_batch in of_wholes:
+            of_chunks[number] = of_wholes[chunk.micro_batch]
+    return of_chunks

@@ -1,0 +1,90 @@
+"""The accelerator of the torch device, and the kernel and threads for products on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from moesched.models.layout import WeightLayout
+
+from ..products.bfloat16_support import has_bfloat16
+from ..products.linear import Tensor
+from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
+from ..products.products import Products, make_kernel, rows_for_kernel
+from ..products.row_tiles import CODE_BYTES
+from ..products.team import Team, usable_cores
+from ..shared.arena import copy_placed_alike
+from ..shared.page_reader import DTYPES
+from .cores import Cores
+
+
+class Compute:
+    """The accelerator that a model runs on, and the kernel and threads for products on the CPU.
+
+    All batches share them, so that each has the same bits.
+
+    Args:
+        accelerator: such as "cuda:0".
+        kernel, pin: as for `TorchDevice`.
+
+    Attributes:
+        accelerator: where the accelerator's tensors are.
+        dtype: of weights and hidden states.
+        cores: their number.
+        use_cores_for: sets the number of cores for a product, given its rows and weights.
+        products: multiplies by weights.
+        team: shares out experts and blocks of the LM head among the cores; None where one product after the other
+            takes all of them.
+    """
+
+    def __init__(self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool) -> None:
+        transposed = layout.config.transposed_down
+        self.accelerator = torch.device(accelerator)
+        self.dtype = DTYPES[layout.dtype]
+        self.cores = usable_cores()
+        self.use_cores_for = Cores(self.cores, self.dtype).use_for
+        self.products = Products()
+        self.team: Team | None = None
+        self._kernel = kernel
+        self._kernel_rows = rows_for_kernel(kernel, layout.dtype)
+        self._pin = pin
+        self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
+        self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
+        self._threads_before = torch.get_num_threads()
+        self._started = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the accelerator is the CPU."""
+        return self.accelerator.type == "cpu"
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of oneDNN's code for the shapes of products."""
+        return CODE_BYTES if self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16() else 0
+
+    def start(self, rows_an_expert: float) -> None:
+        """Start kernel and threads, given the rows of an expert in a decode step; later calls do nothing."""
+        if self._started:
+            return
+        self._started = True
+        if rows_an_expert <= self._kernel_rows:
+            self._packs = False  # only torch multiplies by packed weights
+        if not self._packs:
+            self.products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
+        if self._shares:
+            self.team = Team(self.cores)
+
+    def arranged(self, matrix_ND: Tensor) -> Tensor:
+        """A copy on the accelerator of a tensor that stays, packed for oneDNN where that pays."""
+        if self._packs and matrix_ND.dim() == 2:
+            packed = pack(matrix_ND)
+            if packed_bytes(packed) <= matrix_ND.nbytes:
+                return packed
+        return copy_placed_alike(matrix_ND, self.accelerator)
+
+    def close(self) -> None:
+        """End the threads, and give torch back the number of cores that it had."""
+        self.products.close()
+        if self.team is not None:
+            self.team.close()
+        torch.set_num_threads(self._threads_before)
