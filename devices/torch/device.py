@@ -131,11 +131,11 @@ class TorchDevice:
         self._transport = transport
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Tell somebody which experts the routers choose, from now on."""
+        """Report which experts the routers choose, from now on."""
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Tell somebody what the experts' SiLU lets through, from now on; it is computed a second time for that."""
+        """Report what the experts' SiLU lets through, from now on; it is computed a second time for that."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

@@ -46,7 +46,7 @@ class MoELayer:
         weights: the tensors that a view shows.
         residual: what is added to the sum of a micro-batch's experts.
         device_observers: told which experts were chosen, and before they run.
-        first_request: how many requests came in the batches before.
+        first_request: the number of requests in the batches before.
     """
 
     def __init__(

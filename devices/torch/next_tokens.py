@@ -42,7 +42,7 @@ class NextTokens:
     Args:
         choice: how tokens are chosen.
         beams: the beam searches, if tokens are searched for.
-        first_bad: says where the bad numbers of a step began.
+        first_bad: names the first tensor of a micro-batch's step that is not finite.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class NextTokens:
         return tokens
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
+        """The logits, and what `draw` makes of them."""
         state = self._states[task.micro_batch]
         return self.draw(task, self.logits(state))
 

@@ -1,4 +1,4 @@
-"""Those who watch what a model does on a device: its routers' choices, its experts' activations."""
+"""Observers of a model on a device: of its routers' choices, of its experts' activations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceObservers:
         self.activations: ActivationObserver | None = None
 
     def routed(self, layer: int, state: MicroBatchState, first_request: int, experts_Tk: Tensor) -> None:
-        """A layer's router chose; `first_request` is how many requests came in the batches before."""
+        """Report a router's choices; `first_request` is the number of requests in the batches before."""
         if self.routing is None:
             return
         step = state.step
@@ -32,7 +32,7 @@ class DeviceObservers:
         self.routing.routed(layer, spans, experts_Tk.cpu().numpy())
 
     def applied(self, layer: int, rows: ExpertRows, experts: Iterable[int], weights: Weights) -> None:
-        """Experts are about to run; what their SiLU lets through is computed once more for who watches."""
+        """Report the activations of experts that are about to run; they are computed a second time for that."""
         if self.activations is None:
             return
         for expert in experts:

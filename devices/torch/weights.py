@@ -61,7 +61,7 @@ class WeightStore:
         return self.reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
 
     def begin(self, plan: Plan) -> None:
-        """Allocate what a batch's plan says, for pages that `load` and `fetch` bring; some that stay may be here."""
+        """Allocate what a batch's plan says, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self._resident.retain(
             page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
@@ -124,7 +124,7 @@ class WeightStore:
         return bound
 
     def bytes(self, slot: Slot) -> Tensor:
-        """Of a slot."""
+        """The memory of a slot."""
         if slot.fixed:
             assert slot.page is not None
             return self.home[slot.page]
