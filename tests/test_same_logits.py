@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine
@@ -245,6 +247,30 @@ def test_the_next_batch_finds_the_weights_that_stay(
     asyncio.run(device.aclose())
     if machine is TWO_MEMORIES and len(set(weights)) == 1:
         assert read[1] == read[0] > 0, "all weights are in one of the memories"
+
+
+@pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
+def test_a_batch_frees_the_kv_caches_of_the_one_before(
+    checkpoint: Checkpoint, layout: WeightLayout, machine: Machine
+) -> None:
+    device = TorchDevice(checkpoint, layout, keep_logits=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = kv_caches()
+        for _ in range(2):
+            policy = make_policy("cgopipe")
+            generate(device, policy, machine, PROMPTS, new_tokens=2, micro_batch_size=2, keep_open=True)
+        assert kv_caches() - before == 1
+        device.close()
+        assert kv_caches() == before
+    finally:
+        gc.enable()
+
+
+def kv_caches() -> int:
+    """The number of KV caches that exist."""
+    return sum(isinstance(each, BlockedKV) for each in gc.get_objects())
 
 
 def test_a_model_that_does_not_fit_host_memory_is_refused(

@@ -20,7 +20,7 @@ class MicroBatchState:
         requests: the requests, as the KV cache knows them.
         sequences: what the requests have in the KV cache, request after request: one sequence each, later one a beam.
         new: each sequence's tokens for the next step.
-        whole: itself, or for a chunk of prefill the micro-batch that it is part of, which decodes what is sampled.
+        chunk_of: the micro-batch that a chunk of prefill is part of; else None.
         before: the chunk that this one goes on from, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         cache: the KV cache that has its requests.
@@ -32,7 +32,7 @@ class MicroBatchState:
         self.beams = beams
         self.sequences = tuple(request * beams for request in requests)
         self.new = [list(tokens) for tokens in new]
-        self.whole = self
+        self.chunk_of: MicroBatchState | None = None
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.cache: BlockedKV
@@ -42,6 +42,11 @@ class MicroBatchState:
         self.qkv: tuple[Tensor, Tensor, Tensor]
         self.attended_TX: Tensor
         self.rows: ExpertRows
+
+    @property
+    def whole(self) -> MicroBatchState:
+        """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
+        return self.chunk_of or self
 
     @property
     def last_S(self) -> Tensor:

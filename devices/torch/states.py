@@ -54,7 +54,7 @@ def _chunk_states(
         spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
-        state.whole, state.before = whole, states.get(chunk.before)
+        state.chunk_of, state.before = whole, states.get(chunk.before)
         state.cache = whole.cache
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())
