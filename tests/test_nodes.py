@@ -21,6 +21,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
+from moesched.seams import Transport
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
@@ -134,8 +135,14 @@ def test_a_node_reads_its_own_experts_only(folder: Path) -> None:
 class FailsOnTheSecond(TorchDevice):
     """Its second node cannot run an expert."""
 
+    node = 0
+
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        self.node = rank
+        super().join(rank, transport, first)
+
     def execute(self, task: Task) -> Any:
-        if self._number == 1 and task.verb == "run_expert" and task.step == 1:
+        if self.node == 1 and task.verb == "run_expert" and task.step == 1:
             raise RuntimeError("out of luck")
         return super().execute(task)
 
