@@ -162,10 +162,10 @@ class TorchDevice:
             Choice(sampling, plan.batch.first_request, self.logits if self._keep_logits else None),
             self._compute,
             self._store,
-            self._global_weights if plan.nodes.attends else None,
-            self._observers,
-            self._rank,
-            self._transport,
+            global_weights=self._global_weights if plan.nodes.attends else None,
+            observers=self._observers,
+            rank=self._rank,
+            transport=self._transport,
         )
         self._verbs = verbs_of(parts)
         # Streams do not wait for the default one, on which all this was filled.

@@ -1,9 +1,8 @@
-"""The parts of the torch device that run the verbs of one batch."""
+"""The parts that run a batch's verbs on torch, put together from its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -26,29 +25,8 @@ from .next_tokens import Choice, NextTokens
 from .node_side import NodeSide
 from .observers import DeviceObservers
 from .rank_side import RankSide
+from .verbs import Parts
 from .weights import WeightStore
-
-
-class Parts(NamedTuple):
-    """The parts of a batch that run verbs.
-
-    Attributes:
-        tokens: None on a node that does not attend.
-        beams: None without beam search.
-        host, host_experts: None on a machine with one memory.
-        rank: None unless the model is cut over ranks.
-        node: None unless nodes share the experts.
-    """
-
-    store: WeightStore
-    attention: Attention
-    moe: MoELayer
-    tokens: NextTokens | None
-    beams: BeamSearches | None
-    host: HostSide | None
-    host_experts: HostExperts | None
-    rank: RankSide | None
-    node: NodeVerbs | None
 
 
 def parts_of(
@@ -57,6 +35,7 @@ def parts_of(
     choice: Choice,
     compute: Compute,
     store: WeightStore,
+    *,
     global_weights: GlobalWeights | None,
     observers: DeviceObservers,
     rank: int,

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from ..shared.node_exchanges import NodeVerbs
 from ..shared.verbs import Verb, after
-from .parts import Parts
+from .attention import Attention
+from .beams import BeamSearches
+from .host_experts import HostExperts
+from .host_side import HostSide
+from .moe_layer import MoELayer
+from .next_tokens import NextTokens
+from .rank_side import RankSide
+from .weights import WeightStore
+
+
+class Parts(NamedTuple):
+    """The parts of a batch that run verbs.
+
+    Attributes:
+        tokens: None on a node that does not attend.
+        beams: None without beam search.
+        host, host_experts: None on a machine with one memory.
+        rank: None unless the model is cut over ranks.
+        node: None unless nodes share the experts.
+    """
+
+    store: WeightStore
+    attention: Attention
+    moe: MoELayer
+    tokens: NextTokens | None
+    beams: BeamSearches | None
+    host: HostSide | None
+    host_experts: HostExperts | None
+    rank: RankSide | None
+    node: NodeVerbs | None
 
 
 def verbs_of(parts: Parts) -> dict[str, Verb]:
