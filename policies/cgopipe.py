@@ -1,7 +1,7 @@
 """CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
 
-Attention runs on the CPU two micro-batches ahead of the GPU, and the next layer's weights arrive page by
-page between the micro-batches' activations, first into pinned memory, then onto the GPU.
+Attention runs on the CPU two micro-batches ahead of the GPU. The next layer's weights arrive page by page between the
+micro-batches' activations, first in pinned memory, then on the GPU.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from moesched.steps.step import Step
 
 
 class CGOPipe:
-    """Weights stream through a double buffer of pages; what else fits stays in fast memory (the paper's r_w).
+    """Weights stream through a double buffer of pages; those that fit beside it stay in fast memory (the paper's r_w).
 
     Settings:
-        ahead: how many micro-batches CPU attention runs ahead of the accelerator; the paper's is 2.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
@@ -33,14 +33,14 @@ class CGOPipe:
         self.pinned = self._staging(plan) if plan.machine.roles.pinned else None
 
     def _staging(self, plan: Plan) -> Pool:
-        """Pinned pages: as many as the buffer has, or as fit, but no fewer than stream of a layer."""
+        """Pinned slots: as many as the buffer has, or as fit, but at least one for each streamed page of a layer."""
         pages = [page for layer in self.streamed for page in layer]
         fit = plan.free("pinned") // max(map(plan.slot_bytes, pages), default=1)
         slots = max(max(map(len, self.streamed)), min(len(self.buffer.slots), fit))
         return plan.pool("pinned", "staging", slots, pages)
 
     async def prefill(self, step: Step) -> None:
-        """Everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
+        """Run everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
         self._pin(step, self.streamed[0])
         self._fetch(step, self.streamed[0])
         for j in step.micro_batches:
@@ -56,7 +56,7 @@ class CGOPipe:
             step.sample(j)
 
     async def decode(self, step: Step) -> None:
-        """Algorithm 1. Attention's look-ahead wraps into the next layer, that of the pages into the next step."""
+        """Run Algorithm 1. Attention's look-ahead wraps into the next layer, that of the pages into the next step."""
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         ahead = min(self.ahead, len(step.micro_batches))
         for j in step.micro_batches:
@@ -85,7 +85,7 @@ class CGOPipe:
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
         """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step.
 
-        The first one's has the whole dense part, which attention's look-ahead needs soon after.
+        The first micro-batch's share has the whole dense part, which attention's look-ahead needs soon after.
         """
         if i == len(step.layers) and step.last:
             return []

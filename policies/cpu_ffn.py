@@ -1,7 +1,7 @@
 """The MoE FFN on the CPU: F_g = 0 in MoE-Lightning's search (section 4.2), with attention where the KV cache is.
 
-No expert's weights move while tokens are decoded: hidden states go to the CPU and come back. Prompts have rows enough
-for the weights to be worth their way, so in prefill experts stream to the GPU.
+No expert's weights move in decode: hidden states go to the CPU and come back. Prompts have enough rows to make the
+transfer of weights pay, so in prefill experts stream to the GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .expert_streaming import ExpertStreaming
 
 
 class CpuFFN(ExpertStreaming):
-    """The CPU runs a micro-batch's experts while the GPU does all else for the others.
+    """The CPU runs a micro-batch's experts while the GPU runs attention and router of the others.
 
     Settings:
-        together: how many experts are moved in one transfer in prefill.
-        ahead: how many transfers may be under way while the experts of another are in use.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        together: number of experts in one transfer in prefill.
+        ahead: number of transfers that may be under way while the experts of another are in use.
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def __init__(self, together: int = 2, ahead: int = 1, kv_on_gpu: float = 1.0) -> None:
@@ -53,7 +53,7 @@ class CpuFFN(ExpertStreaming):
             step.sample(j)
 
     def _launch(self, step: Step, i: int, j: int) -> Task:
-        """All that comes before a micro-batch's experts."""
+        """Submit the verbs that come before a micro-batch's experts."""
         step.pre_attention(i, j)
         attend(step, i, j)
         routing = step.route(i, j)

@@ -1,4 +1,4 @@
-"""Expert parallelism with copies: several nodes hold an expert, and the least loaded of them runs it.
+"""Expert parallelism with copies: several nodes hold an expert, and the least loaded one runs it.
 
 The cluster paper's placement mirrors two halves, so that a node can only relieve its twin. Here any two nodes may share
 experts, which lowers the load of the busiest node. Experts are warmed only where the machine unwires idle weights:
@@ -22,11 +22,12 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 IDLE_TOKENS = 3
-"""Warm an expert that this number of tokens has not used: half of the time until an M2 Ultra unwires it."""
+"""Warm an expert unused by this number of tokens: half of the time until an M2 Ultra unwires it."""
 
 
 class EpBalanced(NodeExperts):
-    """The best overlapping placement for the nodes' memory, and in each layer the best assignment of what was chosen.
+    """The best overlapping placement for the nodes' memory, and in each layer the best assignment of the chosen
+    experts.
 
     Settings:
         experts: most experts of each layer that a node holds; by default as many as fit.

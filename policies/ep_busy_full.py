@@ -1,4 +1,4 @@
-"""Busy full loading: every expert works in every layer (P-L_B of the Apple silicon cluster paper, section 4.2)."""
+"""Busy full loading: every expert runs in every layer (P-L_B of the Apple silicon cluster paper, section 4.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from moesched.steps.step import Step
 
 
 class EpBusyFull(NodeExperts):
-    """A node runs all experts that it holds, so that no weights lie idle. What was not chosen counts for nothing.
+    """A node runs all experts that it holds, so that no weights are idle. Outputs of experts that were not chosen are
+    discarded.
 
     Settings:
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node

@@ -10,7 +10,7 @@ from moesched.steps.step import Step
 
 
 class EpNaive(NodeExperts):
-    """A node runs those of its experts that were chosen. The first node does all else, and exchanges twice a layer.
+    """A node runs its chosen experts. The first node does everything else, and exchanges twice a layer.
 
     Settings:
         decentralised: have every node attend, route and add up, and exchange once a layer.

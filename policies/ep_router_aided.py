@@ -15,7 +15,7 @@ from moesched.steps.step import Step
 class EpRouterAided(NodeExperts):
     """Warm the least recently used experts until this node has run as many as the busiest one.
 
-    So no weights are idle for long, and the busiest node has no more to do.
+    Thus no weights are idle for long, at no cost to the busiest node.
 
     Settings:
         decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node

@@ -1,9 +1,9 @@
-"""One cache of experts over all layers, and a CPU for what misses it: misses are fetched or run where they are.
+"""One cache of experts for all layers; missing experts are fetched or run on the CPU.
 
-A cache of all layers gives those with few popular experts less room. Plain LRU does badly there: layers take turns, so
-that what was used longest ago is the layer whose turn is next. So recency counts in whole steps here, and of those that
-were last used in the same step the one goes that the fewest tokens have chosen so far. vLLM's expert cache (pull
-request 37190, "LFRU") weighs frequency against age in one number, for the same reason.
+A common cache gives less room to layers with few popular experts. Plain LRU does badly there: layers take turns, so the
+least recently used experts belong to the layer whose turn is next. Here recency counts in whole steps. Of the experts
+last used in the same step, the one with the fewest tokens so far is evicted. vLLM's expert cache (pull request 37190,
+"LFRU") weighs frequency against age in one number, for the same reason.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moesched.steps.step import Step
 
 
 class Uses:
-    """The experts of a cache by their last use.
+    """The experts of a cache, ordered by their last use.
 
-    held: those that are there at first, used before all others.
+    held: experts in the cache at the start, used before all others.
     """
 
     def __init__(self, held: Iterable[Expert]) -> None:
         self._tokens: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._last: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By layer, those in the cache, each with the step of its last use."""
+        """By layer, the experts in the cache, each with the step of its last use."""
         self._count = 0
         self._earliest: list[tuple[int, int, Expert]] = []
-        """A heap with a use of each: its last one or an earlier one."""
+        """A heap with one use of each expert: its last one or an earlier one."""
         for expert in held:
             self.enter(expert, -1)
 
@@ -51,9 +51,9 @@ class Uses:
         return self._count
 
     def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
-        """Those of a layer's chosen experts that are in the cache, which are used in this step.
+        """Record the use of a layer's chosen experts in this step; returns those that are in the cache.
 
-        chosen: by how many tokens. Steps never go back.
+        chosen: number of tokens by expert. Steps never go back.
         """
         last, tokens = self._last[layer], self._tokens[layer]
         for expert, more in chosen.items():
@@ -71,7 +71,7 @@ class Uses:
         heappush(self._earliest, (step, self._tokens[layer][number], expert))
 
     def give_up(self) -> Expert:
-        """Remove and return the expert last used in the earliest step, of several the one with the fewest tokens."""
+        """Remove and return the expert last used in the earliest step; of several, the one with the fewest tokens."""
         while True:
             earliest = self._earliest[0]
             expert = earliest[2]
@@ -87,15 +87,15 @@ class Uses:
 
 
 class ExpertCache(LayerByLayer):
-    """Runs a layer's experts on the accelerator where they are in the cache; the others where the layer ends first.
+    """Cached experts run on the accelerator; the others are placed so that the layer ends first.
 
     Missing experts with the fewest tokens run on the host; their number minimises the layer's makespan, by the
-    latencies of the machine's cost model. Fetched experts enter the cache. Where the host has no weights, all
+    latencies of the machine's cost model. Fetched experts enter the cache. If the host does not have the weights, all
     missing experts are fetched.
 
     Settings:
-        experts: how many the cache holds; by default as many as fit.
-        popularity: a CSV file of how often each expert was chosen (layer, expert, count), for what is there at first.
+        experts: number of experts in the cache; by default as many as fit.
+        popularity: a CSV file of each expert's count (layer, expert, count), to choose the first experts in the cache.
         buffers: slots beside the cache, for experts that arrive before another is evicted.
     """
 

@@ -1,7 +1,7 @@
-"""Expert by expert: pages pass through a ring of a few slots in the order of their use; all else stays.
+"""Expert by expert: pages stream through a ring of a few slots in the order of their use; all others stay.
 
-A kernel that reads a whole layer needs a buffer of whole layers. One that reads an expert needs only that expert:
-what the smaller buffer leaves free keeps weights, which are then not read again in every step.
+A kernel that reads a whole layer needs a buffer of whole layers. A kernel that reads one expert needs only that expert.
+The memory saved by the smaller buffer keeps weights, which are then not read again in every step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moesched.steps.step import Step
 
 
 class ExpertStreaming:
-    """Moves a few experts in one transfer while those of the transfer before compute.
+    """Moves a few experts in one transfer while those of the previous transfer compute.
 
-    An expert is moved even if no token will be routed to it: its turn to be moved comes before the router has run.
+    An expert is moved even if no token will be routed to it, since its transfer starts before the router has run.
 
     Settings:
-        together: how many experts are moved in one transfer.
-        ahead: how many transfers may be under way while the experts of another are in use.
+        together: number of experts in one transfer.
+        ahead: number of transfers that may be under way while the experts of another are in use.
     """
 
     def __init__(self, together: int = 2, ahead: int = 1) -> None:
@@ -38,7 +38,7 @@ class ExpertStreaming:
         self._stream(plan, [page for layer in streamed for page in layer])
 
     def _stream(self, plan: Plan, pages: Sequence[Page]) -> None:
-        """Have these pages pass through the ring."""
+        """Stream these pages through the ring."""
         self.ring = plan.pool("accelerator", "ring", min(self._slots(plan), len(pages)), pages)
         self.experts = range(plan.layout.config.experts)
         self.parts: dict[tuple[int, int], list[Page]] = {}
@@ -77,7 +77,7 @@ class ExpertStreaming:
             step.sample(j)
 
     def _let_go(self, step: Step, part: tuple[int, int]) -> None:
-        """Give up a part that streams after its last use, for others to come in its place."""
+        """Evict a streamed part after its last use, and move the next ones into its place."""
         pages = self.parts.get(part)
         if pages is not None:
             step.evict(pages, self.ring)
@@ -85,7 +85,7 @@ class ExpertStreaming:
             self._move(step)
 
     def _move(self, step: Step) -> None:
-        """Move the next parts as far as the ring has room; past the last layer those of the next step."""
+        """Move the next parts while the ring has room; past the last layer, those of the next step."""
         order = self.order
         while order and (end := self.moved + self.at_once) <= self.used + self.room:
             if not self._goes_on(step):

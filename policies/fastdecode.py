@@ -1,7 +1,7 @@
 """FastDecode with offloaded weights (the second schedule of MoE-Lightning's Fig. 6).
 
-CPU attention overlaps with the GPU as in CGOPipe, but a layer's weights come as one transfer. The hidden states behind
-it on the link wait until it is through.
+CPU attention overlaps with the GPU as in CGOPipe, but a layer's weights are one transfer. The hidden states behind it
+on the link wait for its end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class FastDecode(CGOPipe):
     """CGOPipe without the paging of weights.
 
     Settings:
-        ahead: how many micro-batches CPU attention runs ahead of the accelerator.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def plan(self, plan: Plan) -> None:
@@ -26,7 +26,7 @@ class FastDecode(CGOPipe):
         super().plan(plan)
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """A layer's weights, all with the first micro-batch."""
+        """All pages of a layer, with the first micro-batch."""
         if j > 0 or (i == len(step.layers) and step.last):
             return []
         return self.streamed[i % len(step.layers)]

@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the GPU (ICML'23; the fourth schedule of MoE-Lightning's Fig. 6).
 
-Where the KV cache lives on the host, the keys and values of the next micro-batch come to the GPU while one computes,
-over the link that the next layer's weights come by, as one transfer.
+If the KV cache is on the host, the keys and values of the next micro-batch are copied to the GPU while one computes.
+They share the link with the next layer's weights, which are one transfer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moesched.steps.step import Step
 
 
 class FlexGen:
-    """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one ahead.
+    """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one micro-batch ahead.
 
     Settings:
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU (r_c).
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU (r_c).
     """
 
     def __init__(self, kv_on_gpu: float = 0.0) -> None:
@@ -63,12 +63,12 @@ class FlexGen:
             step.sample(j)
 
     def _load(self, step: Step, loads: Iterator[tuple[int, int]]) -> None:
-        """The next keys and values that come from the host, if any do."""
+        """Load the next keys and values from the host, if there are any."""
         for load in islice(loads, 1):
             step.load_kv(*load)
 
     def _fetch(self, step: Step, i: int) -> None:
-        """All that streams of a layer, as one transfer; past the last layer, that of the next step's first."""
+        """Fetch a layer's streamed pages as one transfer; past the last layer, those of the next step's first layer."""
         if i == len(step.layers) and step.last:
             return
         pages = [page for page in self.streamed[i % len(step.layers)] if page not in self.buffer]

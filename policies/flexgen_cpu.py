@@ -1,7 +1,7 @@
 """FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
 
-The keys and values stay where they are, but nothing runs ahead: a micro-batch whose KV cache is the host's goes to the
-CPU and comes back before the next one begins, and its hidden states wait behind the next layer's weights.
+Keys and values stay in place, but nothing runs ahead. A micro-batch with its KV cache on the host goes to the CPU and
+returns before the next one begins, and its hidden states wait behind the next layer's weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FlexGenCPU(FlexGen):
     """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU.
 
     Settings:
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def plan(self, plan: Plan) -> None:

@@ -1,9 +1,10 @@
-"""FlexGen over several GPUs: pipeline parallelism (ICML'23; why FlexGen does not scale in MoE-Lightning, section 5.3).
+"""FlexGen over several GPUs: pipeline parallelism (ICML'23; MoE-Lightning, section 5.3, explains why it does not
+scale).
 
 Each GPU is a stage that holds a range of layers. The batch is cut into as many groups of micro-batches as there are
-stages, and each group passes layer by layer, as in `flexgen`, while the next stage is busy with the group before. So a
-stage fetches its streamed weights anew for every group: with twice the GPUs a stage has half the layers, and needs each
-of them twice as often.
+stages, and each group passes layer by layer, as in `flexgen`, while the next stage runs the previous group. A stage
+thus fetches its streamed weights again for every group: with twice the GPUs, a stage has half the layers, and needs
+each of them twice as often.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FlexGenPipeline:
             self._pass(step, group, last=step.last and group is groups[-1])
 
     def _pass(self, step: Step, group: range, *, last: bool) -> None:
-        """One group through all layers; where none is to come, a stage's first layer is not fetched again."""
+        """Run one group through all layers; after the last group, a stage's first layer is not fetched again."""
         order = [(i, j) for i in step.layers for j in group]
         loads = order if step.kind == "decode" else []
         for j in group:
@@ -69,7 +70,7 @@ class FlexGenPipeline:
             step.sample(j)
 
     def _fetch(self, step: Step, i: int) -> None:
-        """All that streams of a layer, as one transfer to its stage."""
+        """Fetch a layer's streamed pages to its stage as one transfer."""
         streamed, buffer = self.weights[i]
         pages = [page for page in streamed if page not in buffer]
         if pages:

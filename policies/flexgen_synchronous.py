@@ -1,9 +1,9 @@
-"""FlexGen as its published code runs, which overlaps less than its schedule promises.
+"""FlexGen as its published code runs, with less overlap than its schedule has.
 
 `generation_loop_overlap_multi_batch` of FlexGen's flex_opt.py launches the copies and kernels of one micro-batch in one
-layer and then waits for all of them, so that a layer's weights overlap with one micro-batch and not with all. And its
-pytorch_backend.py does not pin the KV cache ("high memory overhead"): a copy from there goes through pinned memory on
-the thread that launches kernels, and holds it up.
+layer and then waits for all of them. A layer's weights thus overlap with one micro-batch instead of all. In addition,
+its pytorch_backend.py does not pin the KV cache ("high memory overhead"): a copy from there goes through pinned memory
+on the thread that launches kernels, and blocks it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""llama.cpp's -ngl: the experts of the first layers on the GPU, those of the others on the CPU, whatever their input.
+"""llama.cpp's -ngl: the experts of the first layers run on the GPU, those of the others on the CPU, for any input.
 
-llama.cpp also computes the other layers' attention and projections on the CPU. Here these stay on the GPU, which is in
-its favour: they are a tenth of the weights that a token of Mixtral reads.
+llama.cpp also computes the other layers' attention and projections on the CPU. Here these stay on the GPU, which
+favours it: they are a tenth of the weights that a token of Mixtral reads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from moesched.steps.step import Step
 
 
 class LayerSplit:
-    """A fixed split between layers; no weight ever moves.
+    """A fixed split between layers; no weights move after loading.
 
     Settings:
-        gpu_layers: how many layers have their experts on the accelerator at most; by default as many as fit.
+        gpu_layers: most layers with their experts on the accelerator; by default as many as fit.
     """
 
     def __init__(self, gpu_layers: int = -1) -> None:

@@ -1,7 +1,7 @@
-"""Layer by layer: each layer's weights arrive in one transfer while the layer before computes.
+"""Layer by layer: each layer's weights arrive in one transfer while the previous layer computes.
 
-This is how DeepSpeed ZeRO-Inference offloads: no weights stay, every layer is streamed, attention runs
-where the weights are, and all micro-batches use a layer before it is given up.
+DeepSpeed ZeRO-Inference offloads like this: no weights stay, every layer is streamed, attention runs where the weights
+are, and all micro-batches use a layer before it is evicted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ class LayerStreaming:
             step.sample(j)
 
     def _fetch(self, step: Step, i: int) -> None:
-        """One transfer for a layer, unless the buffer still holds it, as it does in a model of one or two layers."""
+        """Fetch a layer in one transfer, unless it is still in the buffer, as in a model of one or two layers."""
         if step.pages(i)[0] not in self.buffer:
             step.fetch(step.pages(i), self.buffer)

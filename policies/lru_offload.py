@@ -1,8 +1,8 @@
-"""Mixtral-Offloading (Eliseev and Mazur 2023): each layer has a cache of its experts on the GPU, least recently used.
+"""Mixtral-Offloading (Eliseev and Mazur 2023): each layer has an LRU cache of its experts on the GPU.
 
-As in its code, all else stays on the GPU, the experts of a layer that are there run first, and a missing one comes to
-a buffer while those before it compute. That code also copies the expert that is given up back to the host, and has
-copies wait for kernels. Here weights, which do not change, only come, and copies and kernels overlap: in its favour.
+As in its code, all other weights stay on the GPU, cached experts run first, and a missing expert is fetched to a buffer
+while those before it compute. That code also copies evicted experts back to the host, and makes copies wait for
+kernels. Here evicted experts are not copied, and copies and kernels overlap, which favours it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class LruOffload(LayerByLayer):
-    """Every expert runs on the accelerator; a missing one is fetched, in place of the least recently used.
+    """Every expert runs on the accelerator; a missing one is fetched and replaces the least recently used.
 
     Settings:
         offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.

@@ -1,9 +1,10 @@
-"""Speculative expert loading (Eliseev and Mazur 2023): the next layer's router, a layer early, says what to fetch.
+"""Speculative expert loading (Eliseev and Mazur 2023): the next layer's router, run one layer early, chooses
+prefetches.
 
-The hidden state changes little from layer to layer, so that the next layer's router foretells most of its experts from
-what it will not read before this layer's experts have run. What it names comes to buffers, page by page, when nothing
-else wants the link; it enters the cache when it is used. What the router then does not choose is cancelled: of pages
-that have not started no byte moves, and a page that has delays others by no more than itself.
+The hidden state changes little from layer to layer, so the next layer's router forecasts most of its experts from this
+layer's hidden state. Forecast experts are fetched to buffers, page by page, when the link is otherwise idle; a used
+expert enters the cache. Wrong forecasts are cancelled: a transfer that has not started moves no byte, and one under way
+delays others by one page at most.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .lru_offload import LruOffload
 
 
 class PrefetchGate(LruOffload):
-    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for misses.
+    """Mixtral-Offloading's caches, with prefetches into all buffers but one, which is for missing experts.
 
     Settings:
         offload_per_layer: number of experts per layer outside its cache; by default the fewest that memory allows.
@@ -28,7 +29,7 @@ class PrefetchGate(LruOffload):
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
         if buffers < 2:
-            raise BadInput(f"buffers is {buffers}: give 2 or more, one of them for what was missed")
+            raise BadInput(f"buffers is {buffers}: give 2 or more, since one is for missing experts")
         super().__init__(offload_per_layer, buffers)
         self.coming: set[int] = set()
         """Prefetched experts of the next layer, in buffers or in transfer."""

@@ -1,4 +1,4 @@
-"""Everything in fast memory: the reference that the offloading policies are measured against."""
+"""Everything in fast memory: the reference for the offloading policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moesched.steps.step import Step
 
 
 class Resident:
-    """All weights and the KV cache stay in the accelerator's memory; nothing moves."""
+    """All weights and the KV cache stay in the accelerator's memory."""
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)

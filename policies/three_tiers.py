@@ -1,7 +1,7 @@
-"""Three tiers at once: CGOPipe with weights that do not even fit host memory, and come from the disk.
+"""Three tiers: CGOPipe with weights that do not fit into host memory either, and come from the disk.
 
-Both offloading papers keep all weights in host memory. Here it keeps what it can hold beside the KV cache; the other
-pages are read from the disk into the same pinned buffer, while those before them cross the link to the accelerator.
+Both offloading papers keep all weights in host memory. Here host memory keeps the pages that fit beside the KV cache.
+The others are read from the disk into the same pinned buffer, while earlier pages cross the link to the accelerator.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .cgopipe import CGOPipe
 
 
 class ThreeTiers(CGOPipe):
-    """CGOPipe whose pages come to pinned memory from the host where it has them, else from the disk.
+    """CGOPipe whose pages reach pinned memory from host memory or from the disk.
 
     Settings:
-        ahead: how many micro-batches CPU attention runs ahead of the accelerator.
-        kv_on_gpu: the share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
+        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
     """
 
     def plan(self, plan: Plan) -> None:
@@ -26,7 +26,7 @@ class ThreeTiers(CGOPipe):
         self.held = plan.keep(self._held(plan), "host")
 
     def _held(self, plan: Plan) -> list[Page]:
-        """Of the pages that stream, as many as the host can hold, of every layer as many as of the others."""
+        """The streamed pages that the host keeps: as many as fit, evenly from all layers."""
         if (
             plan.machine.unified
             or not plan.machine.roles.pinned

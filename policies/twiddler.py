@@ -1,7 +1,7 @@
 """Twiddler's expert execution strategy (the Fiddler paper of ICLR'25, Algorithm 1), for one request at a time.
 
-Popular experts stay on the GPU. For any other one that tokens were routed to, the policy compares what the CPU would
-take with what moving the weights to the GPU and computing there would.
+Popular experts stay on the GPU. For each other chosen expert, the policy compares the latency on the CPU with that of
+moving the weights to the GPU and computing there.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 VISITORS = 2
-"""Experts that are moved have room on the accelerator while the one before runs."""
+"""Slots for moved experts: one is fetched while the previous one runs."""
 
 
 class Twiddler(LayerByLayer):
-    """Each expert by itself, in ascending order: on the GPU if it stays there or is moved there and done sooner.
+    """Decides for each expert by itself, in ascending order: the GPU if it is resident there, or if moving it is
+    faster.
 
-    Latencies are those of the machine's cost model. An expert that was moved is given up again, as in the paper. Where
-    accelerator and host share a memory, an expert that does not stay has to be fetched in any case.
+    Latencies are those of the machine's cost model. A moved expert is evicted after use, as in the paper. If
+    accelerator and host share a memory, an expert that is not resident is always fetched.
 
     Settings:
-        placement: which experts stay: popular, worst, random, front or balanced.
-        popularity: a CSV file of how often each expert was chosen (layer, expert, count).
-        experts: how many stay on the accelerator at most; by default as many as fit.
+        placement: ranking of the experts that stay: popular, worst, random, front or balanced.
+        popularity: a CSV file of each expert's count (layer, expert, count).
+        experts: most experts that stay on the accelerator; by default as many as fit.
         seed: of a random placement.
     """
 
     together = 8
-    """More take more memory, for what chunks of a long prompt have within a layer; fewer have experts moved oftener."""
+    """More chunks of a long prompt need more memory for activations; fewer make experts move more often."""
 
     def __init__(
         self, placement: str = "popular", popularity: str = "", experts: int = -1, seed: int = 0
@@ -73,7 +74,7 @@ class Twiddler(LayerByLayer):
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Algorithm 1; an expert's latencies are those of all that the micro-batches have for it."""
+        """Run Algorithm 1; an expert's latencies are the sums over all micro-batches."""
         users_by_expert = users_of(routed)
         cpu_lat = seconds_of(self.cpu_lat, routed, users_by_expert)
         gpu_lat = seconds_of(self.gpu_lat, routed, users_by_expert)
@@ -90,7 +91,7 @@ class Twiddler(LayerByLayer):
             step.load_routed(i, j)
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
-        """Have the host get the rows of those micro-batches of which it has none yet; `back` are all that have."""
+        """Copy rows of these micro-batches to the host; `back`: micro-batches whose rows are there."""
         for j in users:
             if j not in back:
                 step.offload_routed(i, j)

@@ -1,7 +1,7 @@
-"""Twiddler with the makespan minimised: of all ways to run a layer's experts, the one with which the layer ends first.
+"""Twiddler with the makespan minimised: of all ways to run a layer's experts, the one in which the layer ends first.
 
-Algorithm 1 compares two latencies for each expert by itself, as if the others took no time. So it leaves the link idle
-while the CPU has a queue of experts each of which is faster there, and the CPU idle where each is faster moved.
+Algorithm 1 compares two latencies for each expert by itself, as if the others took no time. The link is thus idle while
+the CPU has a queue of experts that are each faster there, and the CPU is idle if each is faster moved.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ REMEMBERED = 4096
 
 
 class TwiddlerMakespan(Twiddler):
-    """Popular experts stay, as with `twiddler`; where the others run is decided for a layer as a whole.
+    """Popular experts stay, as in `twiddler`; the processors of the others are decided for a layer as a whole.
 
-    Fetches, kernels and CPU experts overlap, and share the host's memory. An expert that stays may run on the CPU as
-    well, where the host's memory has its weights. Settings are those of `twiddler`.
+    Fetches, kernels and CPU experts overlap, and share the host's memory. A resident expert may also run on the CPU, if
+    the host's memory has its weights. Settings are those of `twiddler`.
     """
 
     def plan(self, plan: Plan) -> None:
@@ -69,7 +69,7 @@ class TwiddlerMakespan(Twiddler):
         return decide(Layer(resident, missing, costs, resident_on_host=self.resident_on_host))
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
-        """Fetch an expert behind outputs that return from the host, which are small and end the layer."""
+        """Fetch an expert with less priority than outputs from the host, which are small and end the layer."""
         step.fetch(step.expert_pages(i, expert), self.visitors, source=self.held)
 
 

@@ -1,4 +1,4 @@
-"""Placement of KV caches: which micro-batches have theirs on the accelerator, and attention where a cache is.
+"""Placement of KV caches on accelerator and host, and attention where a cache is.
 
 The Twiddler paper keeps all of it on the GPU, which limits the context (section 5). Keys and values on the host are not
 copied back: the CPU computes attention over them. Prefill attention always runs on the GPU.
@@ -51,9 +51,9 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
 
 
 def _fitting(plan: Plan, beside: int) -> list[int]:
-    """The first micro-batches whose KV caches fit the accelerators beside all that is declared.
+    """The first micro-batches whose KV caches fit the accelerators beside everything declared so far.
 
-    beside: further bytes, of each accelerator, that are to stay free for what is declared later.
+    beside: further bytes to keep free on each accelerator, for later declarations.
     """
     sizes = plan.reservations.sizes
     left = min(plan.free("accelerator", stage) for stage in range(len(plan.stages)))

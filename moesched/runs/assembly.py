@@ -22,7 +22,7 @@ EngineType = TypeVar("EngineType", bound=Engine)
 
 
 class RankRun(NamedTuple, Generic[EngineType]):
-    """One rank of a run: what a driver drives, and what is left to look at afterwards."""
+    """One rank of a run: the parts that a driver needs, and those that the report reads afterwards."""
 
     rank: Rank
     lanes: dict[str, Lane]
@@ -31,7 +31,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
     generation: Generation
 
     def outcome(self) -> Outcome:
-        """The raw results, as far as the run came."""
+        """The raw results of the run so far."""
         generation, engine = self.generation, self.engine
         return Outcome(
             loaded=generation.loaded,
@@ -57,8 +57,8 @@ def assemble(
 
     Args:
         kinds: the device's kind of each lane.
-        tokens: when requests end, and where their tokens go.
-        steps: how many steps to run; by default all of the plan's batch.
+        tokens: stop tokens of requests, and the receiver of their tokens.
+        steps: number of steps to run; by default all of the plan's batch.
         age: decode steps that the KV cache already holds when decoding begins.
     """
     lanes = make_lanes(rank.plan, kinds)
@@ -68,7 +68,7 @@ def assemble(
 
 
 def close_at_end(opened: ExitStack, rank_run: RankRun[EngineType]) -> None:
-    """Let go of a run's tasks when the stack closes, after the checks of validation mode."""
+    """Free a run's tasks when the stack closes, after the checks of validation mode."""
     opened.enter_context(closing(rank_run.run_state))
     opened.enter_context(watching(rank_run.run_state))
 
@@ -78,7 +78,7 @@ def observers_of(
     observers: Sequence[Observer],
     recorder: Recorder | LastSteps | None,
 ) -> Sequence[Observer]:
-    """The driver's observers: those given hear of the first rank, the recorder of all ranks."""
+    """The driver's observers: the given ones observe the first rank, the recorder all ranks."""
     if len(rank_runs) > 1:
         observers = [OfLanes(observer, rank_runs[0].engine.lanes) for observer in observers]
     if recorder is None:

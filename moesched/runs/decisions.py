@@ -16,7 +16,7 @@ from moesched.tasks import Task
 def simulated_decisions(
     plan: Plan, routing: Routing | None = None, previews: RouterForecast | None = None
 ) -> Callable[[Task], Any]:
-    """The function that gives a simulated run's decisions their values; every sampled token is 0.
+    """The function that computes the values of a simulated run's decisions; every sampled token is 0.
 
     Args:
         routing: by default uniform, with seed 0.

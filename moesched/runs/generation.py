@@ -1,4 +1,4 @@
-"""Generation: takes one batch through a policy, from loading the weights that stay to the last token.
+"""Generation: takes one batch through a policy, from loading the resident weights to the last token.
 
 The same coroutine runs under both drivers.
 """
@@ -26,14 +26,14 @@ class TokenHandling(NamedTuple):
 
     Attributes:
         stop_tokens: each of them ends its request.
-        on_tokens: told of each micro-batch's new tokens, by request, as they come.
+        on_tokens: called with each micro-batch's new tokens, by request.
     """
 
     stop_tokens: Collection[int] = ()
     on_tokens: OnTokens | None = None
 
     def unheard(self) -> TokenHandling:
-        """The same ends of requests, with nobody told of the tokens: for ranks that repeat what the first one says."""
+        """A copy without a receiver, for ranks that generate the same tokens as the first one."""
         return self._replace(on_tokens=None)
 
 
@@ -43,10 +43,10 @@ class Generation:
     Attributes:
         tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
         scores: the best beam's score, by request; empty without beam search.
-        loaded: when the weights that stay were loaded; nanoseconds.
-        busy_loading: how long each lane had been busy by then; nanoseconds.
-        step_ends: when each step, prefill included, had sampled its last micro-batch; nanoseconds.
-        first_tokens: when each request whose prompt is through had its first token; nanoseconds.
+        loaded: time at which the resident weights were loaded; nanoseconds.
+        busy_loading: busy time of each lane until then; nanoseconds.
+        step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
+        first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, tokens: TokenHandling | None = None) -> None:
@@ -80,7 +80,7 @@ class Generation:
     async def _load(self) -> None:
         loads = [task for resident in self._run.plan.weights.resident for task in self._run.load(resident)]
         await self._wait_for(loads)
-        await self._wait_for(self._run.fill())  # slots may have helped to load what stays
+        await self._wait_for(self._run.fill())  # slots may have been used to load resident pages
         self.busy_loading = {name: lane.busy for name, lane in self._run.lanes.items()}
 
     async def _wait_for(self, loads: Sequence[Task]) -> None:
@@ -94,7 +94,7 @@ class Generation:
         return step.close()
 
     async def _collect(self, samples: list[Sampled]) -> None:
-        """Wait for a step's tokens and hand them out."""
+        """Wait for a step's tokens and pass them on."""
         for batch, sample in samples:
             values = await sample
             if not self.step_ends:
@@ -114,7 +114,7 @@ class Generation:
         self.step_ends.append(max(sample.end for _, sample in samples))
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
-        """Take over the state of a beam search. A request's tokens are handed out once they are final."""
+        """Take over the state of a beam search. A request's tokens are passed on once they are final."""
         for request, (tokens, score, done) in zip(requests, standings, strict=True):
             if request in self._stopped:
                 continue

@@ -37,11 +37,11 @@ def run(
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
 
-    The run also ends early where logits are not finite, and where this node of a cluster no longer reaches the others:
-    `failure` of the report then says where the first such value appeared, or which node is gone.
+    The run also ends early if logits are not finite, or if this node of a cluster loses the others. The report's
+    `failure` then names the first such value, or the lost node.
 
     Args:
-        tokens: when requests end, and where their tokens go.
+        tokens: stop tokens of requests, and the receiver of their tokens.
         peers: the other ranks or nodes in this process; plan, policy and device are those of the first. Observers and
             report are those of the first too, except for the trace.
         keep_open: leave the device open for another batch; the caller closes it.
@@ -84,7 +84,7 @@ def run(
 
 
 def _failure_of(error: TaskFailed, *, one_of_several: bool) -> str | None:
-    """The reason for an early end with a report; None where the error is to be raised."""
+    """The reason for an early end with a report; None if the error is to be raised."""
     cause = error.__cause__
     lost = one_of_several and isinstance(cause, TransportError)
     return str(cause) if lost or isinstance(cause, NotFinite) else None
@@ -146,7 +146,7 @@ class _HardwareRun:
 
 def _has_uvloop() -> bool:
     try:
-        import uvloop  # noqa: F401  # only whether it is there: Windows has none
+        import uvloop  # noqa: F401  # tests only whether the module exists, which it does not on Windows
     except ImportError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Listeners: told how a run goes on, for progress bars, streamed text and figures by kind of task."""
+"""Listeners of a run's progress, for progress bars, streamed text and figures by kind of task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears of a run's progress. Every method does nothing here; a listener overrides those that it needs."""
+    """Base of listeners. Every method does nothing; a listener overrides those that it needs."""
 
     def opened(self, device: Device) -> None:
-        """The run's device is there (of several ranks the first one), and no batch has begun: it can be watched."""
+        """The run's device is open (the first rank's, of several), and no batch has begun."""
 
     def planned(self, plan: Plan) -> None:
-        """A batch is about to run by this plan."""
+        """A batch with this plan is about to run."""
 
     def loading(self, done: int, total: int) -> None:
         """Resident pages are loaded, `done` of `total`. Called by cluster runs only, whose tasks are not reported."""
@@ -31,26 +31,26 @@ class Listener:
         """A task ended. Called from any thread but never at once, tens of thousands of times a second: be quick."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """A replayed run is over; by default `ended` hears of its tasks, which takes longer than replaying them."""
+        """A replayed run is over; by default `ended` gets its tasks, which takes longer than the replay."""
         if type(self).ended is not Listener.ended:
             for task in timeline.tasks():
                 self.ended(task)
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """A request got a token; `text` is what that makes final of its text."""
+        """A request got a token; `text` is the part of its text that is now final."""
 
     def finished(self, request: int, text: str) -> None:
-        """A request gets no more tokens; `text` is the last of its text."""
+        """A request is complete; `text` is the last part of its text."""
 
     def ran(self) -> None:
-        """The batch is through, or was interrupted."""
+        """The batch is complete, or was interrupted."""
 
     def writing(self, trace: Path) -> None:
-        """The batch's trace is about to be written, which may take a while; `ran` is told again afterwards."""
+        """The batch's trace is about to be written, which may take a while; `ran` is called again afterwards."""
 
 
 class KindMeter:
-    """Adds up tasks by what they are and where they ran, loading included."""
+    """Sums of tasks by kind and lane, loading included."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[float]] = {}
@@ -79,7 +79,7 @@ class KindMeter:
             first += len(template.tasks)
 
     def kinds(self) -> list[KindUse]:
-        """The sums and what rates they come to."""
+        """The sums, with their rates."""
         return [
             kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
             for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
@@ -96,7 +96,7 @@ class KindMeter:
 
 
 def _alike(template: Template) -> dict[tuple[int, str, str], list[int]]:
-    """Positions of a captured step's tasks by micro-batch, verb and lane; joins are left out."""
+    """Positions of a captured step's tasks by micro-batch, verb and lane, without joins."""
     positions: dict[tuple[int, str, str], list[int]] = {}
     for position, task in enumerate(template.tasks):
         if template.lanes[position] >= 0:

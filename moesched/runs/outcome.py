@@ -1,4 +1,4 @@
-"""Reports: what a run did, measured or predicted, in the numbers that people compare."""
+"""Reports: the figures of a run, measured or predicted."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from moesched.steps.plan import Plan
 
 ALLOCATOR_BYTES = 32_000_000
 ALLOCATOR_WORKSPACES = 1.5
-"""Memory that the C library keeps after kernels released it, in bytes and in workspaces: each thread has a store of its
-own. Measured with glibc; returning large pieces at once made kernels two to three times slower."""
+"""Memory that the C library keeps after kernels released it, in bytes and in workspaces, since each thread has its own
+pool. Measured with glibc; returning large pieces at once made kernels two to three times slower.
+"""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Raw results of a finished run. Times are nanoseconds.
 
     Attributes:
-        loaded: when the weights that stay were loaded.
-        step_ends: when each step, prefill first, had sampled its last micro-batch.
+        loaded: time at which the resident weights were loaded.
+        step_ends: time at which each step, prefill first, had sampled its last micro-batch.
         tokens: generated tokens, by request.
-        busy: how long each lane was busy after loading.
-        tasks: how many tasks were submitted.
+        busy: busy time of each lane after loading.
+        tasks: number of submitted tasks.
         scores: of the best beam, by request; empty without beam search.
-        first_tokens: when each request had its first token; those that had none are left out.
+        first_tokens: time of each request's first token, for requests that have one.
     """
 
     loaded: int
@@ -57,10 +58,11 @@ class EmulatedLane(msgspec.Struct, frozen=True):
     """One lane of an emulated machine.
 
     Attributes:
-        real_share: seconds of real work over the dilated seconds of the modelled work; below a third when all is well.
+        real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
+            emulation.
         overruns: tasks whose real work took more than a third of their dilated time.
         late: those whose real work took longer than that time, so that they ended late.
-        excess_seconds: by how much tasks took longer than modelled, together; in the emulated machine's time.
+        excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
     """
 
     real_share: float
@@ -73,8 +75,8 @@ class Emulation(msgspec.Struct, frozen=True):
     """Quality of an emulation. All other times of a report are the emulated machine's.
 
     Attributes:
-        dilation: how much slower time passed than on the emulated machine.
-        core_load: the share of this machine's cores that the run kept busy.
+        dilation: factor by which time passed more slowly than on the emulated machine.
+        core_load: share of this machine's cores that the run kept busy.
     """
 
     dilation: Dilations
@@ -86,8 +88,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with.
 
     Attributes:
-        kv_on_gpu: the share of the micro-batches whose KV cache the accelerator holds.
-        prefill_chunk: tokens of prompts that pass a layer together, at most; None where all of a micro-batch's do.
+        kv_on_gpu: share of the micro-batches whose KV cache is on the accelerator.
+        prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.
     """
 
     batch_size: int
@@ -105,19 +107,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run, measured or predicted as `measured` says.
 
     Attributes:
-        wall_seconds: what the run took here; all other times are those of the machine that it ran on, emulated or not.
-        emulation: how the machine was emulated; None where it was there, or was only predicted.
-        tensor_parallel: over how many accelerators the model was cut. All did the same at the same time, so that lanes
-            and tasks are those of one of them. So is the peak of the accelerator's memory; other peaks are of all.
-        nodes: how many machines shared the model's experts. Lanes and tasks are those of the first; of each memory the
-            fullest node's peak counts.
+        wall_seconds: real time of the run; all other times are those of its machine, which may be emulated.
+        emulation: quality of the emulation; None for a run on real hardware or a prediction.
+        tensor_parallel: number of accelerators that the model was split over. All did the same at the same time. Lanes,
+            tasks and the peak of the accelerator's memory are those of one of them; other peaks are for all.
+        nodes: number of machines that shared the model's experts. Lanes and tasks are those of the first; each memory's
+            peak is the highest of all nodes.
         scores: of each request's best beam; None without beam search.
-        first_token_seconds: from the end of loading to a request's first token, on average over those of a batch; None
-            where there was none. `prefill_seconds` is when all of them had theirs.
-        failure: why generation stopped before its end, with the tokens so far; None where nothing was wrong.
-        process_bytes: what this process was expected to take at its peak, beyond what it took before: the plan's bytes,
-            what the allocator keeps of those that were given back, and the device's own; None where not all
-            memories are the host's.
+        first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
+            `prefill_seconds`, all requests have their first token.
+        failure: reason for an early end of the generation; None for a complete one.
+        process_bytes: expected peak memory of this process, beyond its memory before the run: the plan's bytes,
+            released bytes that the allocator keeps, and the device's own; None if not all memories are the host's.
     """
 
     measured: bool
@@ -160,9 +161,9 @@ def make_report(
     own_bytes: int = 0,
     peers: Sequence[Plan] = (),
 ) -> Report:
-    """The report of a run of `plan` that came out as `outcome`, beside that of the other ranks' or nodes' plans.
+    """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own.
 
-    own_bytes: what all devices of this process take beside what plans reserve.
+    own_bytes: bytes of all devices of this process beyond those that plans reserve.
     """
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
@@ -209,12 +210,12 @@ def make_report(
 
 
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
-    """Bytes of a memory that all ranks take, of which this one takes `nbytes`: they share all but accelerators'."""
+    """Bytes of a memory for all ranks, of which this one takes `nbytes`: ranks share all memories but accelerators'."""
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
 
 
 def _process_bytes(plan: Plan) -> int:
-    """Bytes that a process takes at its peak, beyond what it took before, if all memories are the host's."""
+    """Expected peak memory of a process, beyond its memory before the run, if all memories are the host's."""
     kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * plan.reservations.sizes.workspace)
     return plan.layout.config.ranks * (sum(memory.peak for memory in plan.memories.values()) + kept_back)
 

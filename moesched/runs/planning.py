@@ -26,7 +26,7 @@ def plan_run(
     nodes: int = 1,
     node: int = 0,
 ) -> Plan:
-    """Have a policy plan a batch, for one node of several where they share the experts.
+    """Have a policy plan a batch, for one of several nodes if they share the experts.
 
     Raises:
         BadInput: the plan does not fit a budget (the message names the memory and the missing bytes), or the policy or
@@ -56,8 +56,8 @@ def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes:
         )
     if layout.config.ranks > 1:
         raise BadInput(
-            f"a node of {nodes} uses one accelerator, and machine {machine.name} is to use {layout.config.ranks}: "
-            "use --tensor-parallel 1"
+            f"each of {nodes} nodes can use one accelerator, but machine {machine.name} would use "
+            f"{layout.config.ranks}: use --tensor-parallel 1"
         )
 
 

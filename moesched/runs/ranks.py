@@ -1,4 +1,4 @@
-"""Ranks of one run in one process: each with a policy, a plan and a device of its own, one driver for all."""
+"""Ranks of one run in one process: each has its own policy, plan and device; one driver serves all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rank(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The open devices of all ranks in order; a single one where the model is not cut."""
+    """The open devices of all ranks in order; a single one if the model is not split."""
 
     all: list[Device]
 
@@ -53,7 +53,7 @@ class Devices(NamedTuple):
 
     @property
     def bytes_read(self) -> int | None:
-        """Bytes that all of them read from the checkpoint's files so far; None where they do not count."""
+        """Bytes that all devices read from the checkpoint's files so far; None if they do not count them."""
         counting = [device for device in self.all if isinstance(device, CountsReads)]
         return sum(device.bytes_read for device in counting) if counting else None
 
@@ -66,7 +66,7 @@ class Devices(NamedTuple):
 def open_devices(
     name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
 ) -> Iterator[Devices]:
-    """Open a device for each rank that the layout's model is cut for; close them at the end, after all batches.
+    """Open a device for each rank of the layout's model; close them at the end, after all batches.
 
     Raises:
         BadInput: the device cannot be one of several.
@@ -134,7 +134,7 @@ class OnDevices:
 
 
 class OfLanes:
-    """Passes on to an observer the tasks of some lanes only."""
+    """Passes only the tasks of some lanes to an observer."""
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer

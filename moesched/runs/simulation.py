@@ -39,18 +39,19 @@ def simulate(
     """Run a plan on the virtual clock.
 
     Args:
-        cost: by default what the plan's machine was calibrated to, or its roofline.
+        cost: by default the measured costs of the plan's machine, or its roofline.
         routing: by default uniform, with seed 0.
-        preview_accuracy: how likely `Step.preview_route` forecasts an expert that the routing will choose, from 0 to 1.
-        sharing: whether concurrent tasks slow each other down; by default where lanes share a memory.
+        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose, from 0
+            to 1.
+        sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.
-        peers: the other nodes, where several work on one model; plan and policy are those of the first node. Observers
-            and report are those of the first node too, except for the trace, and for each memory's peak, which is the
+        peers: the other nodes, if several run one model; `plan` and `policy` are those of the first node. Observers and
+            report are also those of the first node, except for the trace, and for each memory's peak, which is the
             highest of all nodes.
 
     Raises:
-        NotFixed: `replay` was asked for, and the policy awaits a handle. The plan is used up then: make a new one.
+        NotFixed: `replay` is set, and the policy awaits a handle. The plan cannot be run again: make a new one.
     """
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]

@@ -1,4 +1,4 @@
-"""The builder of virtual runs: everything that runs plans on the virtual clock is assembled here."""
+"""The builder of virtual runs, for all code that runs plans on the virtual clock."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class VirtualRun:
     """Plans on the virtual clock, each with its own lanes, engine, run state and generation.
 
     Args:
-        ranks: the ranks or nodes that work on one model, each on a machine of its own. Where they have devices, these
-            compute every task as it ends; else nothing is computed.
-        cost: by default what the first plan's machine was calibrated to, or its roofline.
-        decisions: gives routing and sampling their values where nothing is computed; by default `simulated_decisions`.
-        sharing: whether concurrent tasks slow each other down; by default where lanes share a memory.
-        make_engine: by default an engine that is checked where the environment asks for validation.
-        observers: told of the first rank's tasks.
+        ranks: the ranks or nodes of one model. If they have devices, these compute every task as it ends; otherwise
+            nothing is computed.
+        cost: by default the measured costs of the first plan's machine, or its roofline.
+        decisions: the values of routing and sampling if nothing is computed; by default `simulated_decisions`.
+        sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
+        make_engine: by default an engine, a checked one if the environment asks for validation.
+        observers: observers of the first rank's tasks.
         recorder: keeps the tasks of all ranks, for a trace.
-        steps: how many steps to run; by default all of the batch.
+        steps: number of steps to run; by default all of the batch.
         age: decode steps that the KV cache already holds when decoding begins.
 
     Attributes:
@@ -77,7 +77,7 @@ class VirtualRun:
         return self._driver.now
 
     def run(self) -> list[list[list[int]]]:
-        """Generate all tokens; returns those of each rank, by request. A run is used up afterwards.
+        """Generate all tokens; returns those of each rank, by request. A run can only run once.
 
         Raises:
             the first error of a policy or a task.
