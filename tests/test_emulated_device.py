@@ -16,7 +16,7 @@ import torch
 import moesched
 from moesched.cli.main import main
 from moesched.devices.emulated.device import EmulatedDevice
-from moesched.devices.emulated.dilated_clock import DilatedClock
+from moesched.devices.emulated.dilated_clock import DilatedClock, Pace
 from moesched.devices.emulated.dilation import least_dilation
 from moesched.devices.emulated.rehearsal import Rehearsed, rehearse
 from moesched.devices.torch.device import TorchDevice
@@ -29,7 +29,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
-from moesched.runs.outcome import Report
+from moesched.runs.outcome import Dilations, Report
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
@@ -292,6 +292,16 @@ def test_the_clock_stands_until_it_runs_and_does_not_jump_when_its_pace_changes(
     assert before <= (perf_counter_ns() - start) / 1000
     clock.run(10.0)
     assert before <= clock.now() <= (perf_counter_ns() - start) / 10
+
+
+def test_the_pace_is_that_of_decode_from_the_last_prompt_on() -> None:
+    clock = DilatedClock()
+    pace = Pace(clock, Dilations(prefill=8.0, decode=2.0), prompts=2)
+    dilations = [clock.dilation]
+    for _ in range(2):
+        pace.count_prefilled()
+        dilations.append(clock.dilation)
+    assert dilations == [8.0, 8.0, 2.0]
 
 
 def test_a_wait_lasts_as_long_as_the_clock_says() -> None:
