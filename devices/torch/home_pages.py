@@ -19,20 +19,23 @@ class HomePages:
         self._reader = reader
         self._bytes: dict[int, Tensor] = {}
 
-    def __contains__(self, page: Page) -> bool:
-        return page.id in self._bytes
-
     def __getitem__(self, page: Page) -> Tensor:
         return self._bytes[page.id]
+
+    def get(self, page: Page) -> Tensor | None:
+        """The bytes of a page; None where it is not here."""
+        return self._bytes.get(page.id)
 
     def begin(self, plan: Plan) -> None:
         """Let go of pages that are not at home in this plan, and read those that are and are not here yet."""
         self.retain(pages := _at_home(plan))
-        self._bytes |= {page.id: read_page(self._reader, page) for page in pages if page not in self}
+        self._bytes |= {
+            page.id: read_page(self._reader, page) for page in pages if page.id not in self._bytes
+        }
 
     def retain(self, pages: Iterable[Page]) -> None:
         """Let go of all pages but these."""
-        self._bytes = {page.id: self[page] for page in pages if page in self}
+        self._bytes = {page.id: self[page] for page in pages if page.id in self._bytes}
 
 
 def read_page(reader: PageReader, page: Page) -> Tensor:

@@ -56,10 +56,10 @@ class HostSide:
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
             target = self._store.bytes(slot)
-            if source is None and page not in self._store.home:
+            held = self._store.home.get(page) if source is None else self._store.bytes(source)
+            if held is None:
                 self._read_into(target, page)
                 continue
-            held = self._store.home[page] if source is None else self._store.bytes(source)
             nbytes = self._store.reader.bytes_in_slot(page)
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 

@@ -97,7 +97,7 @@ class WeightStore:
     def load(self, task: PageTransfer) -> None:
         """Bring in pages that stay."""
         for page, slot in zip(task.pages, task.slots, strict=True):
-            if slot.memory != self._host or page not in self.home:
+            if slot.memory != self._host or self.home.get(page) is None:
                 self._resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
