@@ -150,7 +150,7 @@ class Device(Protocol):
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind of each lane by name; lanes that are left out are worker threads. Constant for a batch."""
+        """The kind of each lane by name; lanes that are not listed are worker threads. Constant for a batch."""
 
     @property
     def streams(self) -> Streams | None:

@@ -98,7 +98,7 @@ def test_a_line_that_is_no_prompt_is_told_and_costs_no_other(
     wanted = ("run", text_model, "--policy", "resident", "--max-new-tokens", 2, "--json")
     said = command(*wanted, "--prompts", file)
     assert said.json["tokens"] == command(*wanted, "--prompt-ids", "1;3").json["tokens"]
-    assert re.fullmatch(r"moesched: .*prompts\.jsonl:2: [^\n]*left out[^\n]*\n", said.err)
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:2: [^\n]*skipped[^\n]*\n", said.err)
     assert said.code == 2
     file.write_text('{"prompt_ids": [2}\n')
     refused(command(*wanted, "--prompts", file), r"prompts\.jsonl:1: ")

@@ -55,7 +55,7 @@ def test_a_file_of_prompts_is_a_workload(command: Any, no_text: Path, tmp_path: 
     file.write_text(file.read_text() + "{\n")
     partly = command(*wanted, "--gen", 2, "--json")
     assert (partly.code, partly.json["step_seconds"]) == (2, whole.json["step_seconds"])
-    assert re.fullmatch(r"moesched: .*prompts\.jsonl:3: [^\n]*left out[^\n]*\n", partly.err)
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:3: [^\n]*skipped[^\n]*\n", partly.err)
 
 
 def test_padded_requests_of_several_batches_are_traced_and_printed(command: Any, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ async def assign_what_was_not_routed(step: Step, routed: Mapping[int, int]) -> N
 
 def test_an_expert_that_nothing_was_routed_to_cannot_be_assigned() -> None:
     case = msgspec.structs.replace(NODES, prompts=(1,), top_k=1)
-    with pytest.raises(PolicyError, match=r"no token was routed to E\d: leave it out, or warm_expert"):
+    with pytest.raises(PolicyError, match=r"no token was routed to E\d: omit it, or use warm_expert"):
         run_case([Scripted(assign_what_was_not_routed) for _ in range(2)], case)
 
 

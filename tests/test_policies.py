@@ -368,7 +368,7 @@ class Loads:
 @pytest.mark.parametrize(
     ("role", "loads", "says"),
     [
-        ("accelerator", [(0, 0)], "load_kv: the KV cache lives on the accelerator: leave it out"),
+        ("accelerator", [(0, 0)], "load_kv: the KV cache lives on the accelerator: omit it"),
         ("host", [(0, 0), (0, 1), (1, 0)], r"all 2 slots .* taken: call attention for one of them first"),
         ("host", [(0, 0)], "cpu_attention: L0 mb0 was loaded by load_kv: use attention"),
         ("host", [(3, 0)], "load_kv: the model has no L3: its layers are L0 to L2"),

@@ -225,7 +225,7 @@ def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
     said = command("profile-routing", model, "--prompts", prompts, "--max-new-tokens", NEW_TOKENS)
     assert said.code == 2
     assert "28 tokens" in said.out
-    assert re.fullmatch(r"moesched: .*prompts\.jsonl:5: [^\n]*left out[^\n]*\n", said.err)
+    assert re.fullmatch(r"moesched: .*prompts\.jsonl:5: [^\n]*skipped[^\n]*\n", said.err)
 
 
 @pytest.mark.parametrize(

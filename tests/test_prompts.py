@@ -75,7 +75,7 @@ def test_lines_that_are_no_prompts_are_left_out_where_somebody_is_told(tmp_path:
     told: list[str] = []
     assert read_prompts(file, told.append) == ["a", [1, 2]]
     (line,) = told
-    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are not prompts either; they are left out", line)
+    assert re.search(r"prompts\.jsonl:3: .*; lines 5, 6 are not prompts either; they are skipped", line)
 
 
 def test_a_file_without_one_good_line_is_refused_whoever_is_told(tmp_path: Path) -> None:

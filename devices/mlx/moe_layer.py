@@ -32,7 +32,7 @@ class MlxMoELayer:
 
     Args:
         weights: the arrays that a view shows.
-        observer: is told which experts are chosen; None if nobody observes.
+        observer: receives the chosen experts; None for no observer.
         first_request: number of requests in the batches before.
     """
 

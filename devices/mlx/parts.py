@@ -35,7 +35,7 @@ def parts_of(
     """The parts of a batch, with memory for its KV cache; on the device's thread.
 
     Args:
-        observer: is told which experts are chosen; None if nobody observes.
+        observer: receives the chosen experts; None for no observer.
         transport: to the other nodes; None on a single one.
         logits: takes the logits of every step; None to forget them.
         first_bad: names the first weight that is not finite.

@@ -61,7 +61,7 @@ class MlxWeights:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self._allocate((), ())
         self.globals = {}
 

@@ -160,7 +160,7 @@ class _FreeBlocks:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """One more user of blocks that somebody has; they are free when all have given them back."""
+        """Add a user to blocks that are in use; they are free when all users have released them."""
         self._further_users.update(blocks)
 
     def give_back(self, blocks: list[int]) -> None:

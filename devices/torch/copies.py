@@ -1,7 +1,7 @@
 """Copies between the host and an accelerator that do not make the host wait: by way of page-locked memory.
 
 A copy from or to ordinary memory holds up the thread that asks for it until its stream has come so far. Page-locked
-memory comes from torch's own cache, which gives a piece to somebody else only after the copies that use it.
+memory comes from torch's own cache, which reuses a piece only after the copies that use it.
 """
 
 from __future__ import annotations

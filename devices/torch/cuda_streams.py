@@ -73,7 +73,7 @@ class CudaStreams:
         return self._unused.pop() if self._unused else _timed_event()
 
     def _remember(self, number: int, issued: CudaTask) -> None:
-        """Let go of the oldest task instead; a stream that waits for one of its events may do so all the same."""
+        """Forget the oldest task instead; a stream may still wait for one of its events."""
         self._forget(number)  # of a run before
         self._issued[number] = issued
         if len(self._issued) > REMEMBERED:
@@ -95,7 +95,7 @@ class CudaTask:
 
     Attributes:
         start, end: events around it.
-        was_read: whether its span was asked for, so that nobody needs its events' times any more.
+        was_read: whether its span was read, so that the times of its events are no longer needed.
     """
 
     def __init__(

@@ -27,14 +27,14 @@ class HomePages:
         return self._bytes.get(page.id)
 
     def begin(self, plan: Plan) -> None:
-        """Let go of pages that are not at home in this plan, and read those that are and are not here yet."""
+        """Free pages that are not at home in this plan, and read those at home that are not in memory yet."""
         self.retain(pages := _at_home(plan))
         self._bytes |= {
             page.id: read_page(self._reader, page) for page in pages if page.id not in self._bytes
         }
 
     def retain(self, pages: Iterable[Page]) -> None:
-        """Let go of all pages but these."""
+        """Free all pages but these."""
         self._bytes = {page.id: self[page] for page in pages if page.id in self._bytes}
 
 

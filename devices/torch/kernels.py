@@ -111,7 +111,7 @@ def project_qkv(
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
     turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles)
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
-    q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # which lets go of all that they are parts of
+    q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # copies, so that the whole can be freed
     return q_THd, k_TKd, v_TKd
 
 

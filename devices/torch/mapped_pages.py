@@ -76,7 +76,7 @@ class MappedPages:
         self._shown.clear()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self.hide()
         self._views.clear()
         self._files.clear()

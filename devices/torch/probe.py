@@ -27,7 +27,7 @@ MOST_COPIES = 128
 
 
 class TorchProbe:
-    """Operations to be timed by somebody else. Each call of what a method gives back is one operation.
+    """Operations for a calibration to time. Each method returns a callable that performs one operation.
 
     Weights and caches are cold, as they are in a model: every call takes another copy of them.
 

@@ -32,7 +32,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Iterable[Page]) -> int:
-        """Let go of all pages but these; returns how many of them are not here yet."""
+        """Free all pages but these; returns the number of these that are not in memory yet."""
         wanted = {page.id for page in pages}
         self._pages = {number: weights for number, weights in self._pages.items() if number in wanted}
         return len(wanted) - len(self._pages)
@@ -62,7 +62,7 @@ class ResidentPages:
             self.close()
 
     def close(self) -> None:
-        """Let go of the staging memory and the threads; pages under way are lost."""
+        """Free the staging memory and the threads; pages in transfer are lost."""
         self._threads.shutdown(cancel_futures=True)
         self._free.clear()
         self._busy.clear()

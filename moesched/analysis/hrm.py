@@ -214,8 +214,8 @@ def layer_time(
 ) -> LayerTime:
     """One layer of a decode step, attention and FFN (Eqs. 12 to 14).
 
-    The link carries the experts' weights and the cache that the upper level needs and does not hold, and what the
-    lower level computed. As in the paper, projections are left out.
+    The link carries the experts' weights and the cache that the upper level needs and does not hold, and what the lower
+    level computed. As in the paper, projections are omitted.
 
     Args:
         context: tokens in the cache of each request.

@@ -118,8 +118,8 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
     Other fields are ignored, blank lines skipped.
 
     Args:
-        tell: called once, with a message that names the lines that are not prompts; these are left out. Without it,
-            such a file is refused.
+        tell: called once, with a message that names the malformed lines, which are skipped. Without it, such a file is
+            refused.
 
     Raises:
         BadInput: the file cannot be read, holds no prompt, or, without `tell`, has a line that is not a prompt; the
@@ -142,19 +142,19 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
     if not prompts:
         raise BadInput(f'{path} holds no prompts: write one {{"prompt": "..."}} a line')
     if broken and tell is not None:
-        tell(_left_out(broken))
+        tell(_skipped(broken))
     return prompts
 
 
-def _left_out(broken: Mapping[int, BadInput]) -> str:
-    """A message that names the lines left out, and the problem of the first."""
+def _skipped(broken: Mapping[int, BadInput]) -> str:
+    """A message that names the skipped lines, and the problem of the first."""
     first, *others = broken
     rest = ""
     if others:
         named = ", ".join(map(str, others[:_NAMED_LINES]))
         more = f" and {len(others) - _NAMED_LINES} more" if len(others) > _NAMED_LINES else ""
         rest = f"; lines {named}{more} are not prompts either"
-    return f"{broken[first]}{rest}; they are left out, and the other prompts run"
+    return f"{broken[first]}{rest}; they are skipped, and the other prompts run"
 
 
 def _read_line(where: str, line: bytes) -> Prompt:

@@ -70,7 +70,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_bytes: what it took of each memory.
-        clock_ahead_seconds: by how much its clock was ahead of the launcher's; None where nobody could ask.
+        clock_ahead_seconds: seconds that its clock was ahead of the launcher's; None if it was not measured.
         clock_error_seconds: by how much that may be wrong.
         lost: why it was there no more at the end; None where it was.
     """

@@ -125,7 +125,7 @@ class Slot(Block):
         self.views: list[View[Any]] = []
 
     def forget(self) -> None:
-        """Let go of the tasks and views that used the slot."""
+        """Drop the tasks and views that used the slot."""
         self.writer = None
         self.readers.clear()
         self.views.clear()

@@ -30,7 +30,7 @@ def ownership_problem(
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():
         if expert not in routed:
-            return f"no token was routed to E{expert}: leave it out, or warm_expert"
+            return f"no token was routed to E{expert}: omit it, or use warm_expert"
         if not 0 <= node < len(placement):
             return f"E{expert} is given to node {node}, and nodes go from 0 to {len(placement) - 1}"
         if expert not in placement[node]:

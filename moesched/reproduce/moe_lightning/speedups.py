@@ -92,7 +92,7 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
 
 
 def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
-    """A system with the sizes that somebody chooses."""
+    """A system with given sizes."""
     if sizes_by == PLANNER:
         return planned(setting, SYSTEMS[system].policy)
     if sizes_by == ONE:

@@ -70,7 +70,7 @@ class AttentionVerbs(Verbs):
         kv = batch.kv
         if not self.index or kv.on_accelerator:
             where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
-            raise PolicyError(f"load_kv: {where}: leave it out")
+            raise PolicyError(f"load_kv: {where}: omit it")
         if layer in kv.loaded:
             raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
         stage = state.stage_of[layer]

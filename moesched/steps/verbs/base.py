@@ -158,8 +158,8 @@ class Verbs:
         """The error of a verb whose micro-batch is elsewhere."""
         if not self.attends and verb.elsewhere is None:
             return OutOfOrder(
-                f"{verb.name}: node {self.node} does not attend, as the plan is centralised: leave it out where not "
-                "step.attends"
+                f"{verb.name}: node {self.node} does not attend, as the plan is centralised: call it only "
+                "if step.attends"
             )
         about = f"L{layer}, mb{batch.index}" if verb.in_layer else f"mb{batch.index}"
         if verb.when == "unsaved":

@@ -67,9 +67,7 @@ class ExpertVerbs(Verbs):
         batch = self._at(ASSIGN, layer, micro_batch)
         placement = self._state.plan.nodes.placement
         if not placement:
-            raise PolicyError(
-                "assign: the plan places no experts on nodes: leave it out, or call place_experts"
-            )
+            raise PolicyError("assign: the plan places no experts on nodes: omit it, or call place_experts")
         routing, routed = batch.routing, batch.routing.decision
         if routed is None or routed.state != DONE:
             raise OutOfOrder(f"assign: await route({layer}, {micro_batch}) before")

@@ -18,13 +18,13 @@ A policy schedules a step with verbs. Each one checks the progress of its micro-
 layer a micro-batch takes one of these ways:
 """
 _VERBS = """\
-Verbs that leave the progress as it is may be called while the micro-batch is there. `offload_kv` has to be called
-before the next layer's `pre_attention`. On a machine with one memory the verbs that copy have nothing to do.
+A verb that does not change the progress may be called while the micro-batch has the progress that it needs. Call
+`offload_kv` before the next layer's `pre_attention`. On a machine with one memory, the verbs that copy do nothing.
 """
 _DATA = """\
-The engine works out the edges between tasks from these blocks. `weights` are the pages of the layer or the expert,
-`outputs` are those of all experts, and `room` is there where a plan limits the micro-batches within a layer. Nodes
-without attention, in a centralised plan, have only the verbs that are marked.
+The engine derives the edges between tasks from these blocks. `weights` are the pages of the layer or the expert,
+`outputs` are those of all experts, and `room` exists only if the plan limits the micro-batches within a layer.
+Nodes without attention, in a centralised plan, have only the marked verbs.
 """
 
 _WHEN = {

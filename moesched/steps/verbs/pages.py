@@ -59,7 +59,7 @@ class PageVerbs(Verbs):
                 self._state.engine.promote(slot.writer, DEMAND)
 
     def cancel(self, pages: Sequence[Page], pool: Pool) -> bool:
-        """Give up pages that nobody uses and whose transfer has not started: it is cancelled, and moves no bytes.
+        """Cancel the transfer of unused pages, if it has not started; it then moves no bytes.
 
         Returns:
             whether that is so. Otherwise nothing has changed, and `evict` gives them up.
