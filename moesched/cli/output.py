@@ -120,7 +120,7 @@ def print_report(report: JobReport) -> None:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """Where the KV cache is, in words."""
+    """The place of the KV cache, in words."""
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
