@@ -69,7 +69,7 @@ def begin(tasks: Sequence[Task]) -> int:
 
 
 def told(name: str, policy: Any, tasks: Sequence[Task]) -> list[str]:
-    """What ran when, in milliseconds from the router's answer on."""
+    """Tasks with their starts and ends, in milliseconds since the router's answer."""
     start = begin(tasks)
     lines = [f"{name}: the layer ends after {(max(t.end for t in tasks) - start) / 1e6:.1f} ms"]
     for task in tasks:

@@ -20,7 +20,7 @@ STEPS = 6
 def generated(
     directory: Path, dtype: str = "float32", page_bytes: int | None = None, kind: Any = TorchDevice
 ) -> Generated:
-    """What the policy without transfers generates from prompts of mixed length, on a kind of device."""
+    """Tokens of the policy without transfers, for prompts of mixed length, on a kind of device."""
     checkpoint = open_checkpoint(directory)
     device = kind(checkpoint, weight_layout(checkpoint.config, dtype, page_bytes), keep_logits=True)
     prompts = prompts_of(checkpoint.config.vocabulary)

@@ -1,4 +1,4 @@
-"""What a command came to, and how a refusal looks."""
+"""The result of a command, and the form of a refusal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RUN_KEYS = {
     "policy",
     "plan",
 }
-"""What the JSON of every run and simulation has."""
+"""Keys in the JSON of every run and simulation."""
 
 SIMULATE = ("simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--workload", "mtbench")
 
 
 class Said(NamedTuple):
-    """What a command came to."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str

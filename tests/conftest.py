@@ -1,4 +1,4 @@
-"""What all tests share: no network, reproducible property tests, GPU tests only where there is a GPU, commands."""
+"""Settings and fixtures of all tests: no network, reproducible property tests, GPU tests where there is a GPU."""
 
 from __future__ import annotations
 

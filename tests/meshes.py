@@ -75,14 +75,14 @@ def closing(transports: Iterable[Transport]) -> Iterator[list[Any]]:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls on threads of their own return or raise."""
+    """Results or errors of calls, each on a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in calls]
         return [each.exception(PATIENCE_SECONDS) or each.result() for each in running]
 
 
 def sums(transports: Sequence[Transport], exchange: Exchange = FIRST, part: Any = ONE) -> list[Any]:
-    """What each rank's all-reduce returns or raises."""
+    """Result or error of each rank's all-reduce."""
     return at_once(*(partial(each.all_reduce, rank, exchange, part) for rank, each in enumerate(transports)))
 
 

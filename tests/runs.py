@@ -84,7 +84,7 @@ def make_plan(
 
 
 def about(plan: Plan, policy: Policy, driver: str) -> About:
-    """What a test's run is of."""
+    """Model, machine and batch of a test's run."""
     return About(
         driver="virtual" if driver == "virtual" else "realtime",
         policy=type(policy).__name__,

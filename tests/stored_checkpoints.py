@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,54 +43,46 @@ class Stored:
         mark = bytes([len(self.tensors) % 251 + 1])
         self.tensors[name] = (self.dtype, list(shape), mark * (math.prod(shape) * self.item))
 
-    def add_globals(self) -> None:
+    def layers(self) -> Iterator[str]:
+        """Add all but the experts; the names of each layer's tensors begin with what is yielded for it."""
         self.add("model.embed_tokens.weight", 11, 6)
         self.add("model.norm.weight", 6)
         self.add("lm_head.weight", 11, 6)
-
-    def add_attention(self, layer: int) -> None:
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            self.add(f"{prefix}{norm}.weight", 6)
-        for name, shape in {"q": (12, 6), "k": (4, 6), "v": (4, 6), "o": (6, 12)}.items():
-            self.add(f"{prefix}self_attn.{name}_proj.weight", *shape)
+        for prefix in ("model.layers.0.", "model.layers.1."):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                self.add(f"{prefix}{norm}.weight", 6)
+            for name, shape in {"q": (12, 6), "k": (4, 6), "v": (4, 6), "o": (6, 12)}.items():
+                self.add(f"{prefix}self_attn.{name}_proj.weight", *shape)
+            yield prefix
 
 
 def published(dtype: str = "F32") -> Stored:
     """A tensor for each expert, as in published Mixtral checkpoints."""
     stored = Stored(dtype)
-    stored.add_globals()
-    for layer in range(2):
-        stored.add_attention(layer)
-        prefix = f"model.layers.{layer}.block_sparse_moe."
-        stored.add(prefix + "gate.weight", 3, 6)
+    for prefix in stored.layers():
+        stored.add(prefix + "block_sparse_moe.gate.weight", 3, 6)
         for expert in range(3):
             for name, shape in {"w1": (5, 6), "w2": (6, 5), "w3": (5, 6)}.items():
-                stored.add(f"{prefix}experts.{expert}.{name}.weight", *shape)
+                stored.add(f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight", *shape)
     return stored
 
 
 def fused() -> Stored:
     """All experts of a layer in one tensor, as Hugging Face keeps them in memory."""
     stored = Stored()
-    stored.add_globals()
-    for layer in range(2):
-        stored.add_attention(layer)
-        prefix = f"model.layers.{layer}.mlp."
-        stored.add(prefix + "gate.weight", 3, 6)
-        stored.add(prefix + "experts.gate_up_proj", 3, 10, 6)
-        stored.add(prefix + "experts.down_proj", 3, 6, 5)
+    for prefix in stored.layers():
+        stored.add(prefix + "mlp.gate.weight", 3, 6)
+        stored.add(prefix + "mlp.experts.gate_up_proj", 3, 10, 6)
+        stored.add(prefix + "mlp.experts.down_proj", 3, 6, 5)
     return stored
 
 
 def dense() -> Stored:
     """A Llama or Mistral."""
     stored = Stored()
-    stored.add_globals()
-    for layer in range(2):
-        stored.add_attention(layer)
+    for prefix in stored.layers():
         for name, shape in {"gate": (5, 6), "up": (5, 6), "down": (6, 5)}.items():
-            stored.add(f"model.layers.{layer}.mlp.{name}_proj.weight", *shape)
+            stored.add(f"{prefix}mlp.{name}_proj.weight", *shape)
     return stored
 
 

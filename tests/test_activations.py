@@ -1,4 +1,4 @@
-"""What micro-batches have within a layer: rooms that prefill shares, and the bytes that a plan counts for them."""
+"""Activations of micro-batches within a layer: rooms that prefill shares, and the bytes that a plan counts."""
 
 from __future__ import annotations
 

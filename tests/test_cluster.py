@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(models: Path) -> dict[str, list[list[int]]]:
-    """What one process generates."""
+    """Tokens that one process generates."""
     return {
         name: moesched.run_model(
             models / name, PROMPTS, policy="resident", max_new_tokens=NEW_TOKENS, batch_size=3

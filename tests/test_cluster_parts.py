@@ -1,4 +1,4 @@
-"""What a launcher decides with: tokens that are left, clocks, slow nodes, who may join, what is a message."""
+"""Parts of a launcher: tokens left to generate, clocks, slow nodes, admission, messages."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def ran(machine: Machine, micro_batch_size: int = 2, **settings: Any) -> tuple[A
 
 
 def algorithm_1(at_gpu: frozenset[tuple[int, int]], machine: Machine, task: Task) -> str:
-    """Where the paper has an expert run."""
+    """The processor that the paper runs an expert on."""
     s = task.work.tokens
     if (task.layer, task.expert) in at_gpu:
         return "gpu"

@@ -1,4 +1,4 @@
-"""What passes between the tasks of a measured run: recorded, kept in the trace, and counted by a replay as means."""
+"""Time between the tasks of a measured run: recorded, kept in the trace, and counted by a replay as means."""
 
 from __future__ import annotations
 

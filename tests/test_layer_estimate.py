@@ -1,4 +1,4 @@
-"""What twiddler_makespan expects of a layer is what the layer takes, with lanes that share memories."""
+"""A layer takes the time that twiddler_makespan expects, with lanes that share memories."""
 
 from __future__ import annotations
 

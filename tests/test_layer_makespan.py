@@ -1,4 +1,4 @@
-"""Where a layer's experts run so that it ends first: against all choices there are, and in whole runs."""
+"""The earliest end of a layer: its choice of processors against all possible choices, and in whole runs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class SameForAll:
 
 
 def first_layer(policy: str, routing: Routing, machine: str = "rtx6000") -> list[Task]:
-    """What an expert of layer 0 takes part in, in one decode step."""
+    """Tasks of an expert of layer 0 in one decode step."""
     ended = Ended()
     made = make_policy(policy, {"experts": TABLE_1[machine]})
     plan = plan_run(load_machine(machine), MIXTRAL, split_batch([4], 2, 1), made)

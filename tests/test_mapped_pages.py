@@ -171,7 +171,7 @@ def test_a_file_that_was_cut_short_is_told_before_it_is_used(checkpoint: Checkpo
 
 
 def mapped_bytes(directory: Path) -> int:
-    """What this process has mapped of the files in a folder, by its page tables."""
+    """Bytes of a folder's files that this process has mapped, by its page tables."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:

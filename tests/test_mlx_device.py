@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mlx_lm_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
-    """What mlx-lm's own class makes of a prompt: (T, V), float32."""
+    """Logits of mlx-lm's own class for a prompt: (T, V), float32."""
     config = json.loads((directory / "config.json").read_text())
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))

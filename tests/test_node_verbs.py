@@ -73,7 +73,7 @@ def run_case(policies: list[Any], case: Case = NODES) -> list[list[int]]:
 
 
 def refusal(script: Script, **options: Any) -> str:
-    """What a schedule is refused with, at the policy's own line."""
+    """Refusal of a schedule, raised at the policy's own line."""
     with pytest.raises(PolicyError) as caught:
         run_case([Scripted(script, **options) for _ in range(2)])
     assert any(Path(entry.path).name == Path(__file__).name for entry in caught.traceback)
@@ -140,7 +140,7 @@ async def run_another_node_s(step: Step, routed: Mapping[int, int]) -> None:
 
 
 async def run_own(step: Step, routed: Mapping[int, int]) -> None:
-    """What a policy is to do."""
+    """Assign each routed expert to its owner, and run this node's own."""
     owners = owners_of(routed)
     step.assign(0, 0, owners)
     for expert, node in owners.items():

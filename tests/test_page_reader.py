@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def stored(directory: Path) -> Tensors:
-    """What safetensors itself reads, by published name; copied, since it maps files that tests write anew."""
+    """Tensors as safetensors reads them, by published name; copied, since it maps files that tests write anew."""
     files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
     return {name: tensor.clone() for file in files for name, tensor in file.items()}
 

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(model: Path) -> RoutingTrace:
-    """What the prompts and their generated tokens chose."""
+    """Experts that the prompts and their generated tokens chose."""
     return profile_routing(model, PROMPTS, max_new_tokens=NEW_TOKENS).trace
 
 

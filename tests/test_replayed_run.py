@@ -197,7 +197,7 @@ def recorded(
     policy: Callable[[Engine], object] | Callable[[Engine], Coroutine[Task, Any, None]],
     discipline: Discipline = "ready_first",
 ) -> Recording:
-    """What a policy by hand does on two lanes on the virtual clock."""
+    """Tasks of a hand-written policy on two lanes of the virtual clock."""
     engine = Engine([Lane("gpu", discipline), Lane("copies", discipline)])
     recorder = Recorder()
     recorder.watch(engine)
@@ -245,12 +245,12 @@ def by_number(recording: Recording) -> dict[int, tuple[int, int]]:
 
 
 def lengths(recording: Recording) -> dict[int, int]:
-    """How long each task took, by its number."""
+    """Duration of each task, by its number."""
     return {each.id: each.end - each.start for each in recording.slices}
 
 
 def edges(recording: Recording) -> set[tuple[int, int]]:
-    """Who waited for whom, by number."""
+    """Numbers of the tasks that each task waited for, by its number."""
     return {
         (recording.slices[producer].id, each.id)
         for each, producers in zip(recording.slices, recording.producers, strict=True)

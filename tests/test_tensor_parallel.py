@@ -215,7 +215,7 @@ def slices_of(policy: Any) -> list[Slice]:
 
 
 def verbs_of(slices: list[Slice], *, step: int, layer: int) -> list[str]:
-    """What ran for the first micro-batch, in program order, but for transfers."""
+    """Tasks of the first micro-batch in program order, without transfers."""
     of_layer = [
         each for each in slices if (each.step, each.task.layer, each.task.micro_batch) == (step, layer, 0)
     ]

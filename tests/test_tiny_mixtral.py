@@ -42,7 +42,7 @@ def loaded() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def figures() -> Any:
-    """What the script measured when it trained the model."""
+    """Figures that the script measured when it trained the model."""
     return json.loads((MODEL / "training.json").read_text())
 
 

@@ -130,7 +130,7 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
 
 
 def token_by_token(model: Reference, tokens: list[int]) -> Tensor:
-    """What follows each of the tokens: (T, V)."""
+    """Logits after each token: (T, V)."""
     cache = model.cache()
     cache.table.open(0)
     return torch.cat([model.logits(cache, [0], [[token]]) for token in tokens])

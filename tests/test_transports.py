@@ -81,7 +81,7 @@ def nccl_on_a_group_of_gloo(folder: Path) -> Make:
 
 
 class Gathering:
-    """What mx.distributed promises, between threads: a group, and an all-gather that waits for all ranks."""
+    """The promises of mx.distributed, between threads: a group, and an all-gather that waits for all ranks."""
 
     def __init__(self, rank: int, ranks: int, meeting: threading.Barrier, parts: dict[int, Any]) -> None:
         self._group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)

@@ -270,7 +270,7 @@ def test_a_process_that_hangs_is_missed_by_its_heartbeat() -> None:
 
 
 def test_an_exchange_that_ended_before_a_rank_left_counts(tmp_path: Path) -> None:
-    """What was sent is read, though the connection is gone by then."""
+    """A sent message is read although its connection has closed since."""
     part = np.ones((400, 1000), np.float32)
     with closing(mesh_of(sockets_in(tmp_path, 2))) as (first, second):
         second.gather(1, FIRST, part, 0)

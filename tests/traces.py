@@ -77,7 +77,7 @@ def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
 
 
 def timetable(recording: Recording) -> list[tuple[int, str, str, int, int, int]]:
-    """Which task ran where and when."""
+    """The lane, start and end of each task."""
     return sorted(
         (each.id, each.task.label, each.lane.name, each.step, each.start, each.end)
         for each in recording.slices

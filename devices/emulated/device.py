@@ -97,7 +97,7 @@ class EmulatedDevice:
 
     @property
     def streams(self) -> None:
-        """There are none."""
+        """None: this device has no streams."""
 
     @property
     def logits(self) -> list[tuple[tuple[int, ...], Tensor]]:

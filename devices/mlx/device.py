@@ -56,7 +56,6 @@ class MlxDevice:
         keep_logits: bool = False,
         direct: bool = True,
     ) -> None:
-        self.config = checkpoint.config
         self.layout = layout
         self.logits: Logits = []
         self._keep_logits = keep_logits
@@ -90,7 +89,7 @@ class MlxDevice:
 
     @property
     def streams(self) -> None:
-        """There are none."""
+        """None: this device has no streams."""
 
     @property
     def bytes_read(self) -> int:
@@ -117,7 +116,7 @@ class MlxDevice:
         """
         if plan.batch.beams > 1:
             raise BadInput("device mlx has no beam search: use --beams 1, or --device torch")
-        check_token_ids(prompts, self.config.vocabulary)
+        check_token_ids(prompts, self.layout.config.vocabulary)
         self._thread.call(self._begin, plan, prompts, sampling)
 
     def execute(self, task: Task) -> Any:

@@ -67,11 +67,7 @@ class MlxNodeSide:
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
-        choices, told_TX = self._top_k, mx.array(routed_TX)
-        x_TD, experts_Tk, weights_Tk = (
-            told_TX[:, : -2 * choices],
-            told_TX[:, -2 * choices : -choices],
-            told_TX[:, -choices:],
-        )
+        width = routed_TX.shape[-1] - 2 * self._top_k
+        x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
         return self._moe.give_rows(self._batches[task.micro_batch], routed)

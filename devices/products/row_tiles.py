@@ -16,7 +16,7 @@ from .bfloat16_support import has_bfloat16
 TILE = 16
 """The rows of one tile of AMX. Below it, shapes are few."""
 CODE_BYTES = 56_000_000
-"""What the code for the shapes of a run was measured to take, where there are bfloat16 instructions."""
+"""Measured bytes of oneDNN's code for the shapes of a run, on processors with bfloat16 instructions."""
 
 Tensor = torch.Tensor
 

@@ -97,7 +97,7 @@ class BlockTable:
         Full blocks are shared; of a partly filled one every heir but the first gets a copy.
 
         Returns:
-            The copies to be made before a heir is written to.
+            The copies to be made before an heir is written to.
 
         Raises:
             OutOfBlocks: there are not enough for the copies.

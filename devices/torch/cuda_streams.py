@@ -20,7 +20,7 @@ _UNTYPED: Any = torch.cuda
 """torch gives the constructors of streams and events no types."""
 
 REMEMBERED = 4096
-"""How many tasks' events are kept: more than can be in flight, so that a later task finds the events it waits for."""
+"""Number of tasks whose events are kept. More than can be in flight: a later task finds the events it waits for."""
 
 
 class CudaStreams:

@@ -21,10 +21,10 @@ from .mapped_pages import MappedPages
 from .resident_pages import ResidentPages, Weights
 
 MOST_ARRANGING = 3
-"""How many threads rearrange the pages that stay while they are read; more find no more memory bandwidth."""
+"""Number of threads that rearrange resident pages while these are read. More gain nothing: memory is the limit."""
 
 READS_IN_FLIGHT = 2
-"""How many pages of one transfer are read at a time: a disk that waits for the next read was measured 7 % slower."""
+"""Pages of one transfer that are read at a time. With one, the disk waits between reads: 7 % slower, measured."""
 
 
 class WeightStore:

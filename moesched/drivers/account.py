@@ -220,7 +220,8 @@ class _LaneAccount:
 
     def queue(self, task: Task) -> None:
         """A ready task has this key from now on."""
-        heappush(self.by_key, (task.key, task))
+        if not self.lane.in_order:
+            heappush(self.by_key, (task.key, task))
 
     def problems(self, call: int, *, just_ended: bool) -> list[str]:
         """Rules that the lane breaks after a call; `just_ended`: whether the call ended a task of this lane."""

@@ -26,7 +26,7 @@ PROFILING_POLICY = "expert_streaming"
 """It needs little memory, and keeps as many experts as fit."""
 
 JOIN_SECONDS = 60.0
-"""How long launcher and nodes of a cluster wait for each other at the start."""
+"""Time limit for all nodes of a cluster to join the launcher."""
 
 ROOFLINE_CONTEXT = 512
 """Tokens in the cache, as in Fig. 4 of MoE-Lightning."""

@@ -73,15 +73,15 @@ class Verbs:
         Raises:
             OutOfOrder: it comes too early or too late, or the model has no such layer.
         """
+        if layer not in self.layers:
+            raise OutOfOrder(
+                f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"
+            )
         batch = self._batches[micro_batch]
         if verb.when == "unsaved":
             in_time = batch.kv.unsaved == layer
         else:
             in_time = self._base <= batch.progress <= self._needed[verb.number] + layer * STRIDE
-        if layer not in self.layers:
-            raise OutOfOrder(
-                f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"
-            )
         if not in_time:
             raise self._out_of_order(verb, layer, batch)
         return batch

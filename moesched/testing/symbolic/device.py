@@ -42,7 +42,7 @@ class SymbolicDevice:
 
     @property
     def streams(self) -> None:
-        """There are none."""
+        """None: this device has no streams."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:

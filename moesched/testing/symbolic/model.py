@@ -7,7 +7,6 @@ from hashlib import blake2b
 from random import Random
 
 from moesched.models.config import ModelConfig
-from moesched.requests.batch import Batch
 from moesched.steps.plan import Plan
 
 VOCABULARY = 50_000
@@ -82,20 +81,20 @@ def expected_tokens(plan: Plan) -> list[list[int]]:
     """The tokens that every schedule of a plan must produce, by request: the model, run without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
-        for fresh in _generate(plan, plan.batch, requests):
+        for fresh in _generate(plan, requests):
             for request, token in fresh.items():
                 tokens[request].append(token)
     return tokens
 
 
-def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[dict[int, int]]:
-    layout = plan.layout
+def _generate(plan: Plan, requests: tuple[int, ...]) -> Iterable[dict[int, int]]:
+    layout, batch = plan.layout, plan.batch
     cache = dict.fromkeys(plan.layers, 0)
     held = first_tokens(requests)
     number = batch.micro_batches.index(requests)
     prefill = [(0, chunk) for chunk in plan.chunks.values() if chunk.micro_batch == number]
     for index, chunk in [*prefill, *((index, None) for index in range(1, batch.new_tokens))]:
-        count_ = len(requests) if chunk is None else sum(chunk.tokens)
+        count = len(requests) if chunk is None else sum(chunk.tokens)
         starts = () if chunk is None else chunk.starts
         hidden = embed(held if chunk is None else first_tokens(chunk.requests, starts))
         for i in plan.layers:
@@ -105,7 +104,7 @@ def _generate(plan: Plan, batch: Batch, requests: tuple[int, ...]) -> Iterable[d
             hidden = project_output(i, attend(i, qkv, cache[i]), hidden, dense)
             outputs = [
                 expert(i, e, hidden, symbol("weights", *(page.id for page in layout.expert(i, e))))
-                for e in choose_experts(layout.config, hidden, count_)
+                for e in choose_experts(layout.config, hidden, count)
             ]
             hidden = combine(hidden, outputs)
         ending = requests if chunk is None else chunk.ends
