@@ -1,1 +1,1 @@
-"""Devices: what runs kernels and copies. One folder for each library; found by name through entry points."""
+"""Devices, which run kernels and copies: one folder for each library; found by name through entry points."""

@@ -1,4 +1,4 @@
-"""The engine: turns tasks submitted in program order into a graph, and says which may start.
+"""The engine: builds a graph of the tasks submitted in program order, and starts those that may run.
 
 It has no clock, no threads, no tensors: `submit`, `finish`, `fail` and `cancel` go in, and tasks to start come out in
 `started`, which the driver empties. Edges come from the data (sequential task flow): a task waits for the last
@@ -11,12 +11,12 @@ The states of a task, and the calls that move it between them (`tasks.MOVES` is 
        |                                                  `-(issued)-> issued --(finish, fail)--> ...
        `--(an input failed, or cancel)--> ... --(last edge met)--> cancelled
 
-A task whose input failed or that was cancelled stays `waiting` until everything before it has settled, and only
-then turns `cancelled`: a task that overwrites its storage waits for it, and through it for those that still use it.
-Of the edges to its `followers`, those that carry data pass a failure on; those that only order do not.
+A task that was cancelled, or whose input failed, stays `waiting` until all tasks that it waits for have settled, and
+only then becomes `cancelled`. So a task that overwrites its storage still waits for the earlier users of that storage.
+Edges to `followers` pass a failure on if they carry data, not if they only order.
 
-`finish` and `_settle` run for every task. They are `_next`, `_unblock` and `_enqueue` written out, for speed: a change
-to one of these belongs there too.
+`finish` and `_settle` run for every task. For speed they inline `_next`, `_unblock` and `_enqueue`: change both
+together.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class Engine:
         self.started: list[Task] = []
         """Tasks that took their lane and wait for the driver to run them, oldest first."""
         self.arrived: list[Collective] = []
-        """Collectives that wait for nothing but the other ranks, until the driver `admit`s them."""
+        """Collectives that wait only for the other ranks, until the driver calls `admit`."""
         self.awaited: list[Task] = []
-        """Settled tasks that a policy awaits, which the driver is to resume."""
+        """Settled tasks that the policy awaits; the driver resumes it."""
         self.joined: list[Join] | None = None
-        """The joins, for a trace that draws edges through them; None keeps none."""
+        """Joins, for a trace that draws edges through them; None if they are not recorded."""
         self.awaits: list[tuple[int, int]] | None = None
         """Awaits of the policy, for a trace: the task's id, and the number of tasks submitted by then."""
         self.submit_delays: list[tuple[int, int]] | None = None
-        """Nanoseconds for which the policy made idle lanes wait, for a trace: by the id of the task they waited for."""
+        """Delays of idle lanes by the policy, for a trace: the id of the task they waited for, and nanoseconds."""
         self.submitted = 0
         self.settled = 0
         self.joins = 0
@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def unsettled(self) -> int:
-        """The number of tasks that were submitted and have not settled."""
+        """Number of submitted tasks that have not settled."""
         return self.submitted - self.settled
 
     # -- called by verbs ---------------------------------------------------------------------------
@@ -105,9 +105,9 @@ class Engine:
         after: Sequence[Task] = (),
         transfer_class: int = 0,
     ) -> T:
-        """Add a fresh task behind all that were submitted before; returns it as its own handle.
+        """Add a new task, after all earlier ones in program order; returns it as its own handle.
 
-        It needs the present values of `reads` and leaves new ones in `writes`; a block in both is changed in place. It
+        It reads the current values of `reads` and writes new ones to `writes`; a block in both is changed in place. It
         also waits for the tasks `after`. On a ready-first link a lower `transfer_class` goes first.
 
         Raises:
@@ -164,7 +164,7 @@ class Engine:
             raise self._refusal
 
     def join(self, reads: Sequence[Block], writes: Sequence[Block]) -> Join:
-        """Submit a node that stands for the present values of `reads`: readers of `writes` wait for all of them."""
+        """Submit a node that stands for the current values of `reads`: readers of `writes` wait for all of them."""
         join = self.submit(Join(_NOWHERE, _NO_WORK, "join"), reads, writes)
         self.joins += 1
         if self.joined is not None:
@@ -180,9 +180,9 @@ class Engine:
         return task
 
     def cancel(self, task: Task) -> bool:
-        """Withdraw a task that has not started, and those that read its result; says whether it could be withdrawn.
+        """Cancel a task that has not started, and those that need its result; returns whether it was cancelled.
 
-        A collective that was admitted counts as started, since the other ranks rely on this one's part.
+        An admitted collective counts as started, since the other ranks rely on this one's part.
         """
         started = READY if isinstance(task, Collective) else RUNNING
         if task.state >= started or task.cause is not None:
@@ -207,7 +207,7 @@ class Engine:
     # -- called by drivers -------------------------------------------------------------------------
 
     def finish(self, task: Task, value: object = None) -> None:
-        """A running task ended well. Tasks that may start now are appended to `started`."""
+        """Settle a running task that succeeded. Tasks that may start now are appended to `started`."""
         if value is not None:
             task.value = value
         lane = task.lane
@@ -235,7 +235,7 @@ class Engine:
         self.started.append(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """A running task raised. Tasks that need its result will be cancelled; those that only follow it go on."""
+        """Settle a running task that raised. Tasks that need its result are cancelled; others behind it still run."""
         failure = TaskFailed(self._story(task, error))
         failure.__cause__ = error
         task.cause = failure
@@ -246,14 +246,14 @@ class Engine:
         self._leave(task.lane, task)
 
     def policy_waits(self, task: Task) -> None:
-        """The policy awaits a task that has not settled, and submits nothing more until it has."""
+        """Note that the policy awaits an unsettled task, and submits nothing more until it has settled."""
         if self.awaits is not None:
             self.awaits.append((task.id, self.submitted))
 
     def issued(self, task: Task) -> None:
-        """A stream has taken a running task in: tasks on streams of the same device need wait for it no longer.
+        """Note that a running task is enqueued on its stream: tasks on streams of the same device wait for it there.
 
-        They find in `after` what to wait for on the device. The lane takes its next task while it may run ahead.
+        Their `after` lists what to wait for on the device. The lane starts its next task while it may run ahead.
         """
         lane = task.lane
         task.state = ISSUED
@@ -266,10 +266,10 @@ class Engine:
         self._next(lane)
 
     def admit(self, task: Collective) -> None:
-        """All ranks have arrived at this collective: it may take its lane.
+        """Let a collective take its lane, once all ranks have arrived at it.
 
-        On a ready-first lane it goes before all but earlier admitted ones. That order is the same on all ranks, so
-        no two ranks hold their lanes for different collectives and wait for each other.
+        On a ready-first lane it goes before all tasks except collectives admitted earlier. The order of admission is
+        the same on all ranks, so no two ranks hold their lanes for different collectives and wait for each other.
         """
         if task.cause is not None:
             self._settle(task, CANCELLED)
@@ -280,7 +280,7 @@ class Engine:
         self._enqueue(task)
 
     def halt(self, cause: BaseException) -> None:
-        """Cancel every task that has not started, now and as it becomes ready, but for admitted collectives."""
+        """Cancel all tasks that have not started, now or as they become ready, except admitted collectives."""
         self._halted = cause
         ready = []
         for lane in self.lanes:
@@ -296,7 +296,7 @@ class Engine:
     # -- the state machine -------------------------------------------------------------------------
 
     def _unblock(self, task: Task) -> None:
-        """All edges of a task are met: it is ready, or settles at once."""
+        """Make a task ready, or settle it, once all its edges are met."""
         lane = task.lane
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
@@ -312,7 +312,7 @@ class Engine:
             self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
-        """A ready task takes its lane, or waits for it."""
+        """Start a ready task if its lane is free, or queue it."""
         lane = task.lane
         if lane.in_order:
             if lane.running is None:
@@ -325,7 +325,7 @@ class Engine:
                 self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
-        """Settle a task that ended, after those that it waited for on the device: the host may hear of them later."""
+        """Settle a task that ended, after those it waited for on the device, whose ends the host may learn later."""
         if not wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
 
@@ -338,7 +338,7 @@ class Engine:
             self._settle(task, CANCELLED)
 
     def _leave(self, lane: Lane, task: Task) -> None:
-        """A task is off its lane, where it ran alone, or on a stream that had taken others in behind it."""
+        """Take a task that ended off its lane; on a stream, the next one may have started already."""
         if lane.running is task:
             lane.running = None
         else:
@@ -347,7 +347,7 @@ class Engine:
             self._next(lane)
 
     def _next(self, lane: Lane) -> None:
-        """Start the next task of an idle lane, if it has one that may start."""
+        """Start the next task of an idle lane, if one may start."""
         task = lane.next_task()
         if task is not None:
             self._start(lane, task)
@@ -358,7 +358,7 @@ class Engine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Give a task its last state and tell its followers, through joins and cancelled tasks, without recursion."""
+        """Set a task's final state and release its followers, through joins and cancelled tasks, without recursion."""
         task.state = state
         started = self.started
         at_once: list[Task] = []
@@ -413,7 +413,7 @@ class Engine:
             state = task.state
 
     def _pass_failure(self, task: Task) -> None:
-        """Cancel the tasks that need the result of a failed one, and let those behind it in its lane go on."""
+        """Cancel the tasks that need the result of a failed one, and let those behind it in its lane continue."""
         for other in (task.followers or []) + (task.released or []):
             if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = _cancelled_by(task)
@@ -431,7 +431,7 @@ class Engine:
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Have a new task wait for others whose results it need not have; returns the number that have not settled."""
+    """Order a new task after others whose results it does not need; returns the number that have not settled."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:
@@ -440,7 +440,7 @@ def _follow(task: Task, others: Sequence[Task]) -> int:
 
 
 def _cancelled_by(task: Task) -> BaseException:
-    """The reason why a task that needs the result of `task` cannot run: the first failure or fault is handed on."""
+    """The reason that a task cannot run without the result of `task`: the original failure, if there is one."""
     if isinstance(task.cause, (TaskFailed, PolicyError)):
         return task.cause
     return TaskCancelled(f"cancelled, because {task.label} was")

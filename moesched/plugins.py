@@ -37,7 +37,7 @@ def find(kind: Literal["transports"], name: str) -> type[Transport]: ...
 
 
 def find(kind: Kind, name: str) -> type:
-    """The class of that name, or at `package.module:Class`; the current folder is searched too.
+    """Find the class of that name, or at `package.module:Class`; the current folder is searched too.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
@@ -49,14 +49,14 @@ def find(kind: Kind, name: str) -> type:
     ):
         if not callable(getattr(cls, method, None)):
             raise BadInput(
-                f"{name} is no {_SINGULAR[kind]}: it has no {method}(); see moesched.seams.{seam.__name__}"
+                f"{name} is not a {_SINGULAR[kind]}: it has no {method}(); see moesched.seams.{seam.__name__}"
             )
     found: type = cls
     return found
 
 
 def load(target: str, title: str) -> Any:
-    """The object at `package.module:name`; the current folder is searched too.
+    """Import the object at `package.module:name`; the current folder is searched too.
 
     Args:
         title: names it in the error, such as "policy 'mine'".
@@ -75,7 +75,7 @@ def load(target: str, title: str) -> Any:
 
 
 def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
-    """A policy of that name with its settings.
+    """Make a policy by its name and settings.
 
     Raises:
         BadInput: it does not exist, or does not take one of the settings.
@@ -102,7 +102,7 @@ def _points(kind: Kind) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
-    """The plug-ins of the packages on sys.path. Looking through them opens a file for each package."""
+    """The plug-ins of the packages on `path`, cached: finding them opens a file for each package."""
     return tuple(entry_points(group=f"moesched.{kind}"))
 
 

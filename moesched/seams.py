@@ -1,6 +1,6 @@
-"""The seams: every place where something of yours can be plugged in, with what it promises.
+"""The seams: protocols of everything that can be plugged in, with their promises.
 
-All of them are structural: no base class is needed. Each has a conformance suite that plug-in authors can import.
+All of them are structural: no base class is needed. `moesched.testing` has conformance suites for plug-in authors.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Plans a run and schedules its steps.
 
-    A policy is made anew for each run, with the user's `--set` values as keyword arguments. It submits tasks through
-    the step's verbs in program order and may await their handles, and nothing else. For one with a setting `kv_on_gpu`,
-    the share of the micro-batches whose KV cache stays on the accelerator, from 0 to 1, the planner searches that too.
+    Each run gets a new instance, made with the user's `--set` values as keyword arguments. It submits tasks through the
+    step's verbs in program order, and may await nothing but their handles. If it has a setting `kv_on_gpu`, the share
+    (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner searches that too.
 
-    On a machine with several equal accelerators the model is cut over all of them (tensor parallelism), and a policy
-    sees one, with its share. A policy for anything else declares it on its class: `Pipelined`, `ExpertParallel`.
+    On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
+    policy sees one, with its share. A class for anything else declares it: `Pipelined`, `ExpertParallel`.
     """
 
     def plan(self, plan: Plan) -> None:
-        """Decide where the KV cache lives, which pages stay, which pools the others stream through."""
+        """Declare where the KV cache lives, which pages stay, and which pools the others stream through."""
 
     async def prefill(self, step: Step) -> None:
         """Schedule the prompts, up to and including each micro-batch's `sample`."""
@@ -49,9 +49,9 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Pipelined(Protocol):
-    """A policy class that declares whether it gives each of several accelerators layers of its own.
+    """A policy class that declares whether it is a pipeline: each of several accelerators has layers of its own.
 
-    With True it sees the whole machine, and its plan has a stage per accelerator.
+    If True, it sees the whole machine, and its plan has a stage per accelerator.
     """
 
     pipelines: bool
@@ -61,8 +61,8 @@ class Pipelined(Protocol):
 class ExpertParallel(Protocol):
     """A policy class that declares whether several machines share a model's experts, each with a policy of its own.
 
-    With True its `plan` calls `Plan.place_experts` and its steps `Step.assign`, alike on all machines. Without a
-    declaration it runs on one machine.
+    If True, its `plan` calls `Plan.place_experts` and its steps call `Step.assign`, with equal arguments on all
+    machines. Without a declaration it runs on one machine.
     """
 
     expert_parallel: bool
@@ -83,11 +83,11 @@ class Demand(NamedTuple):
 
     Attributes:
         seconds: its time alone on the machine.
-        shares: the share of each resource that it takes meanwhile, between 0 and 1, to three decimals, so that
-            tasks of nearly the same kind share alike.
-        sort: what others that run beside it are slowed by; empty where that was not measured.
+        shares: the share of each resource that it uses meanwhile, from 0 to 1; rounded to three decimals, so that
+            similar tasks have equal shares.
+        sort: the kind of task by which concurrent ones are slowed; empty where that was not measured.
         slowed: its speed beside tasks of other sorts, relative to being alone, as (`at_once` of the sorts, speed).
-        lead: how many of the seconds pass before it starts: until the thread of its lane has it.
+        lead: the part of `seconds` that passes before it starts, until its lane's thread has it.
     """
 
     seconds: float
@@ -103,25 +103,25 @@ def at_once(sorts: Iterable[str]) -> str:
 
 
 class CostModel(Protocol):
-    """Says how long work takes. Pure: the same work always costs the same, and nothing random is drawn."""
+    """Estimates how long work takes. Pure and deterministic: equal work always costs the same."""
 
     def work(self, work: Work) -> Demand:
-        """Time alone on the machine and the share of each resource meanwhile.
+        """Return the time alone on the machine, and the share of each resource used meanwhile.
 
         Raises:
-            BadInput: it has no cost for this work; it never guesses zero.
+            BadInput: it has no cost for this work; it never assumes zero.
         """
 
 
 class Delay(Protocol):
-    """Says what tasks of a lane take longer for what was, or was not, done before them: on a virtual clock only.
+    """Adds time to a lane's tasks that depends on the tasks before them; for virtual clocks only.
 
-    It may remember what it was asked, unlike a cost model. It is asked once of every task that starts on its lane, in
-    the order of their starts.
+    Unlike a cost model it may keep state: it is called once for every task that starts on its lane, in the order of
+    their starts.
     """
 
     def __call__(self, task: Task, now: int) -> int:
-        """The nanoseconds by which a task that starts now takes longer than its work says."""
+        """Return the nanoseconds that a task starting now takes beyond the cost of its work."""
 
 
 class Device(Protocol):
@@ -129,16 +129,17 @@ class Device(Protocol):
 
     The framework calls, in this order: the constructor; `slot_bytes`, whenever a policy plans; then for each batch
     `kinds`, `begin`, `streams` and `execute`, once the tasks of the batch before have ended; `aclose`, once.
-    Whatever else a device can do is one of the small protocols below; none of them is required.
+    Optional abilities are the small protocols below.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, **settings: Any) -> None:
         """Open a model's files; weights are read later.
 
         Args:
-            checkpoint: the tensors in the files, of this rank's share where the model is cut.
+            checkpoint: the tensors in the files; in tensor-parallel runs, this rank's share.
             layout: the same tensors cut into pages, and the dtype to compute in.
-            settings: the user's `--device-set` values, as keyword arguments with defaults, checked against their types.
+            settings: the user's `--device-set` values, checked against the types of the device's own keyword
+                arguments, which have defaults.
 
         Raises:
             BadInput: the hardware is not there, or a setting is out of range. Nothing stays open then.
@@ -146,11 +147,11 @@ class Device(Protocol):
 
     @property
     def layout(self) -> WeightLayout:
-        """The layout that it was made with."""
+        """The layout passed to the constructor."""
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """The kind of each lane by name; lanes that are not listed are worker threads. Constant for a batch."""
+        """The kind of each lane by name; lanes that are not listed are worker threads. Constant during a batch."""
 
     @property
     def streams(self) -> Streams | None:
@@ -160,33 +161,34 @@ class Device(Protocol):
         """Bytes of memory that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Get ready for a batch: allocate what the plan reserves, no more, and take in the prompts' token ids.
+        """Prepare a batch: allocate what the plan reserves, no more, and store the prompts' token ids.
 
-        The plan's pages that stay come with `load` tasks in every batch; a device that still has such a page from
-        the batch before need not read it again. Everything else of that batch is freed. Called on the main thread.
+        The plan's resident pages come with `load` tasks in every batch; a device that still has such a page from the
+        previous batch need not read it again. Everything else of that batch is freed. Called on the main thread.
 
         Raises:
             BadInput: the device cannot run such a batch. `aclose` follows.
         """
 
     def execute(self, task: Task) -> Any:
-        """Run one task and return its value once its effects are there.
+        """Run one task and return its value once its effects are complete.
 
-        Called on the thread of the task's lane, one task at a time for each lane, several lanes at once; a task
-        starts when all that it depends on has ended. The value of `route` is the number of rows of each expert that
-        has any, of `sample` one token for each sequence that ends its prompt or decodes; other verbs return None.
+        Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
+        starts when all its dependencies have ended. The value of `route` is the number of rows of each expert that
+        has any; that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return
+        None.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
         """
 
     async def aclose(self) -> None:
-        """Free everything. Called once by whoever opened the device, after the last task has ended; must not raise."""
+        """Free everything. Called once, by the owner, after the last task has ended; must not raise."""
 
 
 @runtime_checkable
 class JoinsRanks(Protocol):
-    """A device that can be one of several: ranks that a model is cut over, or nodes that share its experts."""
+    """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
 
     def join(self, rank: int, transport: Transport, first: Device) -> None:
         """Become a rank. Called once before the first batch, or on a node before each order.
@@ -194,7 +196,7 @@ class JoinsRanks(Protocol):
         Args:
             rank: its number, from 0.
             transport: carries the exchanges of its `Collective` tasks; the caller closes it.
-            first: rank 0's device where that is in this process, which begins each batch last; else the device itself.
+            first: rank 0's device if it is in this process, otherwise this device; rank 0 begins each batch last.
 
         Raises:
             BadInput: there is no hardware for that rank.
@@ -203,11 +205,11 @@ class JoinsRanks(Protocol):
 
 @runtime_checkable
 class DescribesMachine(Protocol):
-    """A device class that knows more about this machine than the system tells, such as its GPU."""
+    """A device class that knows more about this machine than the system reports, such as its GPU."""
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """The machine that `--machine auto` stands for: the host, with what the device adds to it.
+        """The machine that `--machine auto` stands for: the host with the device's additions.
 
         Raises:
             BadInput: the hardware is not there, or the user has to name a machine.
@@ -216,23 +218,23 @@ class DescribesMachine(Protocol):
 
 @runtime_checkable
 class ChecksMachine(Protocol):
-    """A device class that runs on some machines only."""
+    """A device class that runs only on some machines."""
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
         """Accept a machine.
 
         Raises:
-            BadInput: the device cannot be that machine.
+            BadInput: the device cannot run as that machine.
         """
 
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """A device that imitates another machine, whose clock all times are read from."""
+    """A device that imitates another machine, and provides the clock of all times."""
 
     def clock(self) -> int:
-        """Nanoseconds on that machine's clock; never goes back. Called from any thread."""
+        """Monotonic nanoseconds on that machine's clock. Called from any thread."""
 
 
 @runtime_checkable
@@ -240,7 +242,7 @@ class Emulates(Protocol):
     """A device that slows itself down to another machine's speed."""
 
     def emulation(self) -> Emulation:
-        """Real work compared with the emulated machine's time, since `begin`. Called after a batch."""
+        """Compare real work with the emulated machine's time since `begin`. Called after a batch."""
 
 
 @runtime_checkable
@@ -254,11 +256,11 @@ class CountsReads(Protocol):
 
 @runtime_checkable
 class HasOwnBytes(Protocol):
-    """A device that takes memory beyond what plans reserve."""
+    """A device that uses memory beyond the plan's reservations."""
 
     @property
     def own_bytes(self) -> int:
-        """These bytes, for the report."""
+        """Bytes of that memory, for the report."""
 
 
 @runtime_checkable
@@ -266,7 +268,7 @@ class StandsBy(Protocol):
     """A device whose weights would be paged out while it idles."""
 
     def stand_by(self) -> object:
-        """Use the weights a little. Called several times a second while a node waits for work."""
+        """Touch the weights. Called several times a second while a node waits for work."""
 
 
 @runtime_checkable
@@ -286,19 +288,19 @@ class ObservesActivations(Protocol):
 
 
 class Observer(Protocol):
-    """Is told of every task that ran."""
+    """Receives every task that ran."""
 
     def ended(self, task: Task) -> None:
-        """A task's start, end, value and edges are known. Called from any thread, but never at once."""
+        """Receive a task with its start, end, value and edges. Called from any thread, one call at a time."""
 
 
 class TokenSpan(NamedTuple):
-    """Tokens of one request that lie together.
+    """Consecutive tokens of one request.
 
     Attributes:
         request: its index among all requests of the run.
-        first: the first one's position in the request.
-        tokens: how many they are.
+        first: the first token's position in the request.
+        tokens: number of tokens.
     """
 
     request: int
@@ -307,22 +309,22 @@ class TokenSpan(NamedTuple):
 
 
 class RoutingObserver(Protocol):
-    """Is told what a model's routers chose on a device."""
+    """Receives the choices of a model's routers on a device."""
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[np.int64]) -> None:
-        """A layer's experts of some tokens, ascending; the rows are those of the spans, one after the other.
+        """Receive the experts of some tokens in a layer, ascending in each row; the rows follow the spans in order.
 
-        Every token is told of once for each layer. Called from any thread, but never at once.
+        Every token is reported once for each layer. Called from any thread, one call at a time.
         """
 
 
 class ActivationObserver(Protocol):
-    """Is told what the experts' activation function let through on a device."""
+    """Receives the experts' activations on a device."""
 
     def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
-        """The values after SiLU of an expert, for some tokens that were routed to it: a row for each.
+        """Receive an expert's values after SiLU, with a row for each of some tokens that were routed to it.
 
-        Called from any thread, and several at once.
+        Called from any thread, possibly concurrently.
         """
 
 
@@ -331,8 +333,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         ticket: its number in the sequence of all collectives, from 0.
-        signature: what it is about; ranks that say otherwise are told of each other.
-        step, layer: where it belongs; -1 where it belongs to none.
+        signature: its subject; ranks with different signatures get an error that names them.
+        step, layer: the step and layer that it belongs to; -1 for none.
     """
 
     ticket: int
@@ -342,53 +344,53 @@ class Exchange(NamedTuple):
 
 
 class Transport(Protocol):
-    """Carries collectives between ranks: arrays of numbers, in the host's memory.
+    """Carries out collectives between ranks, on arrays in host memory.
 
     Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
-    Every call returns the same bits on every rank that it returns something on. Parts are not changed; results belong
-    to the caller.
+    Every call returns the same bits on every rank that gets a result. Parts are not changed; results belong to the
+    caller.
 
     Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
 
     Raises:
-        TransportError: a rank does not come in time, is lost, or names another exchange. Every call may raise it, on
+        TransportError: a rank does not arrive in time, is lost, or is in another exchange. Every call may raise it, on
             each rank that waits for the others.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Meet the other ranks. The parameters say how.
+        """Meet the other ranks, in the way that the parameters say.
 
         `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
-        MASTER_ADDR and MASTER_PORT. `()`: the environment says it all.
+        MASTER_ADDR and MASTER_PORT. `()`: all settings come from the environment.
 
         Raises:
             TransportError: the ranks do not meet in time.
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts, which are alike in shape and type, added in the order of the ranks."""
+        """The sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The array of the rank `root`, on all ranks; the others give None, and need not know its shape."""
+        """The array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """The parts of all ranks in their order, which may differ in shape, on the rank `root`; None on the others."""
+        """The parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
 
     async def aclose(self) -> None:
-        """Free everything; ranks that wait get a TransportError. Called once by whoever opened it; must not raise."""
+        """Free everything; waiting ranks get a TransportError. Called once, by the owner; must not raise."""
 
 
 @runtime_checkable
 class Abandons(Protocol):
-    """A transport on which a rank can say that it will not come."""
+    """A transport on which a rank can announce that it takes no part in an exchange."""
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
-        """End an exchange with a TransportError, which gives the reason, on the ranks that wait for this one."""
+        """End an exchange with a TransportError that gives the reason, on the ranks that wait for this one."""
 
 
 class Routing(Protocol):
-    """Says which experts tokens take where no router runs. Pure in its arguments and its seed."""
+    """Chooses experts where no router runs. A pure function of its arguments and its seed."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """The number of a micro-batch's tokens for each expert that gets any, in ascending order of expert."""
+        """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert."""

@@ -1,4 +1,4 @@
-"""Settings of a policy or a device, as `--set KEY=VALUE` gives them: read as values, checked against what it takes."""
+"""Settings of a policy or device from `--set KEY=VALUE`: parsed, and checked against the class's parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MEANT = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def parse_settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """Settings from texts such as "ahead=3": whole numbers, other numbers, true and false, or text.
+    """Parse texts such as "ahead=3"; see `parse_value` for the values.
 
     Raises:
-        BadInput: one is not KEY=VALUE, or a key comes twice.
+        BadInput: a text is not KEY=VALUE, or a key comes twice.
     """
     settings: dict[str, Any] = {}
     for text in texts:
@@ -29,7 +29,7 @@ def parse_settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any
 
 
 def parse_value(text: str) -> int | float | bool | str:
-    """The value that a text spells."""
+    """Convert a text to a whole number, another number, true or false, if it is one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -41,15 +41,16 @@ def parse_value(text: str) -> int | float | bool | str:
 
 
 def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as a plug-in takes them; those that it names no plain type of are left to it.
+    """Check settings against the types of a plug-in's parameters; returns them as its keyword arguments.
 
-    Arguments without a default are not settings: whoever makes the plug-in gives them.
+    Only parameters with a default are settings. Those annotated with other types than bool, int, float and str are not
+    checked.
 
     Args:
-        title: what to call it, such as "policy cgopipe".
+        title: names the plug-in in errors, such as "policy cgopipe".
 
     Raises:
-        BadInput: it has no such setting, or the value is of another type.
+        BadInput: the plug-in has no such setting, or the value is of another type.
     """
     parameters = inspect.signature(plugin).parameters.values()
     known = [each.name for each in parameters if each.default is not inspect.Parameter.empty]

@@ -1,8 +1,8 @@
-"""Edges between tasks on streams of one device, which the device keeps by itself.
+"""Edges between tasks on streams of one device, which the device enforces itself.
 
-A stream takes a task in before the tasks that it waits for on other streams of the device have ended. `Task.after`
-names those: the device starts the task behind them. `Task.released` names the tasks that no longer wait on the host
-for the end of this one; a failure is still passed on to them.
+A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended.
+`Task.after` lists those: the device runs the task after them. `Task.released` lists the tasks that no longer wait on
+the host for the end of this one; a failure is still passed on to them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from moesched.tasks import DONE, ISSUED, Task
 
 
 def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
-    """Whether a new edge from `other` is one that the device keeps; notes it if so.
+    """Whether the device enforces a new edge from `other`; records the edge if so.
 
     Args:
         data: whether the task needs the result of `other`.
@@ -25,7 +25,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Leave a task's edges to other streams of its device to the device; returns the tasks at their far ends."""
+    """Leave a task's edges to followers on its device to the device; returns these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -36,7 +36,7 @@ def leave_to_device(task: Task) -> list[Task]:
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle after those that it waits for on its device; says whether any are left."""
+    """Have a task settle after those that it waits for on its device; returns whether any are unsettled."""
     unsettled = [other for other in task.after or () if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -75,7 +75,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
     [
         ("residant", "unknown policy 'residant': choose .*resident.*, or write package.module:Class"),
         ("no_such_module:Mine", "'no_such_module:Mine' cannot be loaded: No module named 'no_such_module'"),
-        ("json:JSONDecoder", r"json:JSONDecoder is no policy: it has no plan\(\)"),
+        ("json:JSONDecoder", r"json:JSONDecoder is not a policy: it has no plan\(\)"),
     ],
 )
 def test_a_policy_that_is_none_is_told(command: Any, no_text: Path, policy: str, said: str) -> None:

@@ -407,7 +407,7 @@ def test_a_policy_for_one_machine_is_refused(
 def test_a_policy_that_needs_more_nodes_than_there_are_is_refused(
     models: Path, server: ForkServer, seated: tuple[Path, Cluster]
 ) -> None:
-    with pytest.raises(BadInput, match="a placement on 3 nodes, and there are 2"):
+    with pytest.raises(BadInput, match="the placement is for 3 nodes, but there are 2"):
         run_seated(seated[0], server, models / "mixtral", policy="policies_for_tests:ForThree")
 
 

@@ -165,9 +165,9 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("repeat", "offload_routed", r"the rows of L0 mb0 are on the host already"),
     ("mistake", "offload_routed", r"offload_routed\(L1, mb0\) needs mb0 at step 0 L1 routed"),
     ("exchange", "offload_routed", r"offload_routed\(L0, mb1\) needs mb1 at"),
-    ("drop", "load_routed", r"combine: L0 mb0 lacks what E1.* left on the host: call load_routed before"),
+    ("drop", "load_routed", r"combine: L0 mb0 lacks the outputs of E1.* on the host: call load_routed first"),
     ("repeat", "load_routed", r"no expert of L0 mb0 has run on the host"),
-    ("swap", "load_routed", r"combine: L0 mb0 lacks what E1.* left on the host"),
+    ("swap", "load_routed", r"combine: L0 mb0 lacks the outputs of E1.* on the host"),
     ("drop", "run_expert", r"combine: .* was routed to E[0-9], which did not run"),
 ]
 

@@ -261,7 +261,7 @@ def test_nodes_that_disagree_on_who_runs_what_are_named() -> None:
 @pytest.mark.parametrize(
     ("placement", "said"),
     [
-        ([{0, 1, 2, 3}], "a placement on 1 nodes, and there are 2"),
+        ([{0, 1, 2, 3}], "the placement is for 1 nodes, but there are 2"),
         ([{0, 1}, {2}], "no node holds E3: each expert needs one at least"),
         ([{0, 1}, {2, 3, 4}], "there is no E4: experts go from 0 to 3"),
     ],

@@ -284,7 +284,7 @@ class OneByOne(OutOfTurn):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (OutOfTurn, OutOfOrder, "goes on from mb"),
+        (OutOfTurn, OutOfOrder, "continues mb"),
         (OneByOne, OutOfOrder, "take all of them layer by layer"),
     ],
 )

@@ -300,5 +300,7 @@ def test_a_device_that_cannot_be_one_of_several_is_refused(folder: Path) -> None
 
 
 def test_a_class_that_lacks_a_method_of_the_seam_is_no_device(folder: Path) -> None:
-    with pytest.raises(BadInput, match=r"NotADevice is no device: it has no execute\(\); see .*seams.Device"):
+    with pytest.raises(
+        BadInput, match=r"NotADevice is not a device: it has no execute\(\); see .*seams.Device"
+    ):
         run_two(folder, "mixtral", device="test_ranks:NotADevice", device_settings={})

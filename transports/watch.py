@@ -57,7 +57,7 @@ class Watch:
         self._incoming: set[int] = set()
         """Descriptors of the open incoming connections."""
         self._senders: dict[int, int] = {}
-        """By rank, the descriptor of the incoming connection that it sends on."""
+        """The descriptor of the incoming connection that each rank sends on."""
         self._address = "unknown"
         self._monitors: dict[Any, int | None] = {}
         self._watched: list[zmq.Socket[bytes]] = []

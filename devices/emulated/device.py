@@ -1,8 +1,8 @@
 """An accelerator that is not there: real tensors and real overlap, in slow motion, on a machine without a GPU.
 
-Every task does its work on the torch device, with the accelerator's memory beside the host's, and then keeps its lane
-until the emulated machine would have been done. So that two cores can play GPU, CPU and links at once, time is dilated:
-real work is to take less than a third of each lane's time.
+Every task does its work on the torch device, with the accelerator's memory in the host's, and then occupies its lane
+until the emulated machine would have finished. So that two cores can play GPU, CPU and links at once, time is dilated:
+real work takes less than a third of each lane's time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EmulatedDevice:
     Args:
         dilation: real seconds for each second of the emulated machine; 0 for the least that keeps real work below a
             third of each lane's time, found by a rehearsal for prefill and for decode.
-        keep_logits: remember every step's logits, as the torch device does.
+        keep_logits: store every step's logits, as the torch device does.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class EmulatedDevice:
 
     @staticmethod
     def machine(host: Machine) -> NoReturn:
-        """There is no machine of its own to plan on.
+        """Refuse: the device has no machine of its own to plan on.
 
         Raises:
-            BadInput: always, with what to name instead.
+            BadInput: always; the message says what to name instead.
         """
         raise BadInput(
             "device emulated imitates another machine: name it with --machine, such as --machine t4"
@@ -123,15 +123,15 @@ class EmulatedDevice:
         return self._time.now()
 
     def join(self, rank: int, transport: Transport, first: EmulatedDevice) -> None:
-        """Imitate one of several accelerators of one machine, in the time of the first of them."""
+        """Imitate one of several accelerators of one machine, on the clock of the first one."""
         self._torch.join(rank, transport, first)
         self._time = first._time
         self._leads = first is self
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, choose the dilation, and let the emulated machine's time begin.
+        """Allocate all that the plan says, choose the dilation, and start the emulated machine's clock.
 
-        Of several ranks the first one chooses for all, and begins last.
+        The first of several ranks chooses for all, and begins last.
 
         Raises:
             BadInput: the emulated memories do not fit the real one, or a token id is outside the vocabulary.
@@ -163,11 +163,11 @@ class EmulatedDevice:
         return value
 
     async def aclose(self) -> None:
-        """Free what the torch device holds."""
+        """Free the torch device's resources."""
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Real work compared with dilated time since `begin`, without loading."""
+        """Compare real work with dilated time since `begin`, without loading."""
         return self._meters.result(self._dilations)
 
 

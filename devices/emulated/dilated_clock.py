@@ -1,4 +1,4 @@
-"""The time of a machine that this one emulates in slow motion, and waiting until a moment of it."""
+"""The clock of a machine that is emulated in slow motion, and waiting until a moment on it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from time import perf_counter_ns, sleep
 from moesched.runs.outcome import Dilations
 
 SPUN_NANOSECONDS = 80_000
-"""The end of a wait that is not slept through, since sleepers wake late: even `sleep(0)` some 60 µs; real time."""
+"""The last part of a wait, which is spun, since sleeps end late, even `sleep(0)` by some 60 µs; real time."""
 
 NAP_NANOSECONDS = 2_000_000
-"""The longest sleep before another look at the clock, which may go faster by then; real time."""
+"""The longest sleep before the clock is read again, since its pace may have changed; real time."""
 
 
 class DilatedClock:
@@ -33,13 +33,13 @@ class DilatedClock:
         return emulated + int((perf_counter_ns() - real) / dilation)
 
     def run(self, dilation: float) -> None:
-        """Go on at another pace."""
+        """Continue at another pace."""
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
         """Return when the emulated machine has reached a moment, on an idle core some 20 µs of real time later.
 
-        Other threads can run meanwhile, but for the last moments.
+        Other threads can run meanwhile, except at the very end.
         """
         while (left := (moment - self.now()) * self.dilation) > SPUN_NANOSECONDS:
             sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
@@ -48,7 +48,7 @@ class DilatedClock:
 
 
 class Pace:
-    """The pace of a run's time: that of prefill from now on, and that of decode when the last prompt has passed.
+    """The pace of a run's clock: that of prefill, and that of decode once all prompts have passed.
 
     prompts: chunks of prefill at whose end tokens are sampled.
     """
@@ -60,7 +60,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count one that is through; on the one lane that samples them all."""
+        """Count a chunk that has passed; called on the one lane that samples all of them."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

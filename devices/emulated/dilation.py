@@ -17,10 +17,10 @@ LANE_SHARE = 1 / 4
 """Share of a lane's dilated time that real work may take in the rehearsal, where nothing else keeps the cores busy."""
 
 OPERATION_SHARE = 1 / 2
-"""Share of its own dilated time that a kind of operation may take there."""
+"""Share of its own dilated time that one kind of operation may take in the rehearsal."""
 
 NEGLIGIBLE = 1 / 200
-"""Share of a lane's time by which operations together may exceed that: some are over in microseconds."""
+"""Share of a lane's time by which operations together may exceed that, since some take only microseconds."""
 
 
 def choose_dilations(checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel) -> Dilations:
@@ -32,7 +32,7 @@ def choose_dilations(checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, c
 
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation of three binary digits that leaves real work its share of each lane and each operation."""
+    """The least dilation, of three significant bits, that keeps real work within its shares of lanes and operations."""
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:
         lanes.setdefault(each.lane, []).append(each)

@@ -51,7 +51,7 @@ def rehearse(
 ) -> dict[Kind, list[Rehearsed]]:
     """Run the model's first layer on the plan's largest micro-batch, one task after the other.
 
-    Every weight streams: those that stay are computed with at least as fast. Returns what came of it, by kind of step.
+    Every weight streams: computing with resident ones is at least as fast. Returns the timings by kind of step.
     """
     config = msgspec.structs.replace(checkpoint.config, layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
@@ -64,7 +64,7 @@ def rehearse(
     trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
     with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
         device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
-        # A lane's thread sets how many cores torch uses for it; the caller's own number is not to change.
+        # A lane's thread sets the number of cores that torch uses; the caller's own number must not change.
         thread.submit(_perform, trial, policy, cost, device).result()
     return device.summary(len(plan.layers))
 
@@ -75,7 +75,7 @@ def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> Non
 
 
 class _Alone:
-    """The transport of a rank that has no others: what it has is the sum."""
+    """The transport of a single rank, whose part is the sum."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         return part.copy()
@@ -132,7 +132,7 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """As one task and expert by expert, in turn."""
+        """Run a layer's second half as one task and expert by expert, in turn."""
         if j % 2:
             step.post_attention(0, j)
             return

@@ -34,17 +34,17 @@ from .verbs import verbs_of
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
-"""Limit of the memory that MLX keeps after kernels gave it back."""
+"""Limit of the memory that MLX caches after kernels freed it."""
 
 
 class MlxDevice:
     """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the processor.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes; a task
-    ends when its results are evaluated. Beam search and watching activations are the torch device's.
+    ends when its results are evaluated. Beam search and observing activations exist only on the torch device.
 
     Args:
-        keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
+        keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it.
     """
 
@@ -75,16 +75,16 @@ class MlxDevice:
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that a machine can be this one.
+        """Check that a machine description fits this machine.
 
         Raises:
-            BadInput: it cannot.
+            BadInput: it does not.
         """
         require_unified(machine)
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Every lane is a worker thread: those that compute wait for the one thread that does."""
+        """Every lane is a worker thread; lanes that compute wait for the device's one thread."""
         return {}
 
     @property
@@ -101,7 +101,7 @@ class MlxDevice:
         return self._reader.bytes_in_slot(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
-        """Tell the observer which experts the routers choose, from the next batch on."""
+        """Report the routers' choices to the observer, from the next batch on."""
         self._observer = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -109,7 +109,7 @@ class MlxDevice:
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, and take in the prompts' token ids; weights that stay are kept.
+        """Allocate all that the plan says, and store the prompts' token ids; resident weights are kept.
 
         Raises:
             BadInput: a token id is outside the vocabulary, or a beam search is asked for.
@@ -120,14 +120,14 @@ class MlxDevice:
         self._thread.call(self._begin, plan, prompts, sampling)
 
     def execute(self, task: Task) -> Any:
-        """Run one task: reads and exchanges on the calling thread, all else on the device's own."""
+        """Run one task: reads and exchanges on the calling thread, everything else on the device's own."""
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
-        """Use every array of weights a little, so that Metal keeps them wired between batches; returns their number.
+        """Touch every array of weights, so that Metal keeps them wired between batches; returns their number.
 
         This is the standby calculation between requests of RACS'24, section 4.2, which sums all weights: the driver
         wires a whole array for one element of it.
@@ -135,7 +135,7 @@ class MlxDevice:
         return self._thread.call(self._weights.touch)
 
     async def aclose(self) -> None:
-        """Free the arrays, give back the process's limits, and close the checkpoint's files."""
+        """Free the arrays, restore the process's limits, and close the checkpoint's files."""
         self._thread.call(self._let_go)
         self._thread.close()
         self._reader.close()
@@ -143,7 +143,7 @@ class MlxDevice:
     # -- on the device's thread ----------------------------------------------------------------------
 
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self._verbs = {}  # and with them all that the batch before had
+        self._verbs = {}  # this also frees everything of the batch before
         self._wired_limit.set(plan.memory("accelerator").used)
         self._cache_limit.set(KEPT_BACK_BYTES)
         self._weights.begin(plan)

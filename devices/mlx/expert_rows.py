@@ -18,7 +18,7 @@ class ExpertRows:
     Attributes:
         x_nD: the rows.
         experts_n: each row's expert.
-        rows_Tk: the row of each token's each expert.
+        rows_Tk: the row of each pair of token and expert.
         counts: number of rows of each expert; empty until the host knows them.
         many: whether there are at least `kernels.MANY_ROWS`.
     """
@@ -46,7 +46,7 @@ class ExpertRows:
         return kernels.experts_ffn(self.x_nD, stack, Rows(self.experts_n, None, self.many))
 
     def outputs_nD(self) -> Array:
-        """The experts' outputs, row by row; zeros of those that have not run here."""
+        """The experts' outputs, row by row; zeros for experts that have not run here."""
         width = self.x_nD.shape[1]
         return mx.concatenate(
             [

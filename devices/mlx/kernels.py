@@ -2,7 +2,7 @@
 
 Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as row blocks, top to bottom, and
 experts' matrices in stacks: one array for several experts, (E, N, D), or (E, D, N) where the files hold the transpose,
-whose blocks are then parts of D. What decides accuracy is computed in float32.
+whose blocks are then parts of D. Operations that decide accuracy are computed in float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if it is told that these are
-sorted. The rows of the whole micro-batch count: Metal then chooses another kernel, whose last bits differ."""
+"""From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if told that they are
+sorted. The rows of the whole micro-batch count, since Metal then chooses another kernel, whose last bits differ."""
 
 
 class Stack(NamedTuple):
@@ -42,8 +42,8 @@ class Rows(NamedTuple):
     """The expert of a stack for each row.
 
     Attributes:
-        indices_n: its index in the stack, uint32, ascending.
-        counts: number of rows of each index. None where the host does not know: then the rows can only be gathered.
+        indices_n: the expert's index in the stack, uint32, ascending.
+        counts: number of rows of each index; None where the host does not know them, and can only gather rows.
         many: whether the micro-batch has `MANY_ROWS`.
     """
 
@@ -83,7 +83,7 @@ def _joined(parts: list[Array], axis: int) -> Array:
 
 
 def rotary(positions_T: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosines and signed sines (T, 1, d), float32, that turn queries and keys by their positions."""
+    """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
     exponents = mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
     angles = positions_T[:, None].astype(mx.float32) * (1.0 / theta**exponents)
     cos, sin = mx.cos(angles), mx.sin(angles)
@@ -91,7 +91,7 @@ def rotary(positions_T: Array, head_dim: int, theta: float) -> tuple[Array, Arra
 
 
 def apply_rotary(x_THd: Array, cos_T1d: Array, sin_T1d: Array) -> Array:
-    """Heads turned by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
+    """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
     first, second = mx.split(x_THd, 2, axis=-1)
     swapped = mx.concatenate([second, first], axis=-1)
     return (x_THd * cos_T1d + swapped * sin_T1d).astype(x_THd.dtype)
@@ -106,7 +106,7 @@ def project_qkv(
     config: ModelConfig,
     qk_norms: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and turned as the model has it."""
+    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires."""
     x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
     if config.clip_qkv is not None:
         x_TX = mx.clip(x_TX, -config.clip_qkv, config.clip_qkv)
@@ -126,7 +126,7 @@ def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) 
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
-    A query sees itself and what is before it: with a window, that many tokens, itself included.
+    A query sees itself and all earlier tokens; with a window, that many tokens, itself included.
     """
     parts = []
     start = 0
@@ -176,7 +176,7 @@ def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | 
 def route(x_TD: Array, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
     """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
 
-    Weights that sum to one are a softmax of the top-k logits; the others are what a softmax over all experts gives.
+    Weights that sum to one are a softmax of the top-k logits; the others are those of a softmax over all experts.
     """
     logits_TE = linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
     if top_k < logits_TE.shape[-1]:
@@ -198,16 +198,16 @@ def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
 
 
 def gathers(dtype: mx.Dtype) -> bool:
-    """Whether `gather_mm` multiplies this dtype here: Metal's does all, that of the CPU float32 alone."""
+    """Whether `gather_mm` multiplies this dtype here: on Metal all, on the CPU only float32."""
     return bool(dtype == mx.float32 or mx.metal.is_available())
 
 
 def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
     """The experts' outputs for their rows: down (silu(gate x) * up x).
 
-    A row's result depends on no other row, so that it does not show whether experts run together or one by one.
+    A row's result depends on no other row, so it is the same whether experts run together or one by one.
 
-    rows: with counts where the dtype is not one that `gathers`.
+    rows: must have counts if `gathers` is false for the dtype.
     """
     tiles = _gathered(rows) if gathers(x_nD.dtype) else _one_by_one(rows.counts or ())
     return _joined([_ffn(x_nD[start:stop], stack, product) for start, stop, product in tiles], axis=0)

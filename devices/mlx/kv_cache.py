@@ -1,4 +1,4 @@
-"""The KV cache on MLX: for each layer two arrays, in which every request has a run of slots for its final length."""
+"""The KV cache on MLX: two arrays for each layer, in which every request has contiguous slots for its final length."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RequestsKV:
         mx.eval(self._layers)
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] tokens at the end of requests[i], which count from now on."""
+        """Extend requests[i] by new[i] tokens, which count from now on."""
         past = tuple(self._length[request] for request in requests)
         spans = [np.arange(start, start + tokens) for start, tokens in zip(past, new, strict=True)]
         slots = [self._first[request] + span for request, span in zip(requests, spans, strict=True)]
@@ -58,7 +58,7 @@ class RequestsKV:
         return KVStep(tuple(requests), past, tuple(new), positions_T, slots_T, last)
 
     def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[Array]:
-        """Store the new tokens' keys and values of one layer; returns what has to be evaluated for that."""
+        """Store the new tokens' keys and values of one layer; returns the arrays to evaluate for that."""
         arrays = self._layers[layer]
         for part, fresh_TKd in enumerate((keys_TKd, values_TKd)):
             arrays[part][step.slots_T] = fresh_TKd
@@ -69,7 +69,7 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Neighbours alike in new tokens, length and distance, which one view shows: with each one's first slot."""
+        """Groups of neighbours with equal new tokens, length and distance, one per view, and their first slots."""
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new in zip(step.requests, step.past, step.new, strict=True):
             first, length = self._first[request], past + new

@@ -1,4 +1,4 @@
-"""The machine that MLX runs on, and the limits of memory that MLX has there for the whole process."""
+"""The machine that MLX runs on, and MLX's process-wide memory limits."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def require_unified(machine: Machine) -> None:
 
 
 class ProcessLimit:
-    """A limit of memory that holds for the whole process, and is given back after use.
+    """A process-wide memory limit, which is restored after use.
 
     Args:
-        set_limit: sets the limit in bytes, and returns the one before.
+        set_limit: sets the limit in bytes, and returns the previous one.
         most: the most that is set; None for no bound.
     """
 
@@ -78,7 +78,7 @@ class ProcessLimit:
             self._before = before
 
     def give_back(self) -> None:
-        """Set the limit that was there before."""
+        """Restore the previous limit."""
         if self._before is not None:
             self._set_limit(self._before)
             self._before = None
@@ -93,11 +93,11 @@ def wired_limit() -> ProcessLimit:
 
 
 def cache_limit() -> ProcessLimit:
-    """The limit of memory that MLX keeps after kernels gave it back."""
+    """The limit of memory that MLX caches after kernels freed it."""
     return ProcessLimit(mx.set_cache_limit)
 
 
 def _recommended() -> int | None:
-    """The bytes that the system recommends to use at most, where it says so."""
+    """The most bytes of memory that the system recommends to use; None where it gives no recommendation."""
     nbytes = mx.device_info().get("max_recommended_working_set_size")
     return None if nbytes is None else int(nbytes)

@@ -1,4 +1,4 @@
-"""Memory of MLX arrays that files are read into: no copy lies between the disk and what a kernel reads."""
+"""Memory of MLX arrays that files are read into, without a copy between the disk and the kernels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RAW = {4: mx.uint32, 2: mx.uint16}
 
 
 class Bytes:
-    """Bytes that start at a multiple of 4096, which both the page reader and kernels see.
+    """Bytes at a multiple of 4096, shared by the page reader and kernels.
 
-    Nothing may be written while a kernel is under way that reads them.
+    Nothing may be written while a kernel that reads them is running.
 
     Attributes:
         array: the bytes, uint8, with padding on both sides.
@@ -37,7 +37,7 @@ class Bytes:
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
     def show(self, items: torch.Tensor, dtype: str) -> Array:
-        """The same part of the bytes as an MLX array. items: a contiguous view of `tensor`, of that dtype."""
+        """The same bytes as an MLX array. items: a contiguous view of `tensor`, of that dtype."""
         start = self._skip + items.data_ptr() - self.tensor.data_ptr()
         part = self.array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
         return part.reshape(tuple(items.shape))

@@ -53,8 +53,8 @@ class MlxMoELayer:
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine.
 
-        Where all experts are in one stack, the host learns at the end who was routed where; else it waits for that, and
-        they run one after the other.
+        Where all experts are in one stack, the host learns the routing at the end; otherwise it waits for the routing,
+        and the experts run one after the other.
         """
         batch, experts = self._batches[task.micro_batch], self._weights(task.operands).experts
         stack = experts[0][0]
@@ -90,7 +90,7 @@ class MlxMoELayer:
         return Routed(x_TD, *kernels.route(x_TD, dense["router"], config.top_k, config.weights_sum_to_one))
 
     def give_rows(self, batch: MlxBatch, routed: Routed) -> dict[int, int]:
-        """Put the rows of each expert together; returns how many each one has."""
+        """Group the rows by expert; returns the number of rows of each."""
         rows = batch.rows = ExpertRows(*routed)
         mx.eval(rows.x_nD, rows.weights_Tk, rows.experts_n, rows.rows_Tk, routed.experts_Tk)
         rows.counts = self._count(routed)
@@ -142,7 +142,7 @@ class MlxMoELayer:
 
 
 def _finish(batch: MlxBatch, y_nD: Array) -> None:
-    """Add the weighted sum of the experts' outputs to the hidden states, and let go of the layer's rows."""
+    """Add the weighted sum of the experts' outputs to the hidden states, and drop the layer's rows."""
     rows = batch.rows
     batch.hidden_TD = kernels.combine(y_nD, rows.rows_Tk, rows.weights_Tk, batch.hidden_TD)
     del batch.rows

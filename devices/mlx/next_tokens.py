@@ -35,7 +35,7 @@ class MlxNextTokens:
 
     Args:
         first_request: number of requests in the batches before.
-        logits: takes the logits of every step; None to forget them.
+        logits: stores the logits of every step; None to drop them.
         first_bad: names the first weight that is not finite.
     """
 
@@ -61,7 +61,7 @@ class MlxNextTokens:
         """The next token of each request whose prompt has ended.
 
         Raises:
-            NotFinite: the logits are not finite; the message names the step and the first weight that is not either.
+            NotFinite: the logits are not finite; the message names the step and the first such weight.
         """
         batch = self._batches[task.micro_batch]
         logits_SV = self._logits(batch)

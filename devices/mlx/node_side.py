@@ -1,6 +1,6 @@
 """Kernels on MLX around the exchanges between nodes: sums of the node's own experts, rows routed by the first node.
 
-Exchanges are numpy to numpy, on whatever thread; the kernels turn arrays into the host's and back on the device's
+Exchanges take and return numpy arrays, on any thread; kernels convert them from and to MLX arrays on the device's
 thread.
 """
 
@@ -27,7 +27,7 @@ class MlxNodeSide:
     """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
-        project_output: what comes before a layer's norm and router, where the node attends.
+        project_output: runs before a layer's norm and router, where the node attends.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MlxNodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
-        """The weighted sum (T, D), float32, of what this node's own experts made."""
+        """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
         return np.array(self._moe.partial_sum(self._batches[task.micro_batch]))
 
     def on_host(self, tensor: Array) -> Array:
@@ -58,7 +58,7 @@ class MlxNodeSide:
         mx.eval(batch.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert, and what a router made of all tokens, as float32 on the host."""
+        """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
         assert self._project_output is not None, "the node attends"
         self._project_output(task)
         routed = self._moe.route(task)

@@ -37,7 +37,7 @@ def parts_of(
     Args:
         observer: receives the chosen experts; None for no observer.
         transport: to the other nodes; None on a single one.
-        logits: takes the logits of every step; None to forget them.
+        logits: stores the logits of every step; None to drop them.
         first_bad: names the first weight that is not finite.
     """
     config, first_request = plan.layout.config, plan.batch.first_request

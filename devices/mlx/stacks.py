@@ -33,7 +33,7 @@ class Stacked(Protocol):
 
     Attributes:
         arrays: all of them.
-        missing: the ids of pages that are still to come.
+        missing: the ids of pages that were not copied in yet.
     """
 
     arrays: list[Array]
@@ -55,7 +55,7 @@ class _Block(NamedTuple):
 
 
 class StackedLayer:
-    """All experts of one layer, each part's blocks as arrays (experts, rows, columns): what `gather_mm` multiplies."""
+    """All experts of one layer, each part's blocks as arrays (experts, rows, columns), as `gather_mm` takes them."""
 
     def __init__(self, layout: WeightLayout, layer: int) -> None:
         config = layout.config
@@ -119,8 +119,8 @@ class StackedExpert:
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
     """The array for each expert page that stays, by the page's id; some pages have none.
 
-    Layers that stay whole are stacked by layer, experts of other layers that stay in all of them by expert, as far as
-    the system allocates arrays of that size.
+    Fully resident layers are stacked by layer; in the other layers, experts that stay in all of them are stacked by
+    expert. Arrays larger than the system allocates are omitted.
     """
     experts = [page for page in pages if page.expert >= 0]
     config, item = layout.config, DTYPES[layout.dtype].itemsize
@@ -141,14 +141,14 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """The arrays of a key, still without weights."""
+    """Allocate the arrays of a key, still without weights."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """An expert's blocks of rows as they lie in the files, with the part that each is of."""
+    """An expert's blocks of rows as in the files, each with the name of its part."""
     for name, blocks in views.items():
         for block in blocks:
             yield _part(name), block.T if is_transposed(layout.config, name) else block

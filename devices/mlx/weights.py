@@ -1,8 +1,8 @@
 """Weights as MLX kernels read them: pages in slots, pages that stay, and experts that stay in stacks.
 
-Slots and single pages are read into as they are. A stack is filled by way of one page more, which is given back when
-all are loaded; it has the bytes of its weights. Where a layer's experts are one stack, they are multiplied together,
-without the host knowing who was routed where; otherwise one after the other.
+Files are read straight into slots and single pages. A stack takes the bytes of its weights, and is filled through one
+more page, which is freed when all stacks are loaded. If a layer's experts are one stack, they are multiplied together,
+and the host need not know the routing; otherwise they are multiplied one after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MlxWeights:
     """Weights of one model, batch after batch: pages in slots and stacks, and tensors that are in no page.
 
     Args:
-        reader: reads pages; on any thread, as long as no kernel is under way that reads the same slot.
+        reader: reads pages; on any thread, as long as no running kernel reads the same slot.
 
     Attributes:
         globals: the tensors that are in no page, by canonical name, where the node attends.
@@ -88,7 +88,7 @@ class MlxWeights:
         return bound
 
     def touch(self) -> int:
-        """Use every array that stays a little; returns their number."""
+        """Touch every resident array; returns their number."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
         mx.eval([array.reshape(-1)[:1] + 0 for array in arrays])

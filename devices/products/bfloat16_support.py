@@ -1,4 +1,4 @@
-"""Whether this processor multiplies bfloat16 numbers by instructions of its own."""
+"""Whether this processor has instructions that multiply bfloat16 numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Up to how many rows the CPU expert kernel is faster than torch on this machine: measured once, and kept."""
+"""The number of rows up to which the CPU expert kernel is faster than torch: measured once per machine, and cached."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .team import Team, usable_cores
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 OUTPUTS, INPUTS = 2048, 1024
 COLD_BYTES = 96 << 20
-"""Of all matrices together, so that no cache still holds one when it is used again."""
+"""Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 9
 
 
 @cache
 def most_rows(variant: str) -> int:
-    """The number of rows up to which the kernel wins; from the file in the cache folder, measured where it has none."""
+    """The number of rows up to which the kernel wins; read from the cache folder, or measured."""
     resident = _resident()
     here = _here(variant)
     if here not in resident:
@@ -43,7 +43,7 @@ def most_rows(variant: str) -> int:
 
 
 def measure_again(variant: str) -> None:
-    """Measure anew, and keep that for all runs to come."""
+    """Measure again, and save the result for later runs."""
     _keep(_resident() | {_here(variant): measure_most_rows(variant)})
     most_rows.cache_clear()
 
@@ -51,9 +51,9 @@ def measure_again(variant: str) -> None:
 def measure_most_rows(variant: str) -> int:
     """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
-    Each multiplies as many matrices as there are cores: the kernel one after the other on all cores, torch as the
-    device has it, each on a core of its own and packed where that pays. They take turns, and the
-    median of each turn's ratio counts: on a shared machine the seconds themselves say little.
+    Each multiplies as many matrices as there are cores: the kernel one after the other on all cores; torch as on the
+    device, each on a core of its own and packed where that pays. They take turns, and the median of the turns' ratios
+    counts: on a shared machine the seconds themselves say little.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -128,7 +128,7 @@ def _resident() -> dict[str, int]:
 
 
 def _keep(rows: dict[str, int]) -> None:
-    """Leave it for the processes to come, where there is somewhere to leave it."""
+    """Save the measurements for later processes, where the cache folder can be written."""
     path = _file()
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -21,7 +21,7 @@
 
 enum { LINES = 16, LINE_BYTES = 64, PAIR_BYTES = 4 };
 
-/* As the processor wants to be told. */
+/* The layout of the processor's tile configuration. */
 typedef struct {
     uint8_t palette, start, reserved[14];
     uint16_t line_bytes[16];
@@ -49,7 +49,7 @@ INLINE void ISA(add_step)(int columns, const uint16_t *weights, int64_t stride, 
     _tile_dpbf16ps(SUMS, WEIGHTS, INPUTS);
 }
 
-/* sums += weights x for `rows` rows of weights, over `steps` whole steps and a broken one of `rest` inputs.
+/* sums += weights x for `rows` rows of weights, over `steps` whole steps and a partial one of `rest` inputs.
  * next: inputs from a row of weights to the one that has its place in the next tile; 0 if there is none. */
 INLINE void ISA(tile)(int rows, int columns, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
                       int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {
@@ -77,7 +77,7 @@ static TARGET void ISA(panel)(int columns, const uint16_t *weights, int64_t rows
     int64_t row = 0;
     ISA(shape_tiles)(LINES, columns);
     for (; row + LINES <= rows; row += LINES) {
-        /* What comes after the last ones is another thread's, perhaps. */
+        /* The bytes after the last ones may belong to another thread. */
         const int64_t next = row + 2 * LINES <= rows ? LINES * stride : 0;
         ISA(tile)(LINES, columns, weights + row * stride, stride, next, x, steps, rest, sums + row * sums_stride,
                   sums_stride);

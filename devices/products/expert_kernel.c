@@ -1,7 +1,7 @@
 /* Products of a few rows by bfloat16 matrices, and whole experts, as fast as memory gives the weights.
  *
  * A plain shared library: no Python, no torch. The instruction set is chosen when it is loaded. Sums are float32.
- * `expert_kernel.py` tells what the functions promise.
+ * `expert_kernel.py` documents the guarantees.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -24,10 +24,10 @@ enum {
     MOST_COLUMNS = 6,        /* rows of x that are multiplied at once, in vectors */
     MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once, in vectors */
     PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
-    AHEAD = 512,             /* inputs from a weight to the one that is brought into the cache meanwhile */
+    AHEAD = 512,             /* inputs from a weight to the one that is prefetched meanwhile */
     WHOLE_TILES = 24,        /* rows that every tile's number of rows divides, but for AMX */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs that a thread takes at a time */
-    CHUNKS = 4,              /* of each thread, at least, where there is enough: the last ones to end are soon done */
+    CHUNKS = 4,              /* of each thread, at least, if there is enough work: shortens the wait for the last one */
     ALONE_BYTES = 128 << 10, /* up to this many bytes of weights, one thread computes alone */
     SPIN_NANOSECONDS = 50000,
 };
@@ -37,8 +37,8 @@ typedef struct {
     int64_t count;
 } Rows;
 
-/* x times the transpose of a matrix given as row blocks, top to bottom. x lies in panels of a few rows, as even as
- * can be: one panel after the other, in each its steps one after the other, in each step its rows. */
+/* x times the transpose of a matrix given as row blocks, top to bottom. x is stored as panels of a few rows, as equal
+ * as possible: panel after panel, in each panel step after step, in each step row after row. */
 typedef struct {
     int64_t batch, inputs, outputs;
     int64_t steps; /* of all inputs, the last one filled up with zeros */
@@ -333,14 +333,14 @@ typedef struct {
     Share shares[2];
 } Task;
 
-/* The threads that help whoever calls. A helper that comes late finds the work done by the others: nobody waits for
- * a helper that has not begun. */
+/* The threads that help the caller. A late helper finds the work done by the others: nobody waits for a
+ * helper that has not begun. */
 typedef struct {
     const Variant *variant;
     int helpers;
     pthread_t *threads;
     pid_t process; /* a forked child has no helpers */
-    pthread_mutex_t calling; /* held by the caller whom the helpers help */
+    pthread_mutex_t calling; /* held by the caller that the helpers work for */
     pthread_mutex_t sleeping;
     pthread_cond_t wake;
     _Atomic(Task *) task;
@@ -364,7 +364,7 @@ static int64_t nanoseconds(void) {
 
 static void wait_for(_Atomic int64_t *value, int64_t wanted) {
     for (int tries = 1; atomic_load(value) < wanted; tries++) {
-        if (tries % 1024 == 0) sched_yield(); /* whoever holds the last chunk may be waiting for this core */
+        if (tries % 1024 == 0) sched_yield(); /* the thread with the last chunk may be waiting for this core */
         pause_briefly();
     }
 }
@@ -448,8 +448,8 @@ void moesched_free_team(Team *team) {
     free(team);
 }
 
-/* A team of the caller and `helpers` threads, which compute with the named instruction set; NULL where there is no such,
- * or no memory. cores: the core that each helper is to stay on, or NULL. */
+/* A team of the caller and `helpers` threads, which compute with the named instruction set; NULL if there is no such
+ * set, or no memory. cores: the core that each helper is pinned to, or NULL. */
 Team *moesched_new_team(const char *variant, int helpers, const int *cores) {
     const Variant *known = variant_named(variant);
     Team *team = known ? calloc(1, sizeof *team) : NULL;

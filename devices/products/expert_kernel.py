@@ -1,7 +1,7 @@
 """The CPU expert kernel: products of a few rows by plain bfloat16 matrices, as fast as memory gives the weights.
 
-`expert_kernel.c` is compiled when the package is installed and a C compiler is there; torch does its work where not. It
-is called over data pointers through ctypes, which lets other Python threads run meanwhile.
+`expert_kernel.c` is compiled when the package is installed, if there is a C compiler; otherwise torch is used. It is
+called with data pointers through ctypes, which lets other Python threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def availability() -> str:
 
 
 def check_choice(kernel: str) -> None:
-    """Whether the kernel can be chosen so: `auto`, `torch` for none, or an instruction set.
+    """Check a choice of kernel: `auto`, `torch` for none, or an instruction set.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: this machine has no such kernel.
     """
     here = variants()
     if kernel not in (AUTO, TORCH, *here):
@@ -85,16 +85,16 @@ def check_choice(kernel: str) -> None:
 class ExpertKernel:
     """The kernel with threads of its own.
 
-    An output's float32 sum runs in an order that depends on the instruction set alone: not on the other rows of the
-    call, not on the row blocks, not on the number of threads. Outputs are rounded to bfloat16, and so is what `expert`
-    multiplies by down.
+    An output's float32 sum runs in an order that depends only on the instruction set: not on the other rows of the
+    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of `expert`'s
+    down projection.
 
     Args:
-        most_rows: up to how many rows `takes` says yes.
-        variant: the instruction set, by default the best one here.
-        threads: how many work together, the caller among them.
-        pin: keep each helper on a core of its own. The caller is never kept anywhere: threads that torch starts from
-            it later would stay on the same core.
+        most_rows: most rows of a product for which `takes` is true.
+        variant: the instruction set; by default the best one here.
+        threads: number of threads, the caller included.
+        pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
+            would stay on the same core.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class ExpertKernel:
         self._team = None
 
     def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
-        """Whether a product is work for the kernel: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
+        """Whether the kernel takes a product: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
         few = 0 < len(x_TD) <= self.most_rows
         return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and _are_rows(blocks, x_TD.shape[1])
 
     def takes_expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
-        """The same of a whole expert."""
+        """The same for a whole expert."""
         return self.takes(x_nD, gate) and self.takes(x_nD, up) and _are_rows(down, _outputs(gate))
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:

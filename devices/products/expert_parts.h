@@ -1,10 +1,10 @@
 /* The parts of products and experts, included once for each instruction set, after its inner loops.
  *
- * Whoever includes it defines, beside what expert_tiles.h asks for or in its place,
- *   COLUMNS    how many rows of x a panel has at most
+ * The including file defines, in addition to the macros of expert_tiles.h or instead of them,
+ *   COLUMNS    the most rows of x in a panel
  *   panel      one panel: `columns` rows of x by `rows` rows of weights
  *   put        puts input k, counted within the step, of a row of x into its step
- *   put_step   the same of a whole step
+ *   put_step   the same for a whole step
  */
 
 /* out[row][m]: the sum of each accumulator's lanes. */

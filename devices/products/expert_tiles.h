@@ -1,15 +1,15 @@
 /* The inner loops of expert_kernel.c, included once for each instruction set.
  *
- * Whoever includes it defines
+ * The including file defines
  *   ISA(name)        the name with the instruction set's ending
  *   TARGET           the function attribute that lets the compiler use its instructions
- *   LANES            how many float32 sums one accumulator holds
- *   STEP             how many inputs one step takes in
- *   STEP_BYTES       what one row's share of x takes per step, laid out as the instructions want it
- *   TILE_ROWS(C)     how many rows of weights are multiplied by C rows of x at once: as many as the registers hold
+ *   LANES            number of float32 sums in one accumulator
+ *   STEP             number of inputs in one step
+ *   STEP_BYTES       bytes of one row of x per step, in the layout that the instructions need
+ *   TILE_ROWS(C)     number of rows of weights multiplied by C rows of x at once: as many as the registers hold
  *   Sums             the type of an accumulator
  *   HALVES           1, or 2 where a step takes two multiplications, first of its even inputs, then of its odd ones
- *   Vector           the type of what is multiplied
+ *   Vector           the type of the factors
  *   WEIGHTS(p, half) that half of the step's weights at p
  *   INPUTS(x, half)  that half of the step of x at address x
  *   DOT(sums, w, x)  sums += w * x
@@ -39,10 +39,10 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
     }
 }
 
-/* The same over `steps` whole steps and a broken one of `rest` inputs.
+/* The same over `steps` whole steps and a partial one of `rest` inputs.
  * x: its steps one after the other, C rows in each. stride: inputs from one row of weights to the next.
  * next: inputs from a row of weights to the one that has its place in the next tile; 0 if there is none.
- * Each row of weights is brought into the cache some way ahead, and at its end the beginning of the next tile's. */
+ * Each row of weights is prefetched some way ahead, and at its end the beginning of its row in the next tile. */
 INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
                       int64_t steps, int64_t rest, float *total, int64_t total_stride) {
     Sums sums[MOST_TILE_ROWS][MOST_COLUMNS];
@@ -81,7 +81,7 @@ INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t
                                       int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {                \
         int64_t row = 0;                                                                                               \
         for (; row + TILE_ROWS(C) <= rows; row += TILE_ROWS(C)) {                                                      \
-            /* What comes after the last ones is another thread's, perhaps. */                                         \
+            /* The bytes after the last ones may belong to another thread. */                                          \
             const int64_t next = row + 2 * TILE_ROWS(C) <= rows ? TILE_ROWS(C) * stride : 0;                           \
             ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, next, x, steps, rest,                           \
                       sums + row * sums_stride, sums_stride);                                                          \
@@ -115,7 +115,7 @@ INLINE void ISA(put)(char *step, int columns, int column, int k, uint16_t bits) 
     PLACE(step + column * STEP_BYTES, k, bits);
 }
 
-/* x lies as weights do when they are multiplied. */
+/* Stores x in the layout that weights have when they are multiplied. */
 INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *values) {
     (void)columns;
     for (int half = 0; half < HALVES; half++) {

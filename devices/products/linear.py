@@ -1,4 +1,4 @@
-"""Products with weights that lie in blocks, and the experts that are made of them, on any torch device.
+"""Products with weights in blocks, and experts computed by such products, on any torch device.
 
 A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
 files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it

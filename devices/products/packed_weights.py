@@ -18,8 +18,8 @@ from .row_tiles import in_tiles
 def packing_pays(transposed: bool = False) -> bool:
     """Whether this processor gains from packed bfloat16 weights, and gets the same bits from them.
 
-    The second is tried, not assumed: one policy may keep packed what another one streams, and a schedule
-    must not show in the results. The matrices tried are packed whole and compared with their row blocks.
+    The bits are tested, since one policy may keep weights packed that another one streams, and results must not depend
+    on the schedule. Matrices packed whole are compared with their row blocks.
 
     Args:
         transposed: also for matrices that lie transposed in memory.
@@ -56,9 +56,9 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """Whether a product of this dtype has the same bits on one core as on `cores`, packed or not; tried, not assumed.
+    """Whether a product of this dtype has the same bits on one core as on `cores`, packed or not; found by trying.
 
-    Where it has not, a product must run on the same number of cores under every policy.
+    If not, a product must run on the same number of cores under every policy.
 
     Args:
         transposed: also for matrices that lie transposed in memory.
@@ -106,7 +106,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
-    """The matrix in oneDNN's own arrangement, in memory of its own; `linear` takes it like a plain one.
+    """A copy of the matrix in oneDNN's own layout; `linear` takes it like a plain one.
 
     weight_ND: bfloat16, CPU. Ask `packing_pays` first.
     """

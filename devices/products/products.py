@@ -8,9 +8,9 @@ from .linear import Blocks, Tensor, expert_ffn, linear
 
 
 class Products:
-    """Multiplies by weights; who does it depends on the number of rows and on how the weights lie, never on the policy.
+    """Multiplies by weights; the choice depends on the number of rows and the weights' layout, never on the policy.
 
-    kernel: what multiplies a few rows, if there is such.
+    kernel: multiplies few rows; None for torch alone.
     """
 
     def __init__(self, kernel: ExpertKernel | None = None) -> None:
@@ -18,7 +18,7 @@ class Products:
 
     @property
     def most_rows(self) -> int:
-        """Up to how many rows the kernel takes, on threads of its own."""
+        """Most rows that the kernel takes, on threads of its own."""
         return self._kernel.most_rows if self._kernel else 0
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Products:
 
 
 def rows_for_kernel(kernel: str, dtype: str) -> int:
-    """Up to how many rows a kernel that was chosen so is to be used: 0 where it is not to be used at all.
+    """The most rows for which a chosen kernel is used; 0 where it is not used at all.
 
     Args:
         kernel: `auto`, `torch`, or an instruction set.

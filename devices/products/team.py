@@ -30,7 +30,7 @@ def usable_cores() -> int:
 def use_cores(count: int) -> None:
     """Set the number of cores that torch uses for the calling thread's operations."""
     if getattr(_own, "cores", 0) != count:
-        torch.get_num_threads()  # a thread's first look takes over the process's number, and must not come later
+        torch.get_num_threads()  # a thread's first call takes over the process's number, and must not come later
         torch.set_num_threads(count)
         _own.cores = count
 
@@ -50,13 +50,13 @@ def one_core() -> Iterator[None]:
 
 
 class Team:
-    """The calling thread and its helpers, who take jobs off one list until none is left.
+    """The calling thread and its helpers, which take jobs off one list until none is left.
 
-    Torch's own way is to cut every product into as many parts as there are cores and to wait for all of them: dozens
-    of times in a layer, each time for the slowest core. Where other lanes keep a core busy, such a wait was
-    measured at several milliseconds; whole experts, taken one after the other, need one wait a layer.
+    Torch itself cuts every product into as many parts as there are cores and waits for all of them: dozens of times in
+    a layer, each time for the slowest core. Where other lanes keep a core busy, such a wait was measured to take
+    several milliseconds. Jobs of whole experts need one wait per layer.
 
-    cores: how many the jobs may use together.
+    cores: number of cores that the jobs may use together.
     """
 
     def __init__(self, cores: int) -> None:
@@ -65,10 +65,10 @@ class Team:
         self._free = threading.Lock()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Do all jobs, in any order; raises the first error of one after all have ended.
+        """Do all jobs, in any order; raises the first error after all have ended.
 
-        The cores are shared out evenly among the jobs. A caller that finds the helpers at work for another lane
-        does its jobs alone.
+        The cores are divided evenly among the jobs. If the helpers are busy for another lane, the caller does its jobs
+        alone.
         """
         use_cores(max(1, self.cores // max(1, len(jobs))))
         if len(jobs) < 2 or not self._free.acquire(blocking=False):
@@ -97,7 +97,7 @@ class Team:
 
 
 class _Helper:
-    """A thread that works off a list of jobs whenever it is given one; raw locks are the cheapest way to wake it."""
+    """A thread that does the jobs of each list that it is given; raw locks are the cheapest way to wake it."""
 
     def __init__(self) -> None:
         self._pending: deque[Job] | None = None
@@ -137,7 +137,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Do jobs until none is left, or one fails: then the others are dropped."""
+    """Do jobs until none is left or one fails, which drops the others; returns its error."""
     while True:
         try:
             job = pending.popleft()

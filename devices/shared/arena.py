@@ -10,7 +10,7 @@ import torch
 
 CACHE_LINE = 64  # bytes; torch's own tensors start at multiples of it
 HUGE_PAGE = 2 << 20  # bytes
-ALIGNMENT = 4096  # what direct reads ask of an address, a file offset and a length
+ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
@@ -24,10 +24,10 @@ def round_down(nbytes: int) -> int:
 
 
 class Arena:
-    """`slots` slots of `slot_bytes` bytes each, rounded up to 4096, in one allocation that is taken at once.
+    """`slots` slots of `slot_bytes` bytes each, rounded up to 4096, in one allocation that is backed at once.
 
-    device: whose memory it is. pinned: page-locked memory of the host that a CUDA device copies from without a
-    detour; needs CUDA.
+    device: the device of the memory. pinned: use page-locked host memory, which CUDA devices copy from directly; needs
+    CUDA.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy in memory of its own, in the original's order, that starts as far into a cache line as the original does.
+    """A copy of its own, with the original's strides and offset within a cache line.
 
-    The last bits of a float32 product depend on that, and whether weights stay or stream must not show. A large one
-    takes huge pages: products read them a tenth to a quarter faster.
+    The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
+    large copy is in huge pages, which products read a tenth to a quarter faster.
     """
     skip = tensor.data_ptr() % CACHE_LINE // tensor.itemsize
     items = skip + tensor.numel()
@@ -86,7 +86,7 @@ def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 def aligned_bytes(nbytes: int) -> torch.Tensor:
     """A zeroed uint8 tensor of `nbytes` that starts at a multiple of 4096, in huge pages where there are any.
 
-    A direct read pins every page that it writes to and names each to the disk: in huge pages it was measured
+    A direct read pins every page that it writes to and passes each to the disk: in huge pages it was measured
     at 3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.
     """
     memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -19,9 +19,11 @@ Caching = Literal["bypassed", "dropped", "kept"]
 class DirectFile:
     """Positional reads of one file, from any thread; the descriptor is opened once.
 
-    caching says what happens to the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS), "dropped" (the
-    system refused to bypass it; what was read is dropped from it afterwards) or "kept" (direct=False).
-    Raises BadInput where the file cannot be opened.
+    `caching` is the effect on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS), "dropped" (the system
+    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False).
+
+    Raises:
+        BadInput: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
@@ -35,7 +37,9 @@ class DirectFile:
         """Fill `into` from `offset` on and return the bytes read, at least `needed`: the file may end before.
 
         The offset, the length and the address of `into` are multiples of 4096. Releases the interpreter lock.
-        Raises MoeschedError where the device fails or the file ends early.
+
+        Raises:
+            MoeschedError: the disk failed, or the file ends early.
         """
         done = 0
         try:

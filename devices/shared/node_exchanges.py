@@ -32,7 +32,7 @@ class NodeKernels(Protocol):
     """A device's kernels around the exchanges between nodes."""
 
     def partial_sum(self, task: Task) -> Any:
-        """The weighted sum (T, D), float32, of what this node's own experts made: a tensor of the device."""
+        """The weighted sum (T, D), float32, of the outputs of this node's own experts: a tensor of the device."""
 
     def on_host(self, tensor: Any) -> Array:
         """A tensor of the device in the host's memory; called on the network's lane."""
@@ -41,7 +41,7 @@ class NodeKernels(Protocol):
         """Add the residual to the nodes' sum, and round once, as one machine does."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert that has any, and for the other nodes all that `take_rows` needs."""
+        """The rows of each expert that has any, and the input of the other nodes' `take_rows`."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
@@ -50,7 +50,7 @@ class NodeKernels(Protocol):
 class NodeVerbs:
     """Runs the verbs that exist only where several nodes share a model's experts.
 
-    A kernel leaves what is to be exchanged, by micro-batch and operand, and finds there what came of it.
+    Kernels store the data to exchange by micro-batch and operand, and find the results there.
 
     Args:
         sample: chooses a micro-batch's tokens, where the node attends.

@@ -37,16 +37,16 @@ class Run(NamedTuple):
 class PageLocation(NamedTuple):
     """The blocks of the files that hold a page, and the places of its tensors in a slot.
 
-    A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So a page is read as the blocks
-    that cover it, and its tensors lie in the slot as they lie in those. A page with a tensor that is stored in another
-    dtype than the layout's, or at an offset where no view of its dtype can start, is converted on the way and lies at
-    the layout's own offsets.
+    A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a page
+    are read into the slot, with the tensors at their offsets within these blocks. A page is converted instead, and has
+    the layout's offsets, if one of its tensors is stored in another dtype or at an offset where no view of its dtype
+    can start.
 
     Attributes:
         placements: the place of each extent, in the page's order.
         runs: the reads that fill the slot; none where the page is converted.
         nbytes: bytes of the slot that are filled.
-        bytes_to_read: bytes, in whole blocks, that reading the page asks of the files.
+        bytes_to_read: bytes to read from the files for the page, in whole blocks.
     """
 
     placements: tuple[Placement, ...]
@@ -66,7 +66,7 @@ def locate(
         to_read = sum(round_up(end) - round_down(start) for start, end in ranges)
         return PageLocation(_placed(page.extents, stored, offsets), (), page.nbytes, to_read)
     runs, offsets = _runs([(each.file, *span) for each, span in zip(stored, ranges, strict=True)], files)
-    filled = runs[-1].at + runs[-1].nbytes  # runs lie one behind the other
+    filled = runs[-1].at + runs[-1].nbytes  # runs follow each other
     return PageLocation(_placed(page.extents, stored, offsets), runs, filled, filled)
 
 
@@ -90,7 +90,7 @@ def _must_convert(stored: StoredTensor, start: int, dtype: str) -> bool:
 def _runs(
     spans: list[tuple[Path, int, int]], files: Mapping[Path, Blocks]
 ) -> tuple[tuple[Run, ...], list[int]]:
-    """The reads that fetch these bytes of files, neighbours as one, and the place of each span in the slot."""
+    """The reads of these spans of files, neighbours merged, and the offset of each span in the slot."""
     runs: list[Run] = []
     offsets = [0] * len(spans)
     for index, (path, start, end) in sorted(enumerate(spans), key=itemgetter(1)):

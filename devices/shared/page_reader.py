@@ -37,10 +37,10 @@ class PageReader:
 
     Attributes:
         dtype: of the layout.
-        on_disk: whether the files are the disk's.
+        on_disk: whether the files are on disk.
         slot_bytes: bytes of the largest page in a slot.
-        converts: whether there are pages that do not lie in the files as they are needed.
-        buffer_bytes: bytes that each reading thread holds besides, to convert those.
+        converts: whether there are pages whose bytes in the files must be converted.
+        buffer_bytes: size of each reading thread's buffer for conversions.
         bytes_read: bytes read from the files so far, in whole blocks.
 
     Raises:
@@ -81,7 +81,7 @@ class PageReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files; no read may be under way."""
+        """Close the files; no read may be running."""
         for file in self._files.values():
             file.close()
 
@@ -96,7 +96,7 @@ class PageReader:
     def views(self, slot: torch.Tensor, page: Page) -> dict[str, list[torch.Tensor]]:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
-        Of a matrix that the files hold transposed, blocks are (outputs, some of the inputs), left to right.
+        Blocks of a matrix that the files hold transposed are (outputs, some of the inputs), left to right.
         slot: uint8, on any device, with the bytes that `read` leaves.
         """
         items = slot.view(self.dtype)
@@ -111,7 +111,8 @@ class PageReader:
     def read(self, page: Page, slot: torch.Tensor) -> int:
         """Read the page into the slot (uint8, CPU, at a multiple of 4096) and return the bytes read.
 
-        Raises MoeschedError where the device fails, the file ends early or the slot does not hold the page.
+        Raises:
+            MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
         """
         location = self._locations[page.id]
         _require_fit(slot, location.nbytes)
@@ -127,7 +128,7 @@ class PageReader:
         return items.view(shape)
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
-        """The same, into as many items (1-D) of the layout's dtype."""
+        """Read a whole tensor into items (1-D) of the layout's dtype."""
         stored = self._tensors[name]
         file, rows = self._files[stored.file], (0, stored.shape[0])
         self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES)))
@@ -182,12 +183,12 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Bytes of as many rows as are read at once where they are cut."""
+    """Bytes of the rows that are read at once if only some columns are wanted."""
     return CHUNK_BYTES // row_bytes(stored) * row_bytes(stored)
 
 
 def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Of whole rows the columns that are wanted, as items in a row."""
+    """The wanted columns of whole rows, as 1-D items."""
     if stored.columns is None:
         return items
     first, of = stored.columns
@@ -197,8 +198,8 @@ def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:
     """Copy and convert on this thread alone.
 
-    Torch gives larger pieces to its thread pool; where other lanes keep the cores busy, waiting for the pool
-    was measured at 8 ms a call.
+    Torch gives larger pieces to its thread pool; while other lanes keep the cores busy, waiting for the pool was
+    measured to take 8 ms per call.
     """
     for start in range(0, len(items), PIECE_ITEMS):
         stop = min(start + PIECE_ITEMS, len(items))

@@ -12,7 +12,7 @@ Verb = Callable[[Any], Any]
 
 
 def after(first: Callable[[Task], None], then: Verb) -> Verb:
-    """One verb that is two."""
+    """A verb that runs `first`, then `then`, and returns the value of `then`."""
 
     def both(task: Task) -> Any:
         first(task)

@@ -25,7 +25,7 @@ class Attention:
     Args:
         weights: the tensors of a view.
         embedding_VD: empty on a node that does not attend.
-        rank: this one of the ranks that the model is cut over.
+        rank: this device's rank; 0 without tensor parallelism.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Attention:
         del state.qkv
 
     def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
-        """Attention of new queries over keys and values wherever they lie: (T, H * d)."""
+        """Attention of new queries over the keys and values of any views: (T, H * d)."""
         seen = sum(state.step.past) + len(q_THd)
         self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
         return kernels.attention(q_THd, views, self._config.sliding_window)
@@ -87,7 +87,7 @@ class Attention:
             state.attended_TX, weights["o"], self.residual(state), self._products.linear
         )
         if self._accelerator.type == "cpu" or not task.step:
-            del state.attended_TX  # on CUDA a decode step's came by another stream, whose memory it is
+            del state.attended_TX  # on CUDA a decode step's belongs to the stream that copied it
 
     def residual(self, state: MicroBatchState) -> Tensor:
         """The residual that this rank adds to a sum over ranks: rank 0 the hidden states, the others zeros."""

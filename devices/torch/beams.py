@@ -1,4 +1,4 @@
-"""Beam search on the device: the searches of a batch, and the sequences in the KV cache that follow them."""
+"""Beam search on the device: the searches of a batch, and the updates of their sequences in the KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .micro_batch import MicroBatchState
 
 
 class BeamSearches:
-    """Advances the beam searches of a batch, and has its sequences follow.
+    """Advances the beam searches of a batch, and updates its sequences.
 
     Args:
         searches: one for each request.
@@ -27,7 +27,7 @@ class BeamSearches:
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
         """Extend the beams of the requests at these places of a micro-batch by one token."""
         count = len(state.requests) * state.beams
-        if len(state.new) != count:  # so far it had prompts
+        if len(state.new) != count:  # after prefill: one entry per prompt
             state.new = [[]] * count
         searches = [self._searches[state.requests[place]] for place in places]
         for place, search, logits in zip(places, searches, logits_SV.chunk(len(places)), strict=True):
@@ -37,7 +37,7 @@ class BeamSearches:
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Have every beam go on from the one that it came from."""
+        """Have every beam continue its parent."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

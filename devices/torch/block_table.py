@@ -1,4 +1,4 @@
-"""The blocks of a KV cache: which of them each sequence has, and which are free."""
+"""The blocks of a KV cache: those of each sequence, and the free ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutOfBlocks(OverBudget):
 
 
 class SequenceBlocks(msgspec.Struct):
-    """The tokens of a sequence that have a place in the cache, and the blocks where they are, in order."""
+    """The number of a sequence's tokens in the cache, and the blocks that hold them, in order."""
 
     length: int
     blocks: list[int]
@@ -56,24 +56,25 @@ class BlockTable:
         return self._sequences[sequence]
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for that many tokens. Raises OutOfBlocks."""
+        """Begin a sequence, and reserve blocks for `tokens` tokens. Raises OutOfBlocks."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
         blocks = self._free.take(self.blocks_for(tokens))
         self._sequences[sequence] = SequenceBlocks(0, blocks)
 
     def close(self, sequence: int) -> None:
-        """End a sequence and give its blocks back."""
+        """End a sequence and free its blocks."""
         self._free.give_back(self._sequences.pop(sequence).blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that hold that many tokens."""
+        """Number of blocks that hold `tokens` tokens."""
         return -(-tokens // self._block_size)
 
     def grow(self, sequences: Sequence[int], new: Sequence[int]) -> list[SequenceBlocks]:
-        """Add new[i] tokens to sequences[i]; returns what these have by then.
+        """Add new[i] tokens to sequences[i]; returns the grown sequences' tokens and blocks.
 
-        Raises OutOfBlocks, and changes nothing, where the blocks run out.
+        Raises:
+            OutOfBlocks: there are not enough free blocks; nothing has changed.
         """
         states = [self._sequences[sequence] for sequence in sequences]
         lengths = [state.length + tokens for state, tokens in zip(states, new, strict=True)]
@@ -92,9 +93,9 @@ class BlockTable:
     def reorder(
         self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]
     ) -> list[BlockCopy]:
-        """Replace sequences by others that go on with what those have: heirs[i] with that of sequences[parents[i]].
+        """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
 
-        Full blocks are shared; of a partly filled one every heir but the first gets a copy.
+        Full blocks are shared; a partly filled one is copied for every heir except the first.
 
         Returns:
             The copies to be made before an heir is written to.
@@ -131,7 +132,7 @@ class BlockTable:
 
 
 class _FreeBlocks:
-    """The free blocks; hands out neighbours where it can."""
+    """The free blocks; neighbouring ones are preferred."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks
@@ -144,7 +145,7 @@ class _FreeBlocks:
             raise OutOfBlocks(f"{what}; make it larger, or run fewer or shorter sequences at once")
 
     def take(self, blocks: int, after: int = -1) -> list[int]:
-        """That many blocks: those that follow `after` if they are free, else the first that lie together."""
+        """Take `blocks` blocks: those that follow `after` if they are free, otherwise the first contiguous ones."""
         self.require(blocks)
         wanted = b"\1" * blocks
         following = range(after + 1, after + 1 + blocks)

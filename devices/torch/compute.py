@@ -20,7 +20,7 @@ from .cores import Cores
 class Compute:
     """The accelerator that a model runs on, and the kernel and threads for products on the CPU.
 
-    All batches share them, so that each has the same bits.
+    All batches share them, so that all get the same bits.
 
     Args:
         accelerator: such as "cuda:0".
@@ -32,8 +32,8 @@ class Compute:
         cores: their number.
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
-        team: shares out experts and blocks of the LM head among the cores; None where one product after the other
-            takes all of them.
+        team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
+            each on all cores.
     """
 
     def __init__(self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool) -> None:
@@ -83,7 +83,7 @@ class Compute:
         return copy_placed_alike(matrix_ND, self.accelerator)
 
     def close(self) -> None:
-        """End the threads, and give torch back the number of cores that it had."""
+        """End the threads, and restore torch's number of cores."""
         self.products.close()
         if self.team is not None:
             self.team.close()

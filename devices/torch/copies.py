@@ -1,7 +1,7 @@
-"""Copies between the host and an accelerator that do not make the host wait: by way of page-locked memory.
+"""Asynchronous copies between the host and an accelerator, through page-locked memory.
 
-A copy from or to ordinary memory holds up the thread that asks for it until its stream has come so far. Page-locked
-memory comes from torch's own cache, which reuses a piece only after the copies that use it.
+A copy from or to ordinary memory blocks its thread until the stream has reached it. Page-locked memory comes from
+torch's own cache, which reuses a piece only after the copies that use it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor itself where it is on the device already, else a copy, there when the current stream comes so far."""
+    """The tensor itself if it is on the device already, otherwise an asynchronous copy on the current stream."""
     return tensor if tensor.device == device else copied(tensor, device)
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of its own on the device, there when the current stream comes so far."""
+    """A copy on the device; between host and accelerator, an asynchronous one on the current stream."""
     if device.type == tensor.device.type:
         return tensor.to(device, copy=True)
     if device.type == "cpu":
@@ -40,7 +40,7 @@ def locked(tensor: Tensor) -> Tensor:
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Block until the current stream of the device has done all that it was given; nothing to do on the CPU."""
+    """Block until the device's current stream has finished all its work; does nothing on the CPU."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()
 

@@ -8,11 +8,11 @@ from ..products.team import use_cores
 
 ONE_CORE_BYTES = 8 << 20
 ONE_CORE_PRODUCTS = 1 << 26
-"""Up to these sizes, of weights and in multiplications, one core is done before the others could be called."""
+"""Up to these numbers of weights and of multiplications, one core finishes before the others could start."""
 
 
 class Cores:
-    """Chooses by shape alone, never by lane or load: the number of cores may show in the bits of float32."""
+    """Chooses by shape alone, never by lane or load, since float32 bits may depend on the number of cores."""
 
     def __init__(self, cores: int, dtype: torch.dtype) -> None:
         self._cores = cores

@@ -72,7 +72,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Whether a machine can be this one.
+        """Check that a machine description fits this machine.
 
         Raises:
             BadInput: it has no GPU with a memory of its own.

@@ -1,8 +1,8 @@
 """CUDA streams as lanes: one stream a lane, events for edges between them.
 
-Memory needs no `record_stream`: torch gives a tensor's bytes to a later one of the stream that allocated it, and a
-tensor is let go of by a task of that stream: the one that overwrites its block and waits for all that used it, or the
-last one that uses it.
+Memory needs no `record_stream`: torch reuses a tensor's bytes on the stream that allocated it, and a task of that
+stream drops the tensor. It is the task that overwrites the tensor's block after waiting for all its users, or the last
+user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CudaStreams:
         self.begin()
 
     def begin(self) -> None:
-        """Read the clocks anew, for another run: the further away, the coarser CUDA tells times."""
+        """Synchronise the clocks again for a new run: CUDA's times get coarser with the distance."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             self._zero.record()
@@ -91,7 +91,7 @@ class CudaStreams:
 
 
 class CudaTask:
-    """A task that a stream has taken in.
+    """A task that was enqueued on a stream.
 
     Attributes:
         start, end: events around it.

@@ -32,7 +32,7 @@ from .verbs import verbs_of
 from .weights import WeightStore
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
-"""The lanes of a CUDA machine that are streams: its profile's paths between memories have these names."""
+"""The lanes of a CUDA machine that are streams; the paths between memories in its profile have these names."""
 
 
 class TorchDevice:
@@ -42,14 +42,14 @@ class TorchDevice:
     for oneDNN where that pays, and are still there in the next batch.
 
     Args:
-        accelerator: where the accelerator's tensors are, such as "cuda". With "cpu", a machine with two memories has
-            both in the host's.
-        keep_logits: remember every step's logits (S, V) by micro-batch, in `logits`.
-        direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
-            lie in it, where the system and the files allow that, and copied from it where not.
-        kernel: what multiplies a few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
-            instruction set here, the name of another one, or `torch`.
-        pin: keep each of the expert kernel's threads on a core of its own.
+        accelerator: torch device of the accelerator's tensors, such as "cuda". With "cpu", both memories of a machine
+            with two are in the host's.
+        keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
+        direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
+            itself if the system and the files allow that, and else copied from it.
+        kernel: the kernel for few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
+            instruction set here, the name of another instruction set, or `torch`.
+        pin: pin each of the expert kernel's threads to a core of its own.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class TorchDevice:
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Whether a machine can be this one.
+        """Check that a machine description fits this machine.
 
         Raises:
-            BadInput: it is another one: a profile that ships, or one whose accelerator has a memory of its own.
+            BadInput: it is a shipped profile, or its accelerator has a memory of its own.
         """
         if machine.name in machine_names() or not machine.unified:
             raise BadInput(
@@ -114,7 +114,7 @@ class TorchDevice:
         return self._store.bytes_read
 
     def bytes_to_read(self, page: Page) -> int:
-        """Bytes, in whole blocks, that bringing in a page asks of the files."""
+        """Bytes to read from the files for a page, in whole blocks."""
         return self._store.reader.location(page).bytes_to_read
 
     def slot_bytes(self, page: Page) -> int:
@@ -124,7 +124,7 @@ class TorchDevice:
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several from now on, with exchanges over a transport.
 
-        Several are ranks, each with its share of every matrix, where the model was cut; otherwise nodes, each with the
+        These are ranks, each with its share of every matrix, if the model was cut; otherwise nodes, each with the
         experts that a batch's plan gives it.
         """
         self._rank = rank if self.layout.config.ranks > 1 else 0
@@ -135,13 +135,13 @@ class TorchDevice:
         self._observers.routing = observer
 
     def observe_activations(self, observer: ActivationObserver) -> None:
-        """Report what the experts' SiLU lets through, from now on; it is computed a second time for that."""
+        """Report the experts' activations after SiLU, from now on; they are computed a second time for that."""
         self._observers.activations = observer
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Allocate all that the plan says, and take in the prompts' token ids.
+        """Allocate all that the plan says, and store the prompts' token ids.
 
-        What the batch before had allocated is let go of first. Weights that stayed then and stay now are kept.
+        The previous batch's memory is freed first, except weights that are resident in both batches.
 
         Raises:
             BadInput: a token id is outside the vocabulary.
@@ -181,7 +181,7 @@ class TorchDevice:
         self.close()
 
     def close(self) -> None:
-        """The same, where nothing can be awaited."""
+        """Close the device where nothing can be awaited."""
         self._verbs = {}
         self._store.close()
         self._compute.close()

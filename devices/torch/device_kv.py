@@ -33,7 +33,7 @@ class DeviceKV:
         self._slots = torch.empty((2, slots, config.kv_heads, config.head_dim), dtype=dtype, device=device)
 
     def extended(self, state: MicroBatchState, k_TKd: Tensor, v_TKd: Tensor) -> list[KVView]:
-        """Store a chunk's keys and values; returns what its sequences have by now, in their order."""
+        """Store a chunk's keys and values; returns views of all that its sequences have by now, in order."""
         views = []
         start = 0
         step = state.step

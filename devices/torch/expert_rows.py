@@ -22,7 +22,7 @@ class HostRows:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def rows(self, *, pinned: bool) -> tuple[Tensor, Tensor]:
-        """The experts' rows x_nD, and y_nD for what they make of them; the first call makes both."""
+        """The experts' input rows x_nD and output rows y_nD; the first call allocates both."""
         if self._rows is None:
             x_nD = self._x_TD.index_select(0, self._tokens_n)
             self._rows = x_nD, torch.empty(x_nD.shape, dtype=x_nD.dtype, pin_memory=pinned)
@@ -34,12 +34,12 @@ class ExpertRows:
 
     Args:
         x_TD: the experts' input.
-        grouping: which rows are whose.
-        weights_Tk: of each token's experts.
+        grouping: the rows of each expert.
+        weights_Tk: weights of each token's experts.
 
     Attributes:
-        x_nD, y_nD: the rows, and what the experts make of them.
-        on_host: the same for experts on the host, while any runs there.
+        x_nD, y_nD: the experts' input and output rows.
+        on_host: the same for experts on the host; None while there are none.
     """
 
     def __init__(self, x_TD: Tensor, grouping: Grouping, weights_Tk: Tensor) -> None:
@@ -51,5 +51,5 @@ class ExpertRows:
         self._starts = list(accumulate(grouping.counts, initial=0))
 
     def of(self, expert: int) -> range:
-        """The rows that are an expert's."""
+        """The range of an expert's rows."""
         return range(self._starts[expert], self._starts[expert + 1])

@@ -1,4 +1,4 @@
-"""The origin of values that are not finite: runs a step again and looks at every tensor."""
+"""The origin of values that are not finite: runs a step again and checks every tensor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .resident_pages import Weights
 class FirstBadTensor:
     """Runs a step of one micro-batch again, page by page from the files, until a tensor is not finite.
 
-    It takes the memory of one expert or one layer's dense part beyond the activations, and writes to no cache. Of a
-    model that is cut over several ranks only the weights are looked at.
+    It needs the memory of one expert or one layer's dense part beyond the activations, and writes to no cache. In
+    tensor-parallel runs only the weights are checked.
 
     Args:
-        accelerator: where the tensors of the step are, and are computed again.
+        accelerator: device of the step's tensors, which also computes them again.
     """
 
     def __init__(self, reader: PageReader, layout: WeightLayout, accelerator: torch.device) -> None:
@@ -37,9 +37,9 @@ class FirstBadTensor:
         self._accelerator = accelerator
 
     def name(self, state: MicroBatchState) -> str:
-        """The first tensor of the step in which a number is not finite: what it is, and its layer.
+        """Describe the step's first tensor with a number that is not finite, and its layer.
 
-        Of a prompt in chunks all are looked at, up to this one.
+        For a prompt in chunks, all chunks up to this one are checked.
         """
         if self._config.ranks > 1:
             return describe_first_bad_weight(self._reader, self._layout)
@@ -109,9 +109,9 @@ class FirstBadTensor:
         return kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one)
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
-        """Copies of what the step's sequences have in the cache, with these new keys and values at their ends.
+        """Copies of the keys and values of the step's sequences in the cache, with the new ones at their ends.
 
-        The step's own may be still on their way to a cache on the host.
+        The new ones may not have reached a cache on the host yet.
         """
         views = []
         start = 0

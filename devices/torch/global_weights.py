@@ -28,7 +28,7 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read them; of a tied LM head the rows of this rank."""
+    """Read the weights in no page; of a tied LM head, only the rows of this rank."""
 
     def read(name: str) -> Tensor:
         return reader.read_tensor(name).to(compute.accelerator)

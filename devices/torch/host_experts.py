@@ -24,7 +24,7 @@ class HostExperts:
     Args:
         weights: the tensors that a view shows.
         there: runs the experts of the accelerator.
-        device_observers: told of an expert before it runs.
+        device_observers: notified of an expert before it runs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HostExperts:
         self._device_observers = device_observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy each token's hidden state once, out of the row of its first expert, and which rows are whose."""
+        """Copy each token's hidden state once, from the row of its first expert, and the grouping of rows by expert."""
         rows = self._states[task.micro_batch].rows
         x_TD = rows.x_nD.index_select(0, rows.grouping.rows_Tk[:, 0])
         rows.on_host = HostRows(moved(x_TD, HOST), moved(rows.grouping.tokens_n, HOST))
@@ -64,7 +64,7 @@ class HostExperts:
         apply_expert(x_nD, y_nD, span, task.expert, weights, self._products)
 
     def load_routed(self, task: Task) -> None:
-        """Copy the rows of the experts that ran here; those of neighbours in one piece."""
+        """Copy the output rows of the experts that ran here; adjacent ranges are one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         _, y_nD = rows.on_host.rows(pinned=self._pinned)
@@ -74,7 +74,7 @@ class HostExperts:
 
 
 def _joined(ranges: Sequence[range]) -> list[slice]:
-    """Ascending ranges as slices, one for all that follow each other without a gap."""
+    """Ascending ranges as slices, with adjacent ranges merged."""
     slices: list[slice] = []
     for each in ranges:
         if slices and slices[-1].stop == each.start:

@@ -64,7 +64,7 @@ class HostSide:
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 
     def _read_into(self, target: Tensor, page: Page) -> None:
-        """Read a page from its file; by way of host memory where nothing can be read into the slot."""
+        """Read a page from its file; through host memory if the slot is not in it."""
         if target.device.type == "cpu":
             self._store.reader.read(page, target)
         else:
@@ -72,7 +72,7 @@ class HostSide:
             target[: len(held)].copy_(held)
 
     def load_kv(self, task: Task) -> None:
-        """Copy what a micro-batch has in the cache, with room for the new token of each sequence behind it."""
+        """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
         state = self._states[task.micro_batch]
         views = state.cache.views(task.layer, state.step)
         memory = self._kv_slots[task.operands]
@@ -94,7 +94,7 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Attention over keys and values that were loaded, and the new tokens' own."""
+        """Attention over loaded keys and values, and those of the new tokens."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
         views = self._loaded[task.operands]
@@ -108,9 +108,9 @@ class HostSide:
         state.attended_TX = self._attend(state, q_THd, views)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attention within the prompts, from the keys and values at hand: the cache is on the host.
+        """Attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
 
-        They are laid out as they lie in the cache, prompts of one length as one view, for the same bits as from there.
+        They have the same layout as in the cache, with prompts of one length as one view, so that the bits are equal.
         """
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
@@ -136,7 +136,7 @@ class HostSide:
             copied(v_TKd, HOST),
         )
         if self._accelerator.type == "cpu":
-            del state.qkv  # on CUDA the copy may be still to come
+            del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
@@ -153,24 +153,24 @@ class HostSide:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
         keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
-        wait_for_copies(self._accelerator)  # the host itself puts them into the cache
+        wait_for_copies(self._accelerator)  # the host writes them to the cache itself
         state.cache.append(task.layer, state.step, keys, values)
         if not task.step:
             del state.qkv  # in decode attention may still need them
 
     def _ready(self, tensor: Tensor) -> Tensor:
-        """The host's tensor where the accelerator can copy it from without making the host wait."""
+        """The host's tensor in memory that the accelerator can copy from asynchronously."""
         return tensor if self._accelerator.type == "cpu" else locked(tensor)
 
 
 def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
-    """Room for keys and values that are loaded from the host's KV cache."""
+    """Allocate a buffer for keys and values that are loaded from the host's KV cache."""
     elements = plan.kv.slot_bytes // compute.dtype.itemsize
     return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
 
 
 def _cached_on_host(plan: Plan) -> frozenset[int]:
-    """The micro-batches whose KV cache is there, chunks of prefill included."""
+    """The micro-batches whose KV cache is on the host, including chunks of prefill."""
     wholes = plan.kv.held_by("host")
     chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
     return frozenset([*wholes, *chunks])
@@ -188,7 +188,7 @@ def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours of one length: the length, and how many they are."""
+    """Runs of neighbours with equal length, as (length, count)."""
     return [(length, len(list(neighbours))) for length, neighbours in groupby(lengths)]
 
 

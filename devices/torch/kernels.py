@@ -2,12 +2,12 @@
 
 Shapes in names: T tokens of all sequences together, D hidden size, H heads, K key-value heads, G heads that
 share one of those, d head size, S sequences, L tokens in the cache, E experts, k experts per token, n rows of
-experts, V vocabulary, N outputs of a matrix, X whatever else.
+experts, V vocabulary, N outputs of a matrix, X anything else.
 
 A weight matrix (N, D) arrives as row blocks, top to bottom: a page may hold only a part of its rows. A model whose
 files hold the transpose has column blocks, left to right, instead. A block is (N, D), its columns contiguous where it
-is a transpose, or packed (see `packed_weights.py`). Hidden states have the weights' dtype; what decides accuracy
-(norms, rotation, softmax, routing, the sum over experts) is computed in float32.
+is a transpose, or packed (see `packed_weights.py`). Hidden states have the weights' dtype; operations that decide
+accuracy (norms, rotation, softmax, routing, the sum over experts) are computed in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..products.linear import Blocks, Linear, Tensor, linear
 class KVView(NamedTuple):
     """The cached keys and values of S sequences of one length, the new tokens' included.
 
-    keys, values: (S, L, K, d), any strides. queries: how many of each sequence's last tokens are new.
+    keys, values: (S, L, K, d), any strides. queries: number of new tokens at the end of each sequence.
     """
 
     keys_SLKd: Tensor
@@ -38,7 +38,7 @@ class KVView(NamedTuple):
 class Grouping(NamedTuple):
     """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
 
-    tokens_n: each row's token. rows_Tk: the row of each token's each expert. counts: the rows of each expert.
+    tokens_n: each row's token. rows_Tk: the row of each pair of token and expert. counts: number of rows by expert.
     """
 
     tokens_n: Tensor
@@ -55,7 +55,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Each token less its mean, divided by its standard deviation, times the weight."""
+    """Each token minus its mean, divided by its standard deviation, times the weight."""
     return F.layer_norm(x_TD, weight_D.shape, weight_D, None, eps)
 
 
@@ -65,7 +65,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
-    """The hidden states that the token ids start from."""
+    """The embeddings (T, D) of the tokens."""
     return embedding_VD.index_select(0, tokens_T)
 
 
@@ -73,7 +73,7 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, d), float32, that turn queries and keys by their positions."""
+    """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     angles = positions_T[:, None].float() * (1.0 / theta**exponents)
     cos, sin = angles.cos(), angles.sin()
@@ -81,7 +81,7 @@ def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Te
 
 
 def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Heads turned by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
+    """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
     swapped = x_THd.roll(x_THd.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_THd * cos_T1d, swapped, sin_T1d).to(x_THd.dtype)
 
@@ -132,10 +132,10 @@ def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None)
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
-    A query sees itself and what is before it: with a window, that many tokens, itself included.
+    A query sees itself and all earlier tokens; with a window, that many tokens, itself included.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
-    of cores: whoever wants the same bits again keeps these the same.
+    of cores: keep these the same to get the same bits.
     """
     parts = []
     start = 0
@@ -148,7 +148,7 @@ def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None)
 
 
 def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
-    # The heads that share keys are as good as queries of one head: no key is read twice, no mask is needed.
+    # Heads that share keys act as queries of one head: no key is read twice, and no mask is needed.
     if window is not None:
         keys_SLKd, values_SLKd = keys_SLKd[:, -window:], values_SLKd[:, -window:]
     sequences, _, kv_heads, head_dim = keys_SLKd.shape
@@ -212,8 +212,8 @@ def output_projection(
 def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
-    For weights that sum to one the top-k logits are softmaxed, as Mixtral does; a softmax over all experts, of which
-    the top k are divided by their sum, comes to the same. The others are what the softmax over all experts gives.
+    Weights that sum to one are a softmax of the top-k logits, as in Mixtral; a softmax over all experts whose top k are
+    divided by their sum is equal to that. The others are those of the softmax over all experts.
     """
     logits_TE = linear(x_TD.float(), [block.float() for block in router])
     top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
@@ -242,7 +242,7 @@ def every_expert(experts_Tk: Tensor, experts: int) -> Grouping:
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """The weighted sum of each token's experts: (T, D), float32.
 
-    y_nD: the experts' outputs in the rows of `group_by_expert`. The sum goes by ascending expert, whatever
+    y_nD: the experts' outputs in the rows of `group_by_expert`. They are added in ascending order of expert, whatever
     the order in which the experts ran.
     """
     tokens, choices = rows_Tk.shape

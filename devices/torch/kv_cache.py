@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class _Run(NamedTuple):
-    """Sequences of one length whose slots lie at even distances, so that one strided view holds them all."""
+    """Sequences of one length whose slots are evenly spaced, so that one strided view shows them all."""
 
     queries: int
     length: int
@@ -59,12 +59,12 @@ class KVStep(NamedTuple):
 class BlockedKV:
     """Keys and values of all layers, (layers, 2, slots, K, d), in blocks of slots.
 
-    A sequence may reserve blocks for its final length when it is opened, which keeps them together and its
-    views free of copies, or take them as it grows. `append` and `views` may run beside all else, for steps that were
-    extended before.
+    A sequence may reserve blocks for its final length when it is opened, which keeps them contiguous and its views free
+    of copies, or take them as it grows. `append` and `views` may run concurrently with everything else, for steps that
+    `extend` returned.
 
     Attributes:
-        table: says which blocks each sequence has; opens and closes sequences.
+        table: the blocks of each sequence; opens and closes sequences.
     """
 
     def __init__(
@@ -91,9 +91,10 @@ class BlockedKV:
         return self.slots.nbytes
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Make room for new[i] tokens at the end of sequences[i], which count from now on.
+        """Extend sequences[i] by new[i] tokens, which count from now on.
 
-        Raises OutOfBlocks, and changes nothing, where the blocks run out.
+        Raises:
+            OutOfBlocks: there are not enough free blocks; nothing has changed.
         """
         device = self.slots.device
         extended = self.table.grow(sequences, new)
@@ -114,7 +115,7 @@ class BlockedKV:
         )
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
-        """Replace sequences by others that go on with what those have: heirs[i] with that of sequences[parents[i]].
+        """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
 
         Raises:
             OutOfBlocks: there are not enough to give each heir a last block of its own.
@@ -134,7 +135,7 @@ class BlockedKV:
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, in the step's order, new tokens included.
 
-        Views of the arena where a sequence's blocks lie together, copies where they do not.
+        Views of the arena if a sequence's blocks are contiguous, otherwise copies.
         """
         return [self._view(self.slots[layer], part) for part in step.parts]
 
@@ -185,7 +186,7 @@ class BlockedKV:
 
 
 def _join(part: _Run | _Gather, alone: _Run | _Gather) -> _Run | _Gather | None:
-    """The part with one more sequence, where that is of its sort."""
+    """The part with one more sequence; None if they do not fit together."""
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None
     if isinstance(part, _Run) and isinstance(alone, _Run):
@@ -196,7 +197,7 @@ def _join(part: _Run | _Gather, alone: _Run | _Gather) -> _Run | _Gather | None:
 
 
 def _join_runs(run: _Run, alone: _Run) -> _Run | None:
-    """The run with one more sequence, where the sequence continues its pattern."""
+    """The run with one more sequence; None if that does not continue its pattern."""
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):
         return None

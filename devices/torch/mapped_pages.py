@@ -1,4 +1,4 @@
-"""Pages where they lie in the system's page cache: mapped into the process while they are needed, never copied."""
+"""Pages in the system's page cache: mapped into the process while they are needed, never copied."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ DONT_NEED = 4
 class MappedPages:
     """Pages of a checkpoint that the page cache is expected to hold, such as one that was just read.
 
-    A slot shows a part of a file instead of holding a copy of it, and stops showing it when it gets another page. So
-    the process has mapped what the slots may hold, up to whole pages of the system's; what the system caches is the
-    system's affair. A kernel that still reads what a slot no longer shows gets the same bytes, a little later.
+    A slot maps a part of a file instead of holding a copy of it, until it gets another page. So the process has mapped
+    at most as much as the slots may hold, rounded up to the system's pages. A kernel that still reads a page that its
+    slot has dropped gets the same bytes, a little later.
 
-    Files must stay as they are meanwhile, as for everything that maps them: one that was cut short is told when a
-    page is brought, but the system ends a process that reads what is gone since.
+    The files must not change meanwhile: a truncated file is reported when a page is brought in, but if it is truncated
+    later, the system ends a process that reads the missing part.
 
-    reader: knows the blocks of the files that make a page.
-    bytes_mapped: of all pages that were brought into slots so far, in whole blocks.
+    reader: locates the blocks of a page in the files.
+    bytes_mapped: bytes of all pages that were brought into slots so far, in whole blocks.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, reader: PageReader) -> None:
@@ -47,11 +47,11 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Whether the system maps when asked (Linux 5.14), and the files hold what the kernels need, bit for bit."""
+        """Whether the system can populate mappings (Linux 5.14), and kernels can use the files' bytes as they are."""
         return reader.on_disk and not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
-        """Have a slot show a page, and the system read what its cache lacks; one thread at a time for a slot.
+        """Map a page into a slot, and have the system read what its cache lacks; one thread at a time per slot.
 
         Raises:
             MoeschedError: a file is shorter than it was, or the disk failed.
@@ -70,7 +70,7 @@ class MappedPages:
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Have no slot show anything."""
+        """Drop the pages of all slots."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()
@@ -122,8 +122,8 @@ def system_takes(advice: int) -> bool:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """The file's bytes as memory (uint8) that nothing was read into yet."""
-    # Private, hence writable: torch warns of memory that it may not write to.
+    """Map a file, as uint8; nothing is read yet."""
+    # Private, hence writable: torch warns of read-only memory.
     how = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
     try:
         with path.open("rb") as file:
@@ -133,9 +133,9 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Advise the system about whole pages of memory; 0, or the number of the error.
+    """Advise the system about whole pages of memory; returns 0, or the error number.
 
-    Unlike the mmap module's it lets other threads go on meanwhile.
+    Unlike the mmap module's function, it lets other threads run meanwhile.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(address + nbytes - start)

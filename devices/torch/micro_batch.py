@@ -18,13 +18,13 @@ class MicroBatchState:
 
     Attributes:
         requests: the requests, as the KV cache knows them.
-        sequences: what the requests have in the KV cache, request after request: one sequence each, later one a beam.
+        sequences: the requests' sequences in the KV cache, in order of request: one each, and later one per beam.
         new: each sequence's tokens for the next step.
         chunk_of: the micro-batch that a chunk of prefill is part of; else None.
-        before: the chunk that this one goes on from, if any.
+        before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         cache: the KV cache that has its requests.
-        rows: those of the layer's experts, from the router on until they are summed.
+        rows: the rows of the layer's experts, from `route` to `combine`.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The second half of a layer: router, experts, and the weighted sum of what they make."""
+"""The second half of a layer on torch: router, experts, and the weighted sum of their outputs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class MoELayer:
 
     Args:
         weights: the tensors that a view shows.
-        residual: what is added to the sum of a micro-batch's experts.
-        device_observers: told which experts were chosen, and before they run.
+        residual: returns the residual of a micro-batch, which is added to the sum of its experts.
+        device_observers: receive the chosen experts, before they run.
         first_request: the number of requests in the batches before.
     """
 
@@ -105,7 +105,7 @@ class MoELayer:
     def give_rows(
         self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert
     ) -> dict[int, int]:
-        """Put the rows of each expert together; returns how many each one has."""
+        """Group the rows by expert; returns the number of rows of each."""
         grouping = group(routed.experts_Tk, self._config.experts)
         state.rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return {expert: count for expert, count in enumerate(grouping.counts) if count}
@@ -134,14 +134,14 @@ class MoELayer:
         self._apply(rows, task.expert, weights)
 
     def warm_expert(self, task: Task) -> None:
-        """One expert on a row of zeros, for nothing but that its weights are read."""
+        """One expert on a row of zeros, only to read its weights."""
         gate, up, down = expert_weights(self._weights(task.operands), task.expert)
         self._use_cores_for_expert(1)
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         self._products.expert(x_1D, gate, up, down)
 
     def partial_sum(self, state: MicroBatchState, others: Iterable[int]) -> Tensor:
-        """The weighted sum (T, D), float32, of the experts' outputs but for those that others have run."""
+        """The weighted sum (T, D), float32, of the experts' outputs, except the experts in `others`."""
         use_cores(1)
         rows = state.rows
         for expert in others:
@@ -181,7 +181,7 @@ def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:
 def apply_expert(
     x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights, products: Products
 ) -> None:
-    """Put into these rows of y what an expert makes of those of x."""
+    """Run an expert on these rows of x, and write its outputs to the same rows of y."""
     gate, up, down = expert_weights(weights, expert)
     for start in rows[::EXPERT_TILE]:
         tile = slice(start, min(start + EXPERT_TILE, rows.stop))

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
     Attributes:
         first_request: the number of requests in the batches before.
-        kept: a list that logits (S, V) are added to with their sequences, if any.
+        kept: a list to which sequences and their logits (S, V) are appended; None to drop them.
     """
 
     sampling: Sampling
@@ -41,7 +41,7 @@ class NextTokens:
 
     Args:
         choice: how tokens are chosen.
-        beams: the beam searches, if tokens are searched for.
+        beams: the beam searches; None without beam search.
         first_bad: names the first tensor of a micro-batch's step that is not finite.
     """
 
@@ -79,7 +79,7 @@ class NextTokens:
         return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
 
     def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
-        """The next token of each sequence, or how far each request's beam search has come.
+        """The next token of each sequence, or the standing of each request's beam search.
 
         Raises:
             NotFinite: a logit is not finite; the message names the step and the first tensor that was bad.
@@ -110,7 +110,7 @@ class NextTokens:
         return tokens
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
-        """The logits, and what `draw` makes of them."""
+        """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
         return self.draw(task, self.logits(state))
 

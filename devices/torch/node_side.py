@@ -23,7 +23,7 @@ class NodeSide:
     """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
-        project_output: what comes before a layer's norm and router.
+        project_output: runs before a layer's norm and router.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class NodeSide:
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
-        """The weighted sum (T, D), float32, of what this node's own experts made."""
+        """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
         others = [expert for expert, node in task.operands.items() if node != self._node]
         return self._moe.partial_sum(self._states[task.micro_batch], others)
 
@@ -58,7 +58,7 @@ class NodeSide:
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert, and what a router made of all tokens, as float32 on the host."""
+        """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
         routed_TX = self.on_host(torch.cat([each.float() for each in routed], dim=-1))

@@ -14,7 +14,7 @@ from .resident_pages import Weights
 
 
 class DeviceObservers:
-    """Tells observers, where there are any."""
+    """Reports to the observers, if there are any."""
 
     def __init__(self) -> None:
         self.routing: RoutingObserver | None = None

@@ -22,7 +22,7 @@ from .weights import READS_IN_FLIGHT
 
 Call = Callable[[], object]
 
-COLD_BYTES = 96 << 20  # what lies between two uses of the same bytes, so that no cache still holds them
+COLD_BYTES = 96 << 20  # used between two uses of the same bytes, so that no cache still holds them
 MOST_COPIES = 128
 
 
@@ -32,7 +32,7 @@ class TorchProbe:
     Weights and caches are cold, as they are in a model: every call takes another copy of them.
 
     Attributes:
-        dtypes: what can be computed in.
+        dtypes: the dtypes that can be computed in.
     """
 
     dtypes = ("bfloat16", "float32")
@@ -57,13 +57,13 @@ class TorchProbe:
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
-        """Whether the device rearranges weights that stay."""
+        """Whether the device packs resident weights of this dtype."""
         return dtype == "bfloat16" and packing_pays()
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
         """Products of any number of rows by cold matrices of (outputs, inputs).
 
-        packed: rearranged, but for so few rows as the expert kernel takes: a device with that few has them plain.
+        packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
         """
         kind = DTYPES[dtype]
         copies = _copies(outputs * inputs * kind.itemsize)

@@ -20,7 +20,7 @@ class RankSide:
     """Runs the verbs that exist only where a model is cut over several ranks.
 
     Args:
-        rank: which one this is, from 0.
+        rank: this device's rank, from 0.
         head: a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
         draw: chooses a micro-batch's tokens from its logits (S, V), for a task `sample`.
     """
@@ -62,6 +62,6 @@ class RankSide:
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """The sum over ranks in float32, by way of the host's memory."""
+        """The sum over ranks in float32, through host memory."""
         total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
         return torch.from_numpy(total).to(part.device, part.dtype)

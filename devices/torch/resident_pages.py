@@ -17,9 +17,9 @@ Weights = dict[str, list[torch.Tensor]]
 
 
 class ResidentPages:
-    """Reads pages one after the other, on the calling thread, while threads of its own rearrange those before.
+    """Reads pages one after the other, on the calling thread, while its own threads rearrange the previous ones.
 
-    arrange: makes of a tensor what is kept of it, in memory of its own.
+    arrange: returns the copy of a tensor that is kept.
     """
 
     def __init__(self, reader: PageReader, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -38,9 +38,9 @@ class ResidentPages:
         return len(wanted) - len(self._pages)
 
     def expect(self, count: int, staging: list[torch.Tensor]) -> None:
-        """Get ready to load `count` pages; the last `load` returns when all of them are packed.
+        """Prepare to load `count` pages; the last `load` returns when all of them are rearranged.
 
-        staging: where pages are read to, used until then; of n pieces, n - 1 are rearranged at a time.
+        staging: buffers that pages are read into; with n buffers, n - 1 pages are rearranged at a time.
         """
         self._awaited = count
         self._free = deque(staging)

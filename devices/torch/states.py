@@ -18,7 +18,7 @@ from .micro_batch import MicroBatchState
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """The micro-batches of decoding, then the chunks of prefill where these are others."""
+    """The micro-batches of decoding, then the chunks of prefill if prompts are cut."""
     states = [
         MicroBatchState(requests, [prompts[request] for request in requests], plan.batch.beams)
         for requests in plan.batch.micro_batches
@@ -33,7 +33,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
 def _open_cache(
     plan: Plan, states: Sequence[MicroBatchState], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """One KV cache for these micro-batches, with room for all tokens of each request, of all its beams."""
+    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams."""
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
     cache = BlockedKV(plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device)
     for state in states:

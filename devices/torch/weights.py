@@ -21,10 +21,10 @@ from .mapped_pages import MappedPages
 from .resident_pages import ResidentPages, Weights
 
 MOST_ARRANGING = 3
-"""Number of threads that rearrange resident pages while these are read. More gain nothing: memory is the limit."""
+"""Number of threads that rearrange resident pages while others are read. More do not help: memory is the limit."""
 
 READS_IN_FLIGHT = 2
-"""Pages of one transfer that are read at a time. With one, the disk waits between reads: 7 % slower, measured."""
+"""Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
 
 
 class WeightStore:
@@ -32,8 +32,8 @@ class WeightStore:
 
     Args:
         compute: the accelerator, which arranges pages that stay.
-        direct: read past the page cache where the system allows it. Otherwise pages that stream are used where they
-            lie in it, where the system and the files allow that, and copied from it where not.
+        direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
+            itself if the system and the files allow that, and else copied from it.
 
     Attributes:
         reader: of the checkpoint's files.
@@ -61,7 +61,7 @@ class WeightStore:
         return self.reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
 
     def begin(self, plan: Plan) -> None:
-        """Allocate what a batch's plan says, for the pages that `load` and `fetch` bring in."""
+        """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self._resident.retain(
             page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
@@ -77,14 +77,14 @@ class WeightStore:
             self.home.begin(plan)
 
     def let_go(self) -> None:
-        """Give back what the batch before had allocated, but for weights that may stay."""
+        """Free the previous batch's memory, except weights that may stay."""
         self._resident.close()
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
 
     def close(self) -> None:
-        """Give back all, and close the files."""
+        """Free everything, and close the files."""
         self.let_go()
         self._resident.retain([])
         self.home.retain([])

@@ -1,7 +1,7 @@
 """Placement of KV caches on accelerator and host, and attention where a cache is.
 
-The Twiddler paper keeps all of it on the GPU, which limits the context (section 5). Keys and values on the host are not
-copied back: the CPU computes attention over them. Prefill attention always runs on the GPU.
+The Twiddler paper keeps the whole KV cache on the GPU, which limits the context (section 5). Here the CPU computes
+attention over keys and values on the host; they are not copied back. Prefill attention always runs on the GPU.
 """
 
 from __future__ import annotations

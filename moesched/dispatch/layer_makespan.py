@@ -156,9 +156,9 @@ class _Threshold(NamedTuple):
 
 
 class _Thresholds:
-    """Choices that fetch the experts with the most tokens, and send those kept ones to the host that have the fewest.
+    """Choices that fetch the experts with the most tokens, and send the resident ones with the fewest to the host.
 
-    Of all choices with as many fetched and as many sent away, they leave the host the least to do.
+    For given numbers of experts fetched and sent, they leave the host the least work.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -184,7 +184,7 @@ class _Thresholds:
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0
         while left[likely] > (likely + 1) * transfer + last[likely + 1]:
-            likely += 1  # one more comes and runs before the host is done
+            likely += 1  # one more can be fetched and run before the host is done
         known = 0, likely
         best = self._with(*known)
         enough = best.seconds / NEAR

@@ -1,4 +1,4 @@
-"""Bytes of a batch's activations: those that live across layers, those that live within one, and workspace.
+"""Bytes of a batch's activations: across layers, within a layer, and in workspace.
 
 T tokens of a micro-batch, D hidden size, Q and K the widths of queries and keys, I expert size, k experts per token,
 S sequences, V vocabulary, b bytes per element.

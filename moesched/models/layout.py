@@ -28,7 +28,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Unit of transfer: rows of the tensors of one expert, or of a layer's dense part (expert -1).
+    """A unit of transfer: rows of the tensors of one expert, or of a layer's dense part (expert -1).
 
     Attributes:
         index: position among the pages of its expert or dense part.

@@ -116,7 +116,7 @@ def prestack_model(
     )
 
 
-# ---------------------------------------------------------------- what goes where
+# ---------------------------------------------------------------- arrays and files
 
 
 def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:

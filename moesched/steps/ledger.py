@@ -33,7 +33,7 @@ class Ledger:
 
 
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
-    """Contradictions in a memory's books: bytes, page table, slots."""
+    """Contradictions in the accounts of a memory: bytes, page table, slots."""
     problems = []
     freed = sum(nbytes for nbytes, _ in memory._freed)
     if memory.used + memory._fresh + freed != memory.capacity:
@@ -80,5 +80,5 @@ def view_problems(views: Views[Any]) -> list[str]:
             if slot.page is not page or views.memory.table.get(page.id) is not slot:
                 problems.append(f"view {key} shows {slot.name}, which no longer holds its page")
             if not slot.fixed and view not in slot.views:
-                problems.append(f"view {key} reads {slot.name}, which does not know it")
+                problems.append(f"view {key} reads {slot.name}, which does not list it")
     return problems

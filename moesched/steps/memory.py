@@ -1,8 +1,8 @@
 """Memories with budgets, pools of page slots, and views of the weights that a kernel reads.
 
-All of it is kept in program order: what a policy frees is free for its next line, although the tasks that use the
-bytes may not have run. Physical reuse waits through edges: freed bytes carry their last users, and whoever gets
-the bytes waits for those. So a budget that holds in program order holds on the machine, whatever overlaps.
+The accounts follow program order: bytes that a policy frees are free for its next line, although tasks that use them
+may not have run yet. Physical reuse waits through edges: freed bytes carry their last users, and the next writer waits
+for those. So a budget that holds in program order holds on the machine, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Replacement = Literal["ring", "lru", "none"]
 
 
 class Memory:
-    """One tier with a budget in bytes; `table` says which slot holds a page, by the page's id."""
+    """One tier of memory with a budget in bytes; `table` maps a page's id to the slot that holds the page."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -35,11 +35,11 @@ class Memory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that nothing has been given."""
+        """Unallocated bytes of the budget."""
         return self.capacity - self.used
 
     def allocate(self, name: str, nbytes: int) -> Block:
-        """Bytes for a block; its first writer waits for the last users of the bytes that it gets.
+        """Allocate a block; its first writer waits for the last users of the bytes that it gets.
 
         Raises:
             OverBudget: fewer bytes are free.
@@ -49,10 +49,10 @@ class Memory:
         return block
 
     def release(self, block: Block) -> None:
-        """Give a block's bytes back; they carry those who still use them.
+        """Free a block's bytes; their next writer waits for those who still use them.
 
         Raises:
-            PolicyError: the block is not in this memory, or was given back already.
+            PolicyError: the block is not in this memory, or was released already.
         """
         if block.memory != self.name:
             raise PolicyError(
@@ -66,11 +66,11 @@ class Memory:
         block.memory = ""
 
     def reserve(self, what: str, nbytes: int) -> None:
-        """Take bytes for as long as the run lasts: a cache, activations, an arena of slots."""
+        """Take bytes for the whole run: a cache, activations, an arena of slots."""
         self._take(what, nbytes)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Note that this many bytes are in use at some other time.
+        """Check that this many bytes, in use at another time, are within the budget; they count for the peak.
 
         Raises:
             OverBudget: they are more than the budget.
@@ -83,10 +83,10 @@ class Memory:
         self.peak = max(self.peak, nbytes)
 
     def require_free(self, what: str, nbytes: int, free: int) -> None:
-        """Check that something fits the bytes that are free.
+        """Check that `nbytes` bytes fit in `free` bytes.
 
         Raises:
-            OverBudget: it does not.
+            OverBudget: they do not.
         """
         if nbytes > free:
             raise OverBudget(
@@ -112,7 +112,7 @@ class Memory:
 
 
 class Slot(Block):
-    """Room for one page; `page` is the one that it holds, `views` are those that read it."""
+    """Space for one page; `page` is the page that it holds, `views` are the views that read it."""
 
     __slots__ = ("fixed", "index", "page", "pool", "views")
 
@@ -132,10 +132,10 @@ class Slot(Block):
 
 
 class Pool:
-    """Page slots of one size in one memory, allocated once and outliving steps.
+    """Page slots of one size in one memory, allocated once for the whole run.
 
-    An empty slot is taken first. When there is none, a `ring` overwrites the page that came longest ago, `lru` the one
-    used longest ago, and `none` refuses. Its bytes are taken by `reserve`.
+    Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
+    one, and `none` raises OverBudget. `reserve` takes the bytes.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class Pool:
         return len(self.slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[tuple[str, int]]:
-        """The bytes to reserve for it, each with its name; `free` bytes are left for them."""
+        """Name and bytes of each reservation that it needs; `free` bytes are available."""
         return [(f"pool {self.name} of {len(self.slots)} slots", self.nbytes)]
 
     def reserve(self) -> None:
-        """Take its bytes of the memory for as long as the run lasts.
+        """Take its bytes of the memory for the whole run.
 
         Raises:
-            OverBudget: they are more than are free.
+            OverBudget: fewer bytes are free.
         """
         for what, nbytes in self.claims(self.memory.free_bytes):
             self.memory.reserve(what, nbytes)
@@ -180,7 +180,7 @@ class Pool:
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
     def assign(self, page: Page, engine: Engine) -> Slot:
-        """The slot that `page` goes to; what lay there is gone from here on, in program order."""
+        """Assign a slot to `page`; in program order, the page that it held is gone from here on."""
         number = page.id
         table = self.memory.table
         if number in table:
@@ -191,7 +191,7 @@ class Pool:
         return slot
 
     def assign_all(self, pages: Sequence[Page], engine: Engine) -> tuple[Slot, ...]:
-        """The slots of all these pages, or of none of them."""
+        """Assign slots to all these pages, or, where that raises an error, to none of them."""
         slots: list[Slot] = []
         try:
             for page in pages:
@@ -203,17 +203,17 @@ class Pool:
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
-        """Forget the page in a slot; the slot's next writer waits for all who read it, through a view or not."""
+        """Empty a slot; its next writer waits for all readers of the page, through a view or not."""
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
 
     def cancel(self, pages: Sequence[Page], engine: Engine) -> bool:
-        """Cancel the transfer of these pages and empty their slots, if it has not started; says whether.
+        """Cancel the transfer of these pages and empty their slots, unless it has started; returns whether it did so.
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not what one transfer brings, or a task that was submitted uses one of them.
+            PolicyError: they are not the pages of one transfer, or a submitted task uses one of them.
         """
         slots = held_slots("cancel", pages, self)
         transfer = slots[0].writer if slots else None
@@ -238,7 +238,7 @@ class Pool:
             self._held.move_to_end(slot.page.id)
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
-        """The slot whose turn it is to be given another page."""
+        """Choose the slot whose page is replaced next."""
         if self.replacement == "none" or not self._held:
             raise OverBudget(
                 f"pool {self.name} in {self.memory.name} is full ({len(self.slots)} slots) and replaces nothing by "
@@ -249,7 +249,7 @@ class Pool:
         return slot
 
     def _forget(self, slot: Slot, engine: Engine) -> None:
-        """Nobody finds the page in a slot any more."""
+        """Remove a slot's page from the page table."""
         if slot.views:
             for view in list(slot.views):
                 view.close(engine)
@@ -272,7 +272,7 @@ class Fixed(Pool):
         return sum(slot.nbytes for slot in self.slots)
 
     def claims(self, free: int) -> Iterable[tuple[str, int]]:
-        """All pages as one, or, where they do not fit, page by page."""
+        """One reservation for all pages, or, where they do not fit, one for each."""
         total = self.nbytes
         if total <= free:
             return [(f"{len(self.slots)} pages, kept in {self.memory.name}", total)]
@@ -301,10 +301,10 @@ class Home(Fixed):
 class View(Generic[K]):
     """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
 
-    n kernels that read n pages through a view need 2n edges instead of n²; on streams, where an edge between two
-    tasks of the device costs the host nothing and a node between them would, they have n². A view lasts until one
-    of its slots is given another page; that write waits for every kernel that read through the view. `bound` is the
-    device's own: what it made of the slots' bytes.
+    n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
+    two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
+    given another page; that write waits for every kernel that read through the view. `bound` belongs to the device:
+    the weights as its kernels read them.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
@@ -342,7 +342,7 @@ class View(Generic[K]):
 
 
 class Views(Generic[K]):
-    """The open views of one memory by their key, which says which pages they show."""
+    """The open views of one memory, by a key that identifies their pages."""
 
     def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
         self.memory = memory
@@ -377,7 +377,7 @@ class Views(Generic[K]):
 
 
 def describe(page: Page) -> str:
-    """A page as a reader names it: layer, expert or the dense part, and which of its pages."""
+    """A page in words: its layer, its expert or the dense part, and its index there."""
     part = "dense" if page.expert < 0 else f"E{page.expert}"
     return f"L{page.layer} {part} #{page.index}"
 
@@ -401,7 +401,7 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
 
 
 def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
-    """Empty the slot that a page was to be moved to, but never was."""
+    """Empty a slot whose page never arrived, since its transfer failed or was cancelled."""
     if _lost(held) is None:
         raise PolicyError(
             f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"
@@ -410,5 +410,5 @@ def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
 
 
 def _lost(slot: Slot) -> BaseException | None:
-    """Why the transfer that was to fill the slot failed or was cancelled; None where it was not."""
+    """The reason that the transfer to a slot failed or was cancelled; None where it was not."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

@@ -20,7 +20,7 @@ class HostOutput(NamedTuple):
 
 
 class Blocks:
-    """A micro-batch's data within a step, and what each verb reads and writes of it, by the verb's number.
+    """A micro-batch's data within a step, and the blocks that each verb reads and writes, by the verb's number.
 
     On a machine with one memory the blocks on the host are those on the accelerator. A chunk has the tokens and
     positions of the micro-batch that it is part of.
@@ -94,7 +94,7 @@ class RoutingState:
     Attributes:
         decision: the task of `route`.
         pending: the experts that have yet to run on this node; None until known.
-        owners: nodes by expert, as `assign` was told.
+        owners: the node of each expert, as passed to `assign`.
         outputs: blocks for `combine`.
         on_host: outputs that are still on the host; None where the routed rows are not there.
     """
@@ -158,7 +158,7 @@ class MicroBatch:
         self.bound: list[tuple[Lane | None, tuple[Block, ...], tuple[Block, ...]]] = []
 
     def enter(self, stage: PipelineStage) -> None:
-        """Run its next verbs at that stage."""
+        """Move to a stage, where its next verbs run."""
         self.stage = stage
         self.works = self.works_at[stage.number]
         self.bound = list(zip(stage.lanes, self.blocks.reads, self.blocks.writes, strict=True))
@@ -167,7 +167,7 @@ class MicroBatch:
 def whole_micro_batch(
     index: int, requests: tuple[int, ...], layers: int, *, unified: bool, kv_on_accelerator: bool
 ) -> MicroBatch:
-    """A micro-batch of decoding, and of prefill where no prompts are cut."""
+    """Make a micro-batch of decoding, which is also one of prefill where no prompts are cut."""
     cache = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
     kv = KVState(cache, Block(f"keys and values at hand mb{index}"), on_accelerator=kv_on_accelerator)
     return MicroBatch(index, requests, Blocks(index, unified=unified), kv)
@@ -176,7 +176,7 @@ def whole_micro_batch(
 def chunk_of(
     whole: MicroBatch, index: int, chunk: Chunk, before: MicroBatch | None, *, unified: bool
 ) -> MicroBatch:
-    """A chunk of a micro-batch, which continues the chunk before."""
+    """Make a chunk of a micro-batch, which continues the chunk `before`."""
     kv = KVState(whole.kv.layers, whole.kv.device, on_accelerator=whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before

@@ -11,10 +11,12 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
     """Check a placement: for each node the experts that it holds.
 
     Raises:
-        PolicyError: it is for another number of nodes, names an expert that is not there, or leaves one out.
+        PolicyError: it is for another number of nodes, names an expert that does not exist, or leaves one out.
     """
     if len(placement) != nodes:
-        raise PolicyError(f"place_experts: a placement on {len(placement)} nodes, and there are {nodes}")
+        raise PolicyError(
+            f"place_experts: the placement is for {len(placement)} nodes, but there are {nodes}"
+        )
     held = set().union(*placement)
     if strange := sorted(held.difference(range(experts))):
         raise PolicyError(f"place_experts: there is no E{strange[0]}: experts go from 0 to {experts - 1}")
@@ -25,7 +27,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 def ownership_problem(
     owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
 ) -> str:
-    """The fault in having these nodes run these experts, of those that were routed; empty if there is none."""
+    """The fault of an assignment of routed experts to nodes, for a message; empty if there is none."""
     if missing := sorted(set(routed) - owners.keys()):
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():

@@ -32,7 +32,7 @@ SUM, ROWS, TOKENS = "sums", "routed rows", "tokens"
 TOKEN_BYTES = 8
 
 SCATTERED_FROM = 32 << 10
-"""Above this many bytes each node adds up a share of the sum and sends it round; below, everybody sends everything."""
+"""Above this many bytes each node adds up a share of the sum and sends it to all; below, all send everything to all."""
 
 
 class NodeTasks(SplitVerbs):
@@ -112,7 +112,7 @@ class NodeTasks(SplitVerbs):
         )
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
-        """The bytes that pass the card of the busiest node, in the direction in which there are more."""
+        """Bytes through the network card of the busiest node, in its busier direction."""
         each = {
             SUM: self._operations.sum_bytes,
             ROWS: self._operations.row_and_choices_bytes,

@@ -16,16 +16,16 @@ from moesched.tasks import Lane
 
 
 class PipelineStage:
-    """One accelerator: its lanes, and the views of what lies in its memory.
+    """One accelerator: its lanes, and the views of the pages in its memory.
 
     Attributes:
-        end: the layer that the next stage begins with; -1 at the last one.
+        end: the layer that the next stage begins with; -1 for the last stage.
         processors: the accelerator's name and the host's, by role.
         memory: the accelerator's.
         lane, host: the lanes of the accelerator and the host.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
-        empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that hold nothing.
-        onward: the memories that a hidden state passes on its way to the next stage, this one and that one included.
+        empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that are empty.
+        onward: the hops of a hidden state to the next stage, as pairs of memories (source, destination).
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class PipelineStage:
 
     @property
     def views(self) -> list[Views[Any]]:
-        """All of them."""
+        """All views of the stage."""
         return [self.dense, self.whole, *self.expert.values()]
 
 

@@ -8,18 +8,18 @@ from moesched.models.layout import Page
 from moesched.steps.memory import Fixed, Home, Memory, Pool
 
 LOAD_BUFFERS = 4
-"""Pages that are being loaded at once, at most, before the first step; fewer where memory is short."""
+"""Most pages that are loaded concurrently before the first step; fewer where memory is short."""
 
 
 class PlacedWeights:
-    """Pools and pages that stay, in the order in which they were declared.
+    """Pools and resident pages, in the order of their declaration.
 
     Attributes:
         resident: pages that stay; each is loaded before the first step.
         pools: slots that pages pass through.
         filled: pages that are brought to a pool before the first step.
-        home: pages that the host computes with where weights come from; None where it runs no experts.
-        load_buffers: pages that are being loaded at once.
+        home: pages that the host computes with in the memory that weights come from; None where it runs no experts.
+        load_buffers: number of pages that are loaded concurrently.
     """
 
     def __init__(self) -> None:
@@ -31,20 +31,20 @@ class PlacedWeights:
         self._in_order: list[Pool] = []
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:
-        """A pool, with pages that are there before the first step."""
+        """Add a pool, and the pages that are in it before the first step."""
         self.pools.append(pool)
         self._in_order.append(pool)
         if filled:
             self.filled.append((pool, tuple(filled)))
 
     def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Pages that stay in a memory."""
+        """Have pages stay in a memory."""
         resident = self.hold(memory, pages, sizes)
         self._in_order.append(resident)
         return resident
 
     def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Pages that stay in a memory where their bytes are reserved already."""
+        """Have pages stay in a memory where their bytes are reserved already."""
         resident = Fixed(f"kept {len(self.resident)}", memory, pages, sizes)
         self.resident.append(resident)
         return resident
@@ -58,7 +58,7 @@ class PlacedWeights:
                     free -= nbytes
 
     def reserve(self) -> None:
-        """Reserve the bytes of all of them.
+        """Reserve the bytes of all pools and resident pages.
 
         Raises:
             OverBudget: one does not fit.
@@ -72,12 +72,12 @@ class PlacedWeights:
         self.home = Home(memory, (page for page in pages if page.id not in elsewhere))
 
     def count_load_buffers(self, memory: Memory, global_bytes: int) -> None:
-        """Count the pages that are being loaded to where they stay, unless a pool of that memory has slots for them.
+        """Choose `load_buffers` for a memory with resident pages, unless a pool there has slots to load through.
 
-        global_bytes: of the weights outside the layers, which are loaded first.
+        global_bytes: bytes of the weights outside the layers, which are loaded first.
 
         Raises:
-            OverBudget: there is no memory for one of them.
+            OverBudget: there is no memory for one buffer.
         """
         sizes = [slot.nbytes for each in self.resident if each.memory is memory for slot in each.slots]
         if not sizes or any(pool.memory is memory and len(pool.slots) > 1 for pool in self.pools):

@@ -1,8 +1,8 @@
 """The plan of a run: everything that a policy decides before the first step.
 
-A policy gets a Plan with all about the model, the machine and the batch, and declares where the KV cache lives, which
-pages stay in fast memory, which pools the others stream through, how lanes issue tasks. The order of declarations does
-not matter: memory is reserved when all are known, and each reservation is checked against the memory's budget.
+A policy gets a Plan that describes the model, the machine and the batch. It declares where the KV cache lives, which
+pages stay in fast memory, which pools the others stream through, and how lanes issue tasks. The order of declarations
+does not matter: memory is reserved when all are known, and each reservation is checked against the memory's budget.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from moesched.tasks import Discipline
 
 
 class Plan:
-    """The declarations of a policy, and all that it may ask while it makes them.
+    """The declarations of a policy, and the facts that it bases them on.
 
     Args:
-        machine: gives the roles and, where `budgets` is silent, the capacities.
+        machine: has the roles, and the capacities of memories that `budgets` omits.
         layout: the model's weights, cut into pages.
         batch: the requests.
         budgets: bytes by memory name.
@@ -41,12 +41,12 @@ class Plan:
         machine: with several stages, each accelerator with a memory and links of its own.
         layers, micro_batches: their numbers, from 0.
         chunks: the micro-batches of prefill; more than `micro_batches` where long prompts are cut.
-        operations: FLOPs and bytes of the model's operations, and sizes of what they exchange.
+        operations: FLOPs and bytes of the model's operations, and sizes of their data.
         stages: the layers of each stage; one without a pipeline.
         slot_bytes: bytes of a page in a slot of the device.
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         memories, accelerators: all memories by name; the accelerators' by stage.
-        declared, weights, reservations: for the framework: what was declared, and the bytes that it comes to.
+        declared, weights, reservations: for the framework: the declarations, and the bytes that they need.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Plan:
         return self.memories[self.machine.processors[processor].memory]
 
     def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Bytes of a memory that are left beside everything declared so far, and everything that any policy needs.
+        """Bytes of a memory left beside everything declared so far, and everything that any policy needs.
 
         Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
         a place.
 
         Args:
-            given: asks for other declarations than those so far, which stay as they are:
-                `replace(plan.declared, in_flight=1)`. Pools and pages that stay are those declared so far.
+            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
+                Pools and resident pages are always those declared so far.
 
         Raises:
             OverBudget: the declarations need more than the memory's budget.
@@ -161,7 +161,7 @@ class Plan:
     def place_kv(self, role: Role, micro_batches: Iterable[int] | None = None) -> None:
         """Have a memory hold the KV cache of these micro-batches, or of all.
 
-        Where it is the accelerators', each holds that of its layers. A micro-batch's cache is never divided.
+        In a pipeline, each accelerator holds the cache of its own layers; otherwise a micro-batch's cache is undivided.
 
         Raises:
             PolicyError: one of them has a place already.
@@ -176,10 +176,10 @@ class Plan:
         self._declare("place_kv", replace(self.declared, kv_roles=tuple(roles)))
 
     def reserve_kv_buffers(self, slots: int) -> None:
-        """Make room beside each accelerator for keys and values that `Step.load_kv` brings from the host's KV cache.
+        """Reserve buffers on each accelerator for keys and values that `Step.load_kv` brings from the host's KV cache.
 
-        slots: micro-batches whose keys and values of one layer may be there at once; of each stage. There are none
-            where the accelerator holds the cache of all.
+        slots: number of micro-batches whose keys and values of one layer may be loaded at once, for each stage; 0 is
+            used where the accelerator holds the whole cache.
 
         Raises:
             PolicyError: another number was declared.
@@ -194,10 +194,11 @@ class Plan:
     def run_experts_on_host(self, *, resident: bool = False) -> None:
         """Have the host run experts as well, from weights in its own memory.
 
-        Those weights are all that stay in no accelerator, where weights come from the host's memory, and otherwise
-        what `keep` keeps there. Room is made for the rows that go to the host and the outputs that come back.
+        If weights come from the host's memory, these are all weights that do not stay on an accelerator; otherwise,
+        those that `keep` placed on the host. Memory is reserved for the rows that go to the host and the outputs that
+        come back.
 
-        resident: also experts that stay in an accelerator, where a host with a memory of its own has all weights there.
+        resident: also run experts that stay on an accelerator, where a host with a memory of its own has all weights.
         """
         both = resident and self.machine.weights_on_host and not self.machine.unified
         both = both or self.declared.resident_experts_on_host
@@ -207,7 +208,7 @@ class Plan:
     def place_experts(self, placement: Sequence[Collection[int]], *, centralised: bool = False) -> None:
         """Declare which experts each node holds, in all layers.
 
-        This node's stay in its accelerator's memory, with the pages that every token needs where it attends.
+        This node's experts stay in its accelerator's memory, and so do the dense pages if the node attends.
 
         Args:
             placement: the experts of each node.
@@ -216,8 +217,8 @@ class Plan:
                 (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
-            PolicyError: the placement is that of other nodes or experts, or nobody holds an expert; experts were placed
-                already.
+            PolicyError: the placement is for other nodes or experts, no node holds one of the experts, or experts were
+                placed already.
             BadInput: the plan is centralised, and the run searches with beams.
         """
         if self.nodes.placement:
@@ -239,9 +240,9 @@ class Plan:
         replacement: Replacement = "ring",
         filled: Sequence[Page] = (),
     ) -> Pool:
-        """`slots` slots, each large enough for any of `pages`.
+        """Declare a pool of `slots` slots, each large enough for any of `pages`.
 
-        filled: pages that are in it before the first step; they are brought there once those that stay are loaded.
+        filled: pages that are in it before the first step; they are loaded after the resident ones.
 
         Raises:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's.
@@ -253,7 +254,7 @@ class Plan:
         return pool
 
     def keep(self, pages: Sequence[Page], role: Role = "accelerator") -> Fixed:
-        """Pages that stay in a memory for the whole run; they are loaded before the first step.
+        """Declare pages that stay in a memory for the whole run; they are loaded before the first step.
 
         Raises:
             PolicyError: they belong to several stages, and the memory would be an accelerator's; or one of them is kept
@@ -269,7 +270,7 @@ class Plan:
         """Reserve the memory for everything that was declared; nothing can be declared afterwards.
 
         Raises:
-            PolicyError: no place was declared for the KV cache, or for a micro-batch's.
+            PolicyError: no place was declared for the KV cache of a micro-batch.
             OverBudget: the declarations need more of a memory than its budget.
         """
         declared = self.declared
@@ -301,7 +302,7 @@ class Plan:
         self.declared = declared
 
     def _memory_for(self, pages: Sequence[Page], role: Role) -> Memory:
-        """The memory of a role that pages go to: an accelerator's is that of their stage."""
+        """The memory of a role for these pages; for accelerators, that of the pages' stage."""
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
             raise PolicyError(
@@ -321,7 +322,7 @@ def lanes_contend(plan: Plan) -> bool:
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """The memories of a machine whose accelerators are written out; each accelerator has the first one's budget."""
+    """The memories of `written`, which lists each of the machine's accelerators; all have the first one's budget."""
     for name in budgets:
         if name not in machine.memories:
             raise BadInput(

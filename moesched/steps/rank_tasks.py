@@ -7,8 +7,8 @@ Where a model is cut over several ranks (see `models/tensor_parallel.py`), four 
     combine          combine, all_reduce
     sample           logits, all_reduce, sample
 
-The all-reduces belong to the meaning of the verbs: policies are those of one accelerator. One rank adds the residuals,
-so that the sum of the ranks' hidden states is the hidden state. Each rank's logits are zero but for its own rows of the
+The all-reduces are part of the verbs, so policies are written as for one accelerator. One rank adds the residuals, so
+that the ranks' hidden states sum to the model's. Each rank's logits are zero but for its own rows of the
 LM head, so that their sum is exact.
 """
 

@@ -67,11 +67,11 @@ class Declared:
     It is frozen: ask a plan about other declarations with `plan.free(role, given=replace(plan.declared, ...))`.
 
     Attributes:
-        in_flight: micro-batches that are within a layer at once in prefill, at most.
+        in_flight: most micro-batches that are within a layer at once in prefill.
         kv_roles: the memory that holds each micro-batch's KV cache; None where none is declared yet.
         kv_buffers: micro-batches whose keys and values of one layer may be loaded to the accelerator at once.
-        experts_on_host: the host runs experts, too.
-        resident_experts_on_host: also those that stay in an accelerator's memory.
+        experts_on_host: the host runs experts too.
+        resident_experts_on_host: the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
         settled: the memory is reserved, and nothing more can be declared.
     """
@@ -109,10 +109,10 @@ class KVPlan(NamedTuple):
 
 
 class Reservations:
-    """Sizes of whatever the declarations of a plan need, and the memories that have to hold it.
+    """Sizes of everything that a plan's declarations need, and the memories that hold it.
 
     Args:
-        machine: with its accelerators written out, one for each stage.
+        machine: with one accelerator listed for each stage.
         chunks: the micro-batches of prefill, by number.
         stages: the layers of each stage of a pipeline; one without.
         slot_bytes: bytes of a page in a slot of the device.
@@ -140,7 +140,7 @@ class Reservations:
         self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
 
     def of(self, declared: Declared) -> list[Reservation]:
-        """All of them, in the order in which they are made."""
+        """All reservations, in the order in which they are made."""
         return [
             *self.needed_by_all(declared.nodes),
             *self._within_layers(declared),
@@ -151,7 +151,7 @@ class Reservations:
         ]
 
     def needed_by_all(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservations that do not depend on a policy, but for activations within a layer."""
+        """The reservations that do not depend on a policy, except activations within a layer."""
         if nodes.count == 1:
             yield from self._all_weights(nodes)
         sizes = self.sizes
@@ -198,7 +198,7 @@ class Reservations:
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """The KV caches that have a place, and one layer's keys and values of chunked prompts that lie elsewhere."""
+        """The KV caches placed so far, and one layer's keys and values of chunked prompts whose cache is elsewhere."""
         for role in KV_ROLES:
             chosen = [number for number, holder in enumerate(declared.kv_roles) if holder == role]
             if not chosen:

@@ -116,7 +116,7 @@ class RunState:
         ]
 
     def fill(self) -> list[PageTransfer]:
-        """Submit the transfers that bring pages to pools where they are to be before the first step."""
+        """Submit the transfers of pages that are in pools before the first step."""
         return [
             self._bring(page, pool.assign(page, self.engine), "fetch")
             for pool, pages in self.plan.weights.filled
@@ -124,7 +124,7 @@ class RunState:
         ]
 
     def close(self) -> None:
-        """Drop the run's tasks, and what the device made of the slots' bytes.
+        """Drop the run's tasks, and the device's views of the slots.
 
         Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
         """

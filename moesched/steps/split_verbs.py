@@ -1,4 +1,4 @@
-"""Verbs that are several tasks where several ranks or nodes work together."""
+"""Verbs that consist of several tasks on a machine of several ranks or nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moesched.tasks import Block, Collective, Decision, Kernel, Task, Work
 SubTask = tuple[Task, Sequence[Block], Sequence[Block]]
 """A task, and the blocks that it reads and writes."""
 Split = Callable[[Task, Sequence[Block], Sequence[Block]], Iterator[SubTask]]
-"""Turns a verb's own task, with the blocks that it reads and writes, into the tasks that the verb is here."""
+"""Turns a verb's own task, with the blocks that it reads and writes, into the tasks of a split verb."""
 
 
 class SplitVerbs:
     """Submits verbs to an engine, some of them as several tasks.
 
     Args:
-        split: by verb, its tasks; verbs that are not there are one task.
+        split: makes the tasks of a split verb, by the verb's name; other verbs are one task.
     """
 
     def __init__(self, engine: Engine, works: Works, split: Mapping[str, Split]) -> None:
@@ -35,7 +35,7 @@ class SplitVerbs:
         after: Sequence[Task] = (),
         transfer_class: int = 0,
     ) -> Task:
-        """Submit a verb's task, or the tasks that the verb is here.
+        """Submit a verb's task, or all tasks of a split verb.
 
         Returns:
             the verb's handle: the decision that a policy awaits, or the last task.

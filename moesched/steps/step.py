@@ -4,7 +4,7 @@ Each verb submits one task and returns its handle. A verb checks that its input 
 micro-batch, so a schedule that drops, repeats or swaps a verb is refused at the policy's own line, on a virtual clock
 exactly as on hardware. Order, place and look-ahead belong to the policy; nothing here chooses them.
 
-In every layer a micro-batch takes one of these ways (from the table in `verbs/table.py`; docs/verbs.md has it whole):
+In every layer a micro-batch takes one of these paths (from the table in `verbs/table.py`; see docs/verbs.md):
 
     input --pre_attention--> qkv
     qkv --attention--> attended
@@ -15,9 +15,9 @@ In every layer a micro-batch takes one of these ways (from the table in `verbs/t
 
 Between `route` and `combine`, every expert that tokens were routed to must `run_expert`.
 
-In prefill a micro-batch may be a chunk of long prompts (see `chunks.py`). It continues the chunk before it, in the
-order of `Step.micro_batches`: that one is embedded, and in each layer attended to, before it is. `sample` of a chunk in
-which no prompt ends has nothing to do.
+In prefill a micro-batch may be a chunk of long prompts (see `chunks.py`). It continues the chunk before it in
+`Step.micro_batches`, which must be embedded first, and attended to first in each layer. `sample` does nothing for a
+chunk in which no prompt ends.
 
 With several beams, `embed` of a decode step is preceded by a task that has every beam continue its parent.
 
@@ -32,8 +32,8 @@ check and note progress, and return the task that made the data.
 
 Where several nodes share the experts, `assign` says which node runs which, between `route` and `run_expert`.
 
-In a pipeline a micro-batch is at one stage at a time, and so are its verbs: `pre_attention` of a stage's first layer
-takes its hidden state there. Token ids come from the host in any case.
+In a pipeline a micro-batch and its verbs are at one stage at a time: `pre_attention` of a stage's first layer moves
+the hidden state there. Token ids always come from the host.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
         index: 0 for prefill, then 1, 2, ... for the decode steps.
         layers: the model's layers.
         micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
-        last: whether no step follows, so that nothing need be fetched for one.
+        last: whether this is the last step, so that nothing need be fetched for a later one.
         chunked: whether it is a prefill in which prompts are cut.
         nodes, node: the number of nodes that share the experts, and this one's, from 0.
-        attends: whether this node has attention, router and sampling. Where it has not, `route` and `sample` tell the
-            results of the first node, and there are no verbs before `route`.
+        attends: whether this node has attention, router and sampling. Otherwise `route` and `sample` have the results
+            of the first node, and there are no verbs before `route`.
     """
 
     def kv_on_accelerator(self, micro_batch: int) -> bool:
-        """Whether the plan has the accelerator hold a micro-batch's KV cache, rather than the host."""
+        """Whether a micro-batch's KV cache is on the accelerator, rather than on the host."""
         return self._batches[micro_batch].kv.on_accelerator
 
     def goes_on(self, micro_batch: int) -> bool:
@@ -74,7 +74,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
         """Look up the embeddings of the micro-batch's tokens: its prompts, or the tokens sampled last."""
         batch = self._at(EMBED, -1, micro_batch)
         if batch.before is not None and batch.before.progress < self._base:
-            raise OutOfOrder(f"embed: mb{micro_batch} goes on from mb{micro_batch - 1}: embed that first")
+            raise OutOfOrder(f"embed: mb{micro_batch} continues mb{micro_batch - 1}: embed that first")
         if self.index and self._state.plan.batch.beams > 1:
             stage, blocks, kv = batch.stage, batch.blocks, batch.kv
             lane, kernel = (stage.lane, Kernel) if kv.on_accelerator else (stage.host, HostKernel)

@@ -1,4 +1,4 @@
-"""The works of a run's tasks: what they ask of the machine, the same object for all tasks that ask the same."""
+"""The work of a run's tasks: their demands on the machine. Tasks with equal demands share one object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes works, and sets those of the micro-batches for each step.
+    """Makes `Work` objects, and sets those of the micro-batches for each step.
 
     Args:
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
@@ -51,7 +51,7 @@ class Works:
         return work
 
     def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
-        """The lane and the work of moving bytes between two memories, in a number of pieces of the same size."""
+        """The lane and the work of moving bytes between two memories, in `pieces` pieces of equal size."""
         known = self._moves.get((source, destination, nbytes, pieces))
         if known is None:
             lane = self._lanes[self._plan.machine.link(source, destination).lane]

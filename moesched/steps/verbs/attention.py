@@ -21,7 +21,7 @@ from moesched.tasks import Block, Task
 
 
 class AttentionVerbs(Verbs):
-    """Attention, and the copies that bring queries, keys and values to where it is done."""
+    """Attention on either processor, and the copies between them that it needs."""
 
     def pre_attention(self, layer: int, micro_batch: int) -> Task:
         """Norm, QKV projection and rotary embedding, on the accelerator."""
@@ -41,8 +41,8 @@ class AttentionVerbs(Verbs):
     def attention(self, layer: int, micro_batch: int) -> Task:
         """Attention on the accelerator.
 
-        Where the KV cache lives on the host, a decode step must `load_kv` before; in prefill the prompt's keys and
-        values are still on the accelerator. In both `offload_kv` must follow.
+        If the KV cache lives on the host, a decode step must call `load_kv` before; in prefill the prompt's keys and
+        values are still on the accelerator. In both, `offload_kv` must follow.
         """
         batch = self._at(ATTENTION, layer, micro_batch)
         kv, unified = batch.kv, self._state.unified
@@ -128,7 +128,7 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
     def _free_room(self, micro_batch: int) -> Block:
-        """A room for a micro-batch's activations within a layer."""
+        """Take a room for a micro-batch's activations within a layer."""
         rooms = self._state.rooms
         if not rooms:
             raise OverBudget(
@@ -142,11 +142,11 @@ class AttentionVerbs(Verbs):
         return batch.progress >= self._base + layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
-        """Check that the chunk that a chunk continues was attended to in that layer."""
+        """Check that the preceding chunk, if there is one, was attended to in that layer."""
         before = self._batches[micro_batch].before
         if before is not None and not self._attended(before, layer):
             raise OutOfOrder(
-                f"{verb}(L{layer}, mb{micro_batch}) goes on from mb{micro_batch - 1}, which has not been attended to "
+                f"{verb}(L{layer}, mb{micro_batch}) continues mb{micro_batch - 1}, which has not been attended to "
                 "in that layer: take micro-batches in their order"
             )
 
@@ -162,12 +162,12 @@ class AttentionVerbs(Verbs):
             others = [each for each in following if each.kv.device is batch.kv.device]
             if layer and not all(self._attended(each, layer - 1) for each in others):
                 raise OutOfOrder(
-                    f"attention(L{layer}, mb{micro_batch}): its prompts go on in later micro-batches, which have to "
+                    f"attention(L{layer}, mb{micro_batch}): its prompts continue in later micro-batches, which have to "
                     f"pass L{layer - 1} before, as the KV cache is on the host: take all of them layer by layer"
                 )
         elif before.kv.attended_in_device != layer:
             raise PolicyError(
-                f"attention(L{layer}, mb{micro_batch}): mb{micro_batch - 1}, which it goes on from, was attended to on "
+                f"attention(L{layer}, mb{micro_batch}): mb{micro_batch - 1}, which it continues, was attended to on "
                 "the host: use cpu_attention here too"
             )
         batch.kv.attended_in_device = layer

@@ -15,13 +15,13 @@ from moesched.steps.works import Kind
 from moesched.tasks import Block, Task
 
 NEVER = -1 << 62
-"""The progress that a verb needs where it does not exist."""
+"""The needed progress of a verb that does not exist on this node."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Verbs:
-    """A step, as far as all verbs need it; the attributes are those of `Step`."""
+    """The part of `Step` that all verbs use; `Step` describes the attributes."""
 
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
         plan = run_state.plan
@@ -55,10 +55,10 @@ class Verbs:
         return NEVER if verb.elsewhere is None else verb.elsewhere
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, which has made just the progress that the verb needs.
+        """The micro-batch, checked to have the progress that the verb needs.
 
         Raises:
-            OutOfOrder: it has not.
+            OutOfOrder: it has another progress.
         """
         batch = self._batches[micro_batch]
         if batch.progress != self._needed[verb.number] + layer * STRIDE or (
@@ -68,7 +68,7 @@ class Verbs:
         return batch
 
     def _in_time(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, for a verb that may come before or after the progress that it needs.
+        """The micro-batch, for a verb that may come before or after its needed progress.
 
         Raises:
             OutOfOrder: it comes too early or too late, or the model has no such layer.
@@ -98,7 +98,7 @@ class Verbs:
         """Submit a verb's task, and note the progress that the verb leaves.
 
         Args:
-            reads, writes: what the task touches beside the micro-batch's blocks that the table names.
+            reads, writes: further blocks, beside those of the micro-batch that the table names.
 
         Returns:
             the task; where the verb has nothing to do, the one that made the data.
@@ -131,7 +131,7 @@ class Verbs:
         return views.show(key, self._state.engine)
 
     def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The micro-batch's room, as the last verbs of a layer read it; another's once this one `leaves` the layer."""
+        """The micro-batch's room, for the last verbs of a layer to read; free again once the micro-batch `leaves`."""
         room = batch.room
         if room is None:
             return ()
@@ -155,7 +155,7 @@ class Verbs:
         return ", its keys and values not saved: offload_kv them" if batch.kv.unsaved >= 0 else ""
 
     def _out_of_order(self, verb: Verb, layer: int, batch: MicroBatch) -> OutOfOrder:
-        """The error of a verb whose micro-batch is elsewhere."""
+        """The error of a verb whose micro-batch has another progress than it needs."""
         if not self.attends and verb.elsewhere is None:
             return OutOfOrder(
                 f"{verb.name}: node {self.node} does not attend, as the plan is centralised: call it only "

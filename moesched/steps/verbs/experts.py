@@ -44,8 +44,8 @@ class ExpertVerbs(Verbs):
     def preview_route(self, layer: int, micro_batch: int) -> Task:
         """Norm and router of `layer` on the hidden state of the layer before, once that was routed.
 
-        Await it for {expert: tokens}: a guess of the choices of `route` there, which has no effect (speculative expert
-        loading, Eliseev and Mazur 2023).
+        Await it for {expert: tokens}: a guess of what `route` will choose there, without any effect on it (speculative
+        expert loading, Eliseev and Mazur 2023).
         """
         batch = self._at(PREVIEW_ROUTE, layer, micro_batch)
         if layer not in self.layers:
@@ -58,11 +58,11 @@ class ExpertVerbs(Verbs):
         return self._run(PREVIEW_ROUTE, layer, batch, view, view.reads)
 
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
-        """Say which node runs each expert that the micro-batch was routed to, on every node the same.
+        """Assign each routed expert of the micro-batch to a node; call it with equal arguments on every node.
 
-        Needed in a plan that places experts, once `route` was awaited. This node then runs just its own.
+        Required in a plan that places experts, once `route` was awaited. This node then runs only its own experts.
 
-        owners: nodes by expert.
+        owners: the node of each expert.
         """
         batch = self._at(ASSIGN, layer, micro_batch)
         placement = self._state.plan.nodes.placement
@@ -114,8 +114,8 @@ class ExpertVerbs(Verbs):
     def run_expert(self, layer: int, expert: int, micro_batch: int, *, at: At = "accelerator") -> Task:
         """One expert on those tokens of the micro-batch that were routed to it.
 
-        On the host it reads weights where they lie in the host's memory (`Plan.run_experts_on_host`). Processors round
-        alike where they run the same kernels: on the torch device with one memory or two, not beside CUDA.
+        On the host it reads the weights in host memory (`Plan.run_experts_on_host`). Both processors give the same
+        bits if they run the same kernels: on the torch device without CUDA they do.
         """
         batch = self._at(RUN_EXPERT, layer, micro_batch)
         pending, tokens = self._pending(layer, expert, batch)
@@ -143,7 +143,7 @@ class ExpertVerbs(Verbs):
         return self._enter(task, (rows, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
-        """One expert that this node holds on a row of zeros: its weights are read, and its result counts for nothing.
+        """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
 
         It belongs to the layer of a routed micro-batch, whose `combine` waits for it (busy full loading, and the spare
         quota of router-aided dynamic loading: section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
@@ -219,18 +219,18 @@ class ExpertVerbs(Verbs):
         if routing.on_host:
             left = ", ".join(f"E{output.expert}" for output in routing.on_host)
             raise OutOfOrder(
-                f"combine: L{layer} mb{batch.index} lacks what {left} left on the host: call load_routed before"
+                f"combine: L{layer} mb{batch.index} lacks the outputs of {left} on the host: call load_routed first"
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int) -> View[Any]:
-        """The weights of an expert in a processor's memory; asking for them counts as a use."""
+        """The weights of an expert in a processor's memory; the call counts as a use of them."""
         views = stage.expert[at]
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
         view.touch()
         return view
 
     def _expert_work(self, stage: PipelineStage, view: View[Any], at: At, tokens: int) -> Work:
-        """The work of an expert: weights that stay in the accelerator's memory may lie otherwise than others."""
+        """The work of an expert; resident weights may have another layout than fetched ones, and thus another cost."""
         works = self._state.works
         kind, amount = f"expert at {at}", works.operations.fetched_expert
         if view.slots[0].fixed and (at == "accelerator" or self._state.unified):

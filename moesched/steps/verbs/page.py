@@ -15,7 +15,7 @@ This page is written from the table in `moesched/steps/verbs/table.py`:
 `python -m moesched.steps.verbs.page > docs/verbs.md`
 
 A policy schedules a step with verbs. Each one checks the progress of its micro-batch and submits one task. In every
-layer a micro-batch takes one of these ways:
+layer a micro-batch takes one of these paths:
 """
 _VERBS = """\
 A verb that does not change the progress may be called while the micro-batch has the progress that it needs. Call

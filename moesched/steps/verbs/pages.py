@@ -53,7 +53,7 @@ class PageVerbs(Verbs):
         return self._enter(task, reads, task.slots, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
-        """Make transfers of these pages that have not started urgent: the pages are needed now."""
+        """Make the transfers of these pages urgent, unless they have started."""
         for slot in held_slots("promote", pages, pool):
             if slot.writer is not None:
                 self._state.engine.promote(slot.writer, DEMAND)
@@ -62,16 +62,16 @@ class PageVerbs(Verbs):
         """Cancel the transfer of unused pages, if it has not started; it then moves no bytes.
 
         Returns:
-            whether that is so. Otherwise nothing has changed, and `evict` gives them up.
+            whether it was cancelled. If not, nothing has changed; call `evict` instead.
 
         Raises:
             NotResident: a page is not in the pool.
-            PolicyError: they are not the pages of one fetch, or a task that was submitted uses one of them.
+            PolicyError: they are not the pages of one fetch, or a submitted task uses one of them.
         """
         return pool.cancel(pages, self._state.engine)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
-        """Give up pages; their slots are free for the next fetch."""
+        """Drop pages; their slots are free for the next fetch."""
         for page in pages:
             slot = pool.memory.table.get(page.id)
             if slot is None or slot.pool is not pool:

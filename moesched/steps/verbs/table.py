@@ -33,14 +33,14 @@ PROGRESS = {
     SAMPLED: "sampled",
     NEXT_INPUT: "input of the next layer",
 }
-"""The names of the values."""
+"""Names of the values of a micro-batch's progress."""
 
 OUTSIDE_LAYERS = {
     INPUT: "output of the last layer",
     SAMPLED: "sampled",
     NEXT_INPUT: "input of the first layer",
 }
-"""The same for verbs that belong to no layer."""
+"""Names for verbs that belong to no layer."""
 
 Place = Literal["accelerator", "host", "either", "to host", "from host"]
 """The lane of a task: a processor's, or one of the copies between the memories of accelerator and host."""
@@ -50,15 +50,15 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb, as far as it is the same in every layer and for every micro-batch.
+    """The properties of a verb that are the same in every layer and for every micro-batch.
 
     Attributes:
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: where its task runs; None for a verb without a task.
         task: the type of its task.
         reads, writes: the data of its task, by the names of `Blocks`. Other names stand for what the verb itself adds.
-        when: "exactly" at the progress that it needs; "until" then, from the start of the step; or once, "unsaved",
-            while keys and values wait to be moved to the host.
+        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; or "unsaved":
+            after that progress, while keys and values wait to be moved to the host.
         saved: whether keys and values must not wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
@@ -263,13 +263,13 @@ VERBS = (
 
 
 def paths() -> Iterator[list[Verb]]:
-    """The ways through a step, cut where they meet or part: verbs that move a micro-batch on, one after the other."""
+    """The paths through a step, cut where they meet or part; each lists verbs that change the progress, in order."""
     moving = [verb for verb in VERBS if verb.moves]
     starts = [verb.needs for verb in moving]
     ends = [verb.leaves for verb in moving]
     for verb in moving:
         if starts.count(verb.needs) == 1 and ends.count(verb.needs) == 1:
-            continue  # goes on from the verb before it
+            continue  # continues the verb before it
         path = [verb]
         while starts.count(path[-1].leaves) == 1 == ends.count(path[-1].leaves):
             path.append(moving[starts.index(path[-1].leaves)])
@@ -277,7 +277,7 @@ def paths() -> Iterator[list[Verb]]:
 
 
 def picture() -> str:
-    """The ways of a micro-batch through a step, a line for each."""
+    """The paths of a micro-batch through a step, one per line."""
     lines = []
     for path in paths():
         line = path[0].progress_name(path[0].needs)
