@@ -1,8 +1,8 @@
-"""Writes a policy in forty lines, runs it on the small model that ships, and holds it against two that ship.
+"""Run a policy of forty lines on the small model that ships, and compare it with two that ship.
 
     python examples/custom_policy.py
 
-Every policy generates the same tokens; what differs is what they read and when.
+Every policy generates the same tokens; they differ in what they read, and when.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             f"{name}: {same}, {kinds.get('fetch', 0)} fetches, {kinds.get('run_expert', 0)} experts on their own"
         )
     for prompt, text in zip(PROMPTS, reports["resident"].text or [], strict=True):
-        print(f"{prompt!r} goes on: {text!r}")
+        print(f"{prompt!r} continues: {text!r}")
 
 
 if __name__ == "__main__":

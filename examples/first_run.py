@@ -36,7 +36,7 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 class Printer(moesched.Listener):
-    """Prints text as it comes."""
+    """Prints text as it is generated."""
 
     def generated(self, request: int, token: int, text: str) -> None:
         console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
@@ -97,7 +97,7 @@ def write_model(models: Path, layers: int) -> Path:
     """Write the larger model, once."""
     section(
         "2. A larger model",
-        f"A Mixtral with {layers} layers and random weights is written, to have something that streams for longer.",
+        f"A Mixtral with {layers} layers and random weights is written, so that weights stream for longer.",
     )
     model = models / f"mixtral-0.8b-{layers}-layers"
     if not model.exists():
@@ -124,7 +124,7 @@ def calibrate(file: Path) -> moesched.Machine:
 
 
 def compare_policies(model: Path, machine: moesched.Machine, traces: Path, budget: int, rounds: int) -> None:
-    """Measure the policies, predict them, and say what bounds each."""
+    """Measure the policies, predict them, and name the bottleneck of each."""
     section(
         "4. Three schedules, measured and predicted",
         f"Three policies generate {NEW_TOKENS} tokens for {BATCH} prompts: `resident` with all weights in memory, "
@@ -261,19 +261,19 @@ def suggest(traces: Path) -> None:
 
 
 def section(title: str, sentence: str) -> None:
-    """Begin a section: what it shows."""
+    """Print the heading and the purpose of a section."""
     console.print()
     console.rule(title)
     console.print(sentence, style="italic", highlight=False, markup=False)
 
 
 def conclude(sentence: str) -> None:
-    """End a section: what it means."""
+    """Print the conclusion of a section."""
     console.print(sentence, style="green", highlight=False, markup=False, soft_wrap=True)
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed here."""
+    """The shortest form of a path from the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

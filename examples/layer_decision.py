@@ -1,9 +1,9 @@
-"""One layer under twiddler and twiddler_makespan: what each decides, when what ran, and a picture of both.
+"""One layer under twiddler and twiddler_makespan: their decisions, a timeline, and a picture of both.
 
     python examples/layer_decision.py [--machine NAME] [--experts N] [--tokens N ...] [--out FILE.svg]
 
-The layer is the first of Mixtral 8x7B in a simulated decode step whose router gave its experts these tokens. Docs show
-the output with the defaults (docs/layer-decision.md).
+The layer is the first of Mixtral 8x7B in a simulated decode step whose router gives its experts these numbers
+of tokens. docs/layer-decision.md shows the output with the defaults.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLOURS = {"fetch": "#c0392b", "host": "#2e8b57", "accelerator": "#1f5fa8", "oth
 
 
 class Fixed:
-    """A routing in which every layer's experts get these tokens."""
+    """A routing in which every layer's experts get these numbers of tokens."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = dict(enumerate(tokens))
@@ -44,7 +44,7 @@ class Fixed:
 
 
 class Ended:
-    """Remembers what belongs to the first layer of the first decode step, from the router on."""
+    """Collects the tasks of the first layer in the first decode step, from the router on."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -64,7 +64,7 @@ def layer_of(name: str, machine: str, experts: int, tokens: Sequence[int]) -> tu
 
 
 def begin(tasks: Sequence[Task]) -> int:
-    """When the router had chosen."""
+    """The time at which the router has chosen, in nanoseconds."""
     return next(task.end for task in tasks if task.verb == "route")
 
 
@@ -113,7 +113,7 @@ def draw(layers: Sequence[tuple[str, Sequence[Task]]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Tell and draw."""
+    """Print the layer under both policies, and draw it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

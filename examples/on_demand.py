@@ -1,9 +1,9 @@
-"""A policy of one's own, in a file outside the package: experts one by one, fetched only when tokens chose them.
+"""A policy in a file outside the package: experts run one by one, and are fetched only when tokens chose them.
 
     moesched run MODEL --policy examples.on_demand:OnDemand --budget host=300MB --prompt-ids "1,2,3"
 
-Its idea in one sentence: attention and routing need the dense part of a layer, which always stays; an expert is fetched
-when the router has chosen it, unless it happens to be there still.
+Attention and routing need the dense part of a layer, which always stays in memory. An expert is fetched when the router
+has chosen it, unless it is still in the cache.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from moesched import Plan, Step
 
 
 class OnDemand:
-    """Fetch what the router chose, keep what was used last.
+    """Fetch the experts that the router chose, and keep those used last.
 
     Settings:
-        slots: how many experts fast memory holds at a time.
+        slots: number of experts that fast memory holds.
     """
 
     def __init__(self, slots: int = 4) -> None:

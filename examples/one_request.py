@@ -1,11 +1,11 @@
-"""One request, too little GPU memory: four policies answer it, on an imitated GPU and with the same text.
+"""One request with too little GPU memory: four policies answer it on an emulated GPU, with the same text.
 
     python examples/one_request.py [--machine rtx6000] [--budget BYTES]
 
-The model is the small Mixtral that ships. The machine's GPU is imitated in slow motion: all times are the machine's
-own, those that the tokens really took here are longer. What does not fit into the GPU memory lies in the host's, whose
-processor may compute with it there. An expert of so small a model takes less than handing over a task does; what
-matters for a large one is shown on the virtual clock: Mixtral 8x7B with the whole of the machine's GPU.
+The model is the small Mixtral that ships. The machine's GPU is emulated in slow motion: the times shown are those of
+the machine, and the run itself takes longer. Weights that do not fit into GPU memory are in host memory, where the CPU
+can compute with them. An expert of this small model takes less time than handing over a task. So a second table
+predicts a large model on the virtual clock: Mixtral 8x7B with all of the GPU's memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def main() -> None:
-    """Answer the request under each policy, and say what each took."""
+    """Answer the request under each policy, and show the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--machine", default="rtx6000", help="a profile of a machine with a GPU")
     parser.add_argument("--budget", default="7MB", help="the GPU's memory; the weights take 14 MB")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="where traces go")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="folder for traces")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     reports = {}
@@ -56,11 +56,11 @@ def main() -> None:
     show(f"tiny-mixtral on {arguments.machine}, {arguments.budget} of the GPU's memory: measured", reports)
     texts = {report.text[0] for report in reports.values() if report.text}
     console.print(
-        f"All say the same: {PROMPT}{texts.pop()!r}" if len(texts) == 1 else f"They differ: {texts}"
+        f"All texts are equal: {PROMPT}{texts.pop()!r}" if len(texts) == 1 else f"They differ: {texts}"
     )
     console.print(
-        f"What ran when: open {arguments.out}/one-request-POLICY.json at https://ui.perfetto.dev, or say why one took "
-        f"longer: moesched compare {arguments.out}/one-request-layer_split.json "
+        f"To see a timeline, open {arguments.out}/one-request-POLICY.json at https://ui.perfetto.dev, or see why one "
+        f"took longer: moesched compare {arguments.out}/one-request-layer_split.json "
         f"{arguments.out}/one-request-twiddler.json",
         soft_wrap=True,
     )
@@ -78,12 +78,12 @@ def main() -> None:
 
 
 def show(title: str, reports: Mapping[str, moesched.Report]) -> None:
-    """The runs as a table."""
+    """Print the runs as a table."""
     table = Table(title=title)
     for heading in ("policy", "first token", "tokens/s", *(f"{name} busy" for name in LANES)):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for policy, report in reports.items():
-        assert report.first_token_seconds is not None, "somebody got a token"
+        assert report.first_token_seconds is not None, "every run generates a token"
         table.add_row(
             policy,
             f"{1e3 * report.first_token_seconds:,.2f} ms",

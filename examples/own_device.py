@@ -1,4 +1,4 @@
-"""A device of one's own: numpy, on a machine with one memory, in float32. Written from `moesched.seams.Device` alone.
+"""A device in numpy for machines with one memory, in float32. Written from `moesched.seams.Device` alone.
 
     moesched run MODEL_DIR --policy layer_streaming --dtype float32 --device own_device:NumpyDevice
 
@@ -74,18 +74,18 @@ class NumpyDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Worker threads, all of them."""
+        """Empty: all lanes are worker threads."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
-        """A page takes its own bytes."""
+        """Bytes that a page takes in a slot: its own."""
         return page.nbytes
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Forget the batch before and take in the prompts."""
+        """Forget the previous batch, and take the prompts of the next."""
         if not plan.machine.unified or plan.batch.chunked or plan.batch.beams > 1:
             raise BadInput(
-                "device NumpyDevice has one memory, whole prompts and no beams: use --device torch"
+                "device NumpyDevice needs one memory, whole prompts and no beams: use --device torch"
             )
         if any(not 0 <= token < self.config.vocabulary for prompt in prompts for token in prompt):
             raise BadInput(f"a token id is outside the vocabulary of {self.config.vocabulary}")
@@ -100,7 +100,7 @@ class NumpyDevice:
         return self._verbs[task.verb](task)
 
     async def aclose(self) -> None:
-        """Let go of all arrays."""
+        """Release all arrays."""
         self._slots.clear()
         self._cache.clear()
         self._micro_batches.clear()
@@ -189,7 +189,7 @@ class NumpyDevice:
         total_TD[tokens_n] = y_nD * state.weights_Tk[tokens_n, choices_n, None]
 
     def _combine(self, task: Task) -> None:
-        """Always in ascending order of experts, so that the bits do not depend on the policy."""
+        """Add in ascending order of experts, so that the bits do not depend on the policy."""
         state = self._micro_batches[task.micro_batch]
         for expert in sorted(state.total_TD):
             state.hidden_TD = state.hidden_TD + state.total_TD[expert]
@@ -211,7 +211,7 @@ class NumpyDevice:
         return normalised
 
     def _turned(self, x_THd: Array, positions_T: npt.NDArray[np.int64]) -> Array:
-        """Heads turned by the angles of their positions; entries i and i + d/2 make a pair."""
+        """Rotary embedding: heads rotated by the angles of their positions; entries i and i + d/2 are a pair."""
         half = self.config.head_dim // 2
         angles = positions_T[:, None] / self.config.rope_theta ** (np.arange(half) / half)
         cos, sin = (f(angles).astype(np.float32)[:, None] for f in (np.cos, np.sin))
@@ -232,7 +232,7 @@ def attention(q_THd: Array, k_LKd: Array, v_LKd: Array) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """Over the last axis."""
+    """Softmax over the last axis."""
     raised = np.exp(x - x.max(axis=-1, keepdims=True))
     shares: Array = raised / raised.sum(axis=-1, keepdims=True)
     return shares

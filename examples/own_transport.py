@@ -1,6 +1,6 @@
-"""A transport of one's own: the ranks are threads of a process. Written from `moesched.seams.Transport` alone.
+"""A transport between threads of a process. Written from `moesched.seams.Transport` alone.
 
-The conformance suite takes it as `check_transport(lambda ranks: [ThreadTransport(ranks)] * ranks)`.
+Check it with `check_transport(lambda ranks: [ThreadTransport(ranks)] * ranks)`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Array = npt.NDArray[Any]
 
 
 class ThreadTransport:
-    """Ranks meet around one lock: each leaves its part, and takes a copy of all parts when everybody has come.
+    """Ranks meet at a lock: each adds its part, and copies all parts once every rank has arrived.
 
     Args:
-        ranks: how many threads meet.
+        ranks: number of threads that meet.
         timeout_seconds: how long a rank waits for the others.
     """
 
@@ -49,7 +49,7 @@ class ThreadTransport:
         return parts if rank == root else None
 
     async def aclose(self) -> None:
-        """Send everybody home who still waits."""
+        """Fail the calls that still wait."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -80,7 +80,7 @@ class ThreadTransport:
 
 
 class Meeting:
-    """One exchange while it lasts."""
+    """The parts of one exchange in progress."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Array | None] = {}

@@ -33,7 +33,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--machine", default="cpu-nvme", help="a profile's name, or a machine file")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="where traces go")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out", help="folder for traces")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     predicted, measured, both = (
@@ -105,12 +105,12 @@ def main() -> None:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Token ids that differ."""
+    """Token ids, different in each prompt."""
     return [[1 + (7 * request + place) % 500 for place in range(PROMPT_TOKENS)] for request in range(count)]
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A table of a comparison."""
+    """Print a table of the comparison."""
     table = Table(title=title, title_justify="left")
     for column in header:
         table.add_column(column)

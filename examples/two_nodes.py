@@ -1,9 +1,9 @@
-"""Two nodes share a model's experts, as two machines would: processes of their own, over ZeroMQ, encrypted.
+"""Two nodes share a model's experts, as two machines would: two processes, connected by encrypted ZeroMQ.
 
     python examples/two_nodes.py [--out FOLDER]
 
-Each node loads half of the experts and everything that every token needs; once a layer the nodes add up what their
-experts made. The tokens are those of one process, and one trace shows both nodes.
+Each node loads half of the experts and everything that every token needs; once per layer, the nodes add up the
+outputs of their experts. The tokens are those of one process, and one trace shows both nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPTS = ["Return the", "Raise an error if"]
 
 
 def main() -> None:
-    """Run one process and two nodes, and hold them against each other."""
+    """Run one process and two nodes, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "two-nodes")
     out: Path = parser.parse_args().out
@@ -39,7 +39,7 @@ def main() -> None:
     print(f"the trace shows nodes {' and '.join(map(str, sorted(ranks)))}, and has {len(problems)} problems")
     print("the same tokens" if report.tokens == alone.tokens else "OTHER TOKENS")
     for prompt, text in zip(PROMPTS, report.text or [], strict=True):
-        print(f"{prompt!r} goes on: {text!r}")
+        print(f"{prompt!r} continues: {text!r}")
 
 
 if __name__ == "__main__":

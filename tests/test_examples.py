@@ -78,7 +78,7 @@ def test_two_nodes_print_what_their_output_file_says(tmp_path: Path) -> None:
 
 def test_one_request_is_answered_alike_by_four_policies(tmp_path: Path) -> None:
     output = run("one_request.py", "--out", tmp_path)
-    assert "All say the same: Return a new" in output
+    assert "All texts are equal: Return a new" in output
     for policy in ("twiddler", "twiddler_makespan", "lru_offload", "layer_split"):
         assert policy in output
         assert moesched.check_trace(tmp_path / f"one-request-{policy}.json") == []

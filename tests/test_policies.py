@@ -93,7 +93,7 @@ def test_the_suite_finds_a_policy_that_leaves_a_step_undone() -> None:
 
 
 def test_the_suite_finds_a_policy_that_never_fits() -> None:
-    with pytest.raises(AssertionError, match="took on none of the cases"):
+    with pytest.raises(AssertionError, match="ran in none of the cases"):
         check_policy(Greedy)
 
 

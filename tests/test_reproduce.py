@@ -297,7 +297,7 @@ def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
             ("moe-lightning", "--only", "table-6"),
             f"no section 'table-6': name one of {', '.join(SECTIONS['moe-lightning'])}",
         ),
-        (("moe-lightning", "--out", tmp_path / "no"), "it is no folder: make it first"),
+        (("moe-lightning", "--out", tmp_path / "no"), "it is not a folder: create it first"),
         (("moe-lightning", "--report", tmp_path / "no" / "a.json"), "make its folder first"),
     ):
         said = command("reproduce", *arguments)

@@ -291,7 +291,7 @@ def test_a_delayed_call_is_woken_when_its_transport_is_closed() -> None:
         (lambda inner: DelayingTransport(inner, -1.0), "delay in seconds of -1"),
         (lambda inner: ThrottlingTransport(inner, 0.0, 0.0), "bandwidth of 0 bytes per second"),
         (lambda inner: ThrottlingTransport(inner, float("nan"), 1.0), "latency in seconds of nan"),
-        (lambda inner: FaultyTransport(inner, Faults(drop=2.0)), "drop 2.0 is no share"),
+        (lambda inner: FaultyTransport(inner, Faults(drop=2.0)), "drop 2.0 is not a share"),
     ],
 )
 def test_wrappers_refuse_figures_that_cannot_be(make: Callable[[Transport], Transport], said: str) -> None:

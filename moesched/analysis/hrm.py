@@ -1,12 +1,12 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (section 3): what bounds work whose data lies one memory away.
+"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on work whose data is one memory away.
 
 Symbols, as in the paper: i the upper level (an accelerator and its memory), j the lower one (the host and its memory,
 or a disk, where nothing computes); P peak FLOP/s of a level's processor, B bytes/s from its memory, B^{j,i} bytes/s of
 the link from j to i; I^i and I^j a computation's operational intensities: its FLOPs over the bytes that it accesses in
 the memory of that level (Definition 3.1), in FLOP/byte. N requests are a batch, µ of them a micro-batch.
 
-The FLOPs and bytes are those that simulations use (`moesched.models.operations`), so they count what the paper leaves
-out as well: activations, and that a small batch reaches fewer experts.
+The FLOPs and bytes are those that simulations use (`moesched.models.operations`), so they also count
+activations, which the paper omits, and only the experts that a small batch reaches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Intensity(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True, order=True):
-    """The most that can be reached, in FLOP/s, and the roof that says so, such as "gpu memory"."""
+    """The attainable FLOP/s, and the roof that limits them, such as "gpu memory"."""
 
     performance: float
     by: str
@@ -70,7 +70,7 @@ class Bound(msgspec.Struct, frozen=True, order=True):
 
 
 def ridge(level: Level) -> float:
-    """The FLOP/byte from which computing binds a level, and not its memory (Eq. 3)."""
+    """FLOP/byte from which a level is bound by compute instead of memory (Eq. 3)."""
     return level.peak / level.bandwidth
 
 
@@ -83,7 +83,7 @@ def in_place(level: Level, intensity: float) -> Bound:
 
 
 def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
-    """FLOP/s of a computation on the upper level, its data coming from the lower one meanwhile (Eq. 7, with Eq. 6)."""
+    """FLOP/s of a computation on the upper level while its data is fetched from the lower one (Eq. 7, with Eq. 6)."""
     return min(
         Bound(hierarchy.link * intensity.lower, hierarchy.link_name),
         in_place(hierarchy.upper, intensity.upper),
@@ -93,8 +93,8 @@ def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
 def first_turning_point(hierarchy: Hierarchy) -> float:
     """P1 (Eq. 9): the I^j up to which fetching never pays, in FLOP/byte.
 
-    Eq. 9 asks where the link's roof B^{j,i} I meets what the lower level reaches itself, min(P^j, B^j I). A link that
-    is slower than the lower memory meets its compute roof only; a link that is not meets nothing, and P1 is 0.
+    P1 is where the link's roof B^{j,i} I meets the lower level's own, min(P^j, B^j I). A link that is slower than the
+    lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
     """
     if hierarchy.link >= hierarchy.lower.bandwidth:
         return 0.0
@@ -104,7 +104,7 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
     """P2 (Eq. 10): the I^j from which the link no longer binds a computation with this I^i, in FLOP/byte.
 
-    It is at least P1 exactly where the upper level reaches at least P^j. Where it is less, fetching never pays.
+    It is at least P1 if and only if the upper level reaches at least P^j; otherwise fetching never pays.
     """
     return in_place(hierarchy.upper, upper_intensity).performance / hierarchy.link
 
@@ -129,8 +129,8 @@ def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
 def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> Intensity:
     """Attention of one new token over `context` cached ones, without the projections (Fig. 4).
 
-    It does not depend on the batch: every request has a cache of its own. The upper level reads queries and writes
-    outputs too; at the lower one, where the cache lies, the cache alone counts.
+    It does not depend on the batch, since every request has a cache of its own. The upper level also reads queries and
+    writes outputs; for the lower level only the cache counts.
     """
     amount, cache = _attention(operations, 1, context, kv_dtype)
     return Intensity(amount.flops / amount.nbytes, amount.flops / cache)
@@ -139,8 +139,8 @@ def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> 
 def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int) -> Intensity:
     """All experts of a layer, for one new token of each request (Fig. 5).
 
-    The upper level reads the weights once for a micro-batch, and activations with them; from the lower level they come
-    once for the whole batch.
+    The upper level reads weights and activations once per micro-batch. The weights are read from the lower level once
+    for the whole batch.
     """
     upper = operations.experts(min(micro_batch_size, batch_size))
     return Intensity(
@@ -155,7 +155,7 @@ def touched_expert_bytes(operations: Operations, tokens: int) -> float:
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """The smallest batch whose FFN has this I^j; None where no batch has."""
+    """The smallest batch whose FFN has this I^j; None if no batch has it."""
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower
@@ -199,7 +199,7 @@ class LayerTime(msgspec.Struct, frozen=True):
 
 
 def compute_seconds(level: Level, amount: Amount) -> float:
-    """Seconds of a computation on a level, moving and computing at once (Eq. 14).
+    """Seconds of a computation on a level, memory traffic and compute overlapping (Eq. 14).
 
     Raises:
         BadInput: nothing computes there.
@@ -241,9 +241,9 @@ def layer_time(
 
 
 def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
-    """The accelerator above the host; where they share a memory, that memory above the one that weights come from.
+    """The accelerator above the host; if they share a memory, that memory above the one that weights come from.
 
-    Several equal accelerators count as one that has all their rates, as with tensor parallelism (section 4.3): each
+    Several equal accelerators count as one with all their rates, as with tensor parallelism (section 4.3): each
     has its own link, and together they cannot fetch faster than the lower memory is read, or than pages are pinned.
 
     Raises:
@@ -267,7 +267,7 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
 
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
-    """Bytes per second into the memories of all accelerators together, by way of pinned memory where there is one."""
+    """Bytes per second into the memories of all accelerators together, through pinned memory if there is one."""
     count = machine.accelerator_group.count
     pinned = machine.roles.pinned
     if pinned is None or pinned == below:

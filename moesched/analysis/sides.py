@@ -104,7 +104,7 @@ def trace_of(side: Side, what: str) -> Trace:
     """The trace of a run.
 
     Args:
-        what: the option that needs it, with a verb, for the error.
+        what: the option that needs the trace, with a verb, such as "--trace shows", for the error message.
 
     Raises:
         BadInput: there is only a report.

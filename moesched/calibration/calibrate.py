@@ -76,7 +76,7 @@ def calibrate(
 
 
 def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:
-    """The same for any extent."""
+    """Measure this machine to any extent and write its file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".calibrate-") as folder:

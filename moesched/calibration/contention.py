@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_OVERLAP = 0.3
-"""The share of a task's time beside others from which on it counts."""
+"""Smallest share of its time that a task must run beside others to count."""
 LEAST_RATE = 0.05
 PRIOR_SECONDS = 0.005
 """The observation time that a mix of tasks needs for a rate of its own. Rates of mixes that were seen for less, or

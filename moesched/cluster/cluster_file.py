@@ -104,7 +104,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The node of a rank.
 
         Raises:
-            BadInput: there is none.
+            BadInput: no node has this rank.
         """
         if not 0 <= rank < len(self.hosts):
             raise BadInput(

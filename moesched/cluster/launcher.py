@@ -123,7 +123,7 @@ class Launch:
     # -- orders ------------------------------------------------------------------------------------
 
     def _carry_out(self, remainder: Remainder) -> None:
-        """Have the members carry out one order; where they change, it ends early and the caller plans the rest anew."""
+        """Have the members carry out one order; if they change, it ends early and the caller plans the rest again."""
         self._order += 1
         try:
             self._prepare(remainder)
@@ -239,7 +239,7 @@ class Launch:
         """Process messages and losses until a condition holds.
 
         Args:
-            what: what the nodes are waited for to do, for the message.
+            what: the awaited action of the nodes, for the error message.
 
         Raises:
             BadInput: the time is over.

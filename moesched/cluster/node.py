@@ -51,7 +51,7 @@ def run_node(
         patience: seconds to wait for the launcher.
 
     Raises:
-        BadInput: the launcher refuses the node, or its order cannot be carried out here, which the launcher is told.
+        BadInput: the launcher refuses the node, or an order cannot be carried out here; the launcher is told.
         LauncherGone: the launcher is silent.
     """
     cluster = load_cluster(cluster_file)

@@ -1,4 +1,4 @@
-"""Defaults that Python functions and commands share. Nothing is imported here: `--help` reads it, and comes at once."""
+"""Defaults that Python functions and commands share. This module imports nothing, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class SettingOptions:
 
 
 class SettingKeywords(TypedDict, total=False):
-    """Those of SettingOptions."""
+    """Keywords of SettingOptions."""
 
     settings: Mapping[str, Any] | None
     dtype: str | None
@@ -80,7 +80,7 @@ class SizeOptions:
 
 
 class SizeKeywords(TypedDict, total=False):
-    """Those of SizeOptions."""
+    """Keywords of SizeOptions."""
 
     batch_size: int | None
     micro_batch_size: int | None
@@ -102,7 +102,7 @@ class MachineOptions:
 
 
 class MachineKeywords(TypedDict, total=False):
-    """Those of MachineOptions that have a default."""
+    """Keywords of MachineOptions that have a default."""
 
     budgets: Mapping[str, int | str] | None
 
@@ -119,7 +119,7 @@ class CutOptions:
 
 
 class CutKeywords(TypedDict, total=False):
-    """Those of CutOptions."""
+    """Keywords of CutOptions."""
 
     tensor_parallel: int | None
 
@@ -138,7 +138,7 @@ class DeviceOptions:
 
 
 class DeviceKeywords(TypedDict, total=False):
-    """Those of DeviceOptions."""
+    """Keywords of DeviceOptions."""
 
     device: str
     device_settings: Mapping[str, Any] | None

@@ -28,13 +28,13 @@ class Tokenizer:
 
         try:
             self._tokenizer: Any = FromFile.from_file(str(path))
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises no narrower class
             raise BadInput(
                 f"{path} is not a tokenizer: {error}: copy it again from where the checkpoint came from"
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text's tokens, with the tokens that the tokenizer begins a text with."""
+        """The token ids of a text, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

@@ -1,4 +1,4 @@
-"""The reports of successive batches, and a trace that could not be written, told when all of them are done."""
+"""Reports of successive batches; a trace that could not be written is an error after the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.jobs.report import JobReport, merge_reports
 
 
 class NotTraced(BadInput):
-    """The job is done, but its trace could not be written; `report` is what came out."""
+    """The job is done, but its trace could not be written; `report` has its results."""
 
     def __init__(self, error: BadInput, report: JobReport) -> None:
         super().__init__(str(error))
@@ -20,7 +20,7 @@ class NotTraced(BadInput):
 
 
 class BatchReports:
-    """Reports of successive batches. A trace that cannot be written stops none of them, and is told at the end."""
+    """Reports of successive batches. If a trace cannot be written, they go on, and the error is raised at the end."""
 
     def __init__(self) -> None:
         self.all: list[JobReport] = []
@@ -35,17 +35,17 @@ class BatchReports:
             self._untraced = self._untraced or error
 
     def ended_early(self, number: int) -> bool:
-        """Whether that batch has no report, or one that says that it was interrupted or failed."""
+        """Whether a batch has no report, or its report says that it was interrupted or failed."""
         if len(self.all) <= number:
             return True
         return self.all[number].interrupted or self.all[number].failure is not None
 
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
-        """One report of all batches, also of those that did not run.
+        """One report of all batches, including those that did not run.
 
         Raises:
             KeyboardInterrupt: not even the first batch has a report.
-            NotTraced: a trace could not be written; the report comes with it.
+            NotTraced: a trace could not be written; the error has the report.
         """
         if not self.all:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The parts that all batches of a job share: policy, layout, machine and budgets; it plans each batch with them."""
+"""A job: the policy, layout, machine and budgets that all its batches share, and by which it plans each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moesched.steps.plan import Plan
 
 
 class Job:
-    """The parts that all batches share.
+    """Plans the batches of a job, which share policy, layout, machine and budgets.
 
     Args:
         machine: the machine that the options name.
@@ -66,11 +66,11 @@ class Job:
         *,
         successive: bool = True,
     ) -> BatchSizes:
-        """The sizes of batches: those of the options, else the planner's; it chooses the KV cache's share with them.
+        """Choose batch sizes, keeping those of the options, and with them the accelerator's share of the KV cache.
 
         Args:
-            lengths: of all prompts, in tokens.
-            slot_bytes: a page's bytes in a slot.
+            lengths: lengths of all prompts, in tokens.
+            slot_bytes: returns the bytes of a page in a slot.
             successive: whether all requests run, in successive batches.
 
         Raises:
@@ -100,10 +100,10 @@ class Job:
         return sizes
 
     def plan(self, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> tuple[Plan, Policy]:
-        """A new policy and its plan, of one node where there are several.
+        """Create a policy and its plan, for one node if there are several.
 
         Raises:
-            BadInput: it does not fit; of several beams the message says how many would.
+            BadInput: it does not fit; with beam search, the message gives the largest width that does.
         """
         policy: Policy = self.make()
         try:
@@ -115,7 +115,7 @@ class Job:
         return plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes, self.nodes, node)
 
     def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
-        """The same error; of several beams with the largest width that fits."""
+        """The same error; with beam search, it also gives the largest width that fits."""
         if self.beams == 1:
             return error
 

@@ -1,4 +1,4 @@
-"""The options of jobs: what `run_model`, `simulate_model` and `run_cluster` take as keywords."""
+"""Options of jobs: the keywords of `run_model`, `simulate_model` and `run_cluster`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutputOptions:
 
     Attributes:
         trace: file to write a trace to; those of later batches get a number in their names.
-        listener: told of the job's progress.
+        listener: notified of the job's progress.
     """
 
     trace: Path | str | None = None
@@ -39,7 +39,7 @@ class OutputOptions:
 
 
 class OutputKeywords(TypedDict, total=False):
-    """Those of OutputOptions."""
+    """Keywords of OutputOptions."""
 
     trace: Path | str | None
     listener: Listener | None
@@ -51,7 +51,7 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: tokens to generate for each prompt, at most.
-        sampling: how the next token is chosen; None for the likeliest one.
+        sampling: settings for choosing the next token; None for the likeliest one.
     """
 
     max_new_tokens: int = NEW_TOKENS
@@ -59,7 +59,7 @@ class GenerationOptions:
 
 
 class GenerationKeywords(TypedDict, total=False):
-    """Those of GenerationOptions."""
+    """Keywords of GenerationOptions."""
 
     max_new_tokens: int
     sampling: Sampling | None
@@ -67,7 +67,7 @@ class GenerationKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOptions(PolicyOptions, SizeOptions, MachineOptions, CutOptions):
-    """The options by which batches are planned, measured or predicted."""
+    """Options that determine the plans of batches, measured or predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ProfilingOptions(PolicyOptions, SizeOptions, MachineOptions, DeviceOptions
 
 
 class ProfilingKeywords(SettingKeywords, SizeKeywords, MachineKeywords, DeviceKeywords, total=False):
-    """Those of ProfilingOptions that have a default."""
+    """Keywords of ProfilingOptions that have a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class RunOptions(PlannedOptions, DeviceOptions, GenerationOptions, OutputOptions
 
 
 class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeywords, total=False):
-    """Those of RunOptions that have a default."""
+    """Keywords of RunOptions that have a default."""
 
     foreign_machine: bool
 
@@ -119,25 +119,25 @@ class ClusterKeywords(
     OutputKeywords,
     total=False,
 ):
-    """Those of ClusterOptions that have a default."""
+    """Keywords of ClusterOptions that have a default."""
 
     transport: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """The requests of a simulation, and the experts that they take.
+    """The requests of a simulation, and the experts that they choose.
 
     Attributes:
         gen: tokens to generate for each prompt; None for the workload's own number.
-        requests: number of requests; more than fit a batch run as successive batches. None for one full batch, or for
-            each request once where the workload lists them.
-        padded: count every prompt as long as the longest one of the workload.
-        seed: of the order of prompts and of the routing.
-        beams: width of a beam search, whose searches all go on to the last token; 1 for none.
+        requests: number of requests; if more than fit in a batch, they run as successive batches. None for one full
+            batch or, if the workload lists its requests, for each of them once.
+        padded: pad every prompt to the longest one of the workload.
+        seed: seed of the order of prompts and of the routing.
+        beams: width of a beam search, which always runs to the last token; 1 for none.
         routing: a routing profile (.csv), a routing trace (.npz), or uniform, popularity or zipf; None for uniform.
         routing_settings: settings of the routing, such as its locality.
-        preview_accuracy: how likely `Step.preview_route` forecasts an expert that the routing chooses, from 0 to 1.
+        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses.
     """
 
     gen: int | None = None
@@ -151,7 +151,7 @@ class WorkloadOptions:
 
 
 class WorkloadKeywords(TypedDict, total=False):
-    """Those of WorkloadOptions."""
+    """Keywords of WorkloadOptions."""
 
     gen: int | None
     requests: int | None
@@ -169,8 +169,8 @@ class SimulationOptions(PlannedOptions, WorkloadOptions, OutputOptions):
 
     Attributes:
         nodes: number of equal machines that share the model's experts; None for one.
-        network: what joins them: a name of `moesched list networks`, a TOML file, or a Network; None for the machine's
-            own.
+        network: the network between them: a name of `moesched list networks`, a TOML file, or a Network; None for
+            the machine's own.
     """
 
     nodes: int | None = None
@@ -186,7 +186,7 @@ class SimulationKeywords(
     OutputKeywords,
     total=False,
 ):
-    """Those of SimulationOptions that have a default."""
+    """Keywords of SimulationOptions that have a default."""
 
     nodes: int | None
     network: Network | str | None

@@ -1,4 +1,4 @@
-"""Profiling: a real run over calibration data, in which every router's choices are kept."""
+"""Profiling: a real run over calibration data that records every router's choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesched.routing.trace import RoutingTrace
 
 
 class Profiled(NamedTuple):
-    """The trace of a profiling run, as far as it came before Ctrl-C."""
+    """The trace of a profiling run; if it was interrupted, up to Ctrl-C."""
 
     trace: RoutingTrace
     interrupted: bool
@@ -37,7 +37,7 @@ def profile_routing(
     progress: Callable[[int, int], object] | None = None,
     **options: Unpack[ProfilingKeywords],
 ) -> Profiled:
-    """Run prompts through a model and record which experts every token takes, prompts' and generated ones.
+    """Run prompts through a model and record the experts that each token chooses, prompt tokens and generated ones.
 
     Args:
         model: a Hugging Face folder.
@@ -45,9 +45,9 @@ def profile_routing(
         policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         max_new_tokens: tokens to generate for each prompt, at most; they are recorded too.
-        progress: told how many choices were made, tokens times layers, and how many there will be at most.
+        progress: called with the number of choices so far (tokens times layers) and the largest possible number.
 
-    Raises as `moesched.run_model`.
+    Raises the errors of `moesched.run_model`.
     """
     given = options_from(ProfilingOptions, "profile_routing", options, policy=policy, machine=machine)
     config = read_config(model)

@@ -1,4 +1,4 @@
-"""A job's report: what was given, what went where, successive batches as one, and its JSON."""
+"""A job's report, its JSON, and the merged report of successive batches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from moesched.trace.whole_file import whole_file
 
 
 class JobReport(Report, frozen=True, kw_only=True):
-    """A report with what was given and what went where.
+    """A report with the job's budgets, tasks and batches.
 
     Attributes:
-        budget_bytes: what each memory had.
+        budget_bytes: budget of each memory.
         kinds: tasks by verb and lane.
-        bytes_read: from the checkpoint's files; None where nothing was measured.
-        batches: how many successive batches the requests made.
-        padded: whether every prompt counted as the longest.
+        bytes_read: bytes read from the checkpoint's files; None if not measured.
+        batches: number of successive batches.
+        padded: whether prompts were padded to the longest.
     """
 
     dtype: str
@@ -43,7 +43,7 @@ class JobReport(Report, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The machine, how many of it or of its accelerators where it was several, and how it was emulated."""
+        """The machine, with the number of nodes or accelerators if there are several, and the dilation if emulated."""
         count = self.tensor_parallel
         machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
         if self.nodes > 1:
@@ -55,7 +55,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         return f"{machine} (emulated, time dilated by {by})"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it: measured runs have tokens and text, predicted ones the simulated time."""
+        """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded")
         of_runs = ("tokens", "scores", "text", "interrupted", "failure", "bytes_read", "emulation")
@@ -69,10 +69,10 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """One node of a cluster.
 
     Attributes:
-        peak_bytes: what it took of each memory.
+        peak_bytes: peak use of each memory.
         clock_ahead_seconds: seconds that its clock was ahead of the launcher's; None if it was not measured.
-        clock_error_seconds: by how much that may be wrong.
-        lost: why it was there no more at the end; None where it was.
+        clock_error_seconds: bound of the error of `clock_ahead_seconds`.
+        lost: reason that it was lost; None if it was there at the end.
     """
 
     rank: int
@@ -85,12 +85,11 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(JobReport, frozen=True, kw_only=True):
-    """A report of a run on several nodes: times, lanes and memories are those of the first one that was left.
+    """A report of a run on several nodes: times, lanes and memories are those of the first one that was not lost.
 
     Attributes:
-        members: all nodes of the cluster, in the order of their ranks; `nodes` is how many began the run.
-        epochs: how many times the nodes began together, the first one counted: once more for each that was lost or
-            came back.
+        members: all nodes of the cluster, in the order of their ranks; `nodes` is the number that began the run.
+        epochs: 1, and one more each time that nodes were lost or came back.
     """
 
     members: list[NodeReport]
@@ -107,10 +106,10 @@ def job_report(
     text: list[str] | None = None,
     bytes_read: int | None = None,
 ) -> JobReport:
-    """The report of one batch, with what its plan had and which kinds of task there were.
+    """The report of one batch, with the budgets of its plan and its kinds of task.
 
     Args:
-        policy: its name, as it was given.
+        policy: its name, as the user gave it.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     fields |= {"policy": policy, "text": text}
@@ -136,10 +135,10 @@ def write_report(path: Path, report: JobReport) -> None:
 
 
 def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:
-    """Successive batches as one run: times and counts add up, peaks do not.
+    """Merge successive batches into one run: times and counts add up; of peaks, the largest counts.
 
     Args:
-        requests: of all batches; those that never ran have no tokens.
+        requests: number of requests in all batches; those that never ran have no tokens.
     """
     first = reports[0]
     if batches == 1:
@@ -187,7 +186,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
 
 
 def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
-    """Seconds to the first token; each batch's count as often as it has requests."""
+    """Mean seconds to the first token over all requests."""
     known = [each for each in reports if each.first_token_seconds is not None]
     requests = sum(each.plan.batch_size for each in known)
     total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
@@ -202,7 +201,7 @@ def _token_counts(report: JobReport) -> list[int]:
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Of several batches the largest dilations, loads and shares; counts and seconds add up."""
+    """Merge batches: the largest dilations, loads and shares; counts and seconds add up."""
     if not parts:
         return None
     lanes = {

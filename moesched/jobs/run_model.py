@@ -74,9 +74,7 @@ def run_model(
         batches = list(batches_of(lengths, given.max_new_tokens, sizes))
         if len(batches) > 1:
             for batch in batches:
-                job.plan(
-                    batch, devices.slot_bytes
-                )  # one that does not fit is refused before the first one runs
+                job.plan(batch, devices.slot_bytes)  # a batch that does not fit is refused before any runs
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]

@@ -83,7 +83,7 @@ def simulate_model(
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
-    """Prompt lengths in tokens, and whether all of these requests run, or one full batch of them."""
+    """Prompt lengths in tokens, and whether all of these requests run instead of a single full batch."""
     if given.requests is not None and given.requests < 1:
         raise BadInput(f"--requests is {given.requests}: ask for at least 1")
     listed = given.requests or len(workload.prompt_tokens)
@@ -133,7 +133,7 @@ def _joined(machine: Machine, nodes: int | None, network: Network | str | None) 
     """The machine, with the network that joins it to others like it.
 
     Raises:
-        BadInput: there is no such network, nothing joins several nodes, or there is nothing to join.
+        BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.
     """
     if nodes is not None and nodes < 1:
         raise BadInput(f"--nodes is {nodes}: give 1 or more")

@@ -24,7 +24,7 @@ from moesched.models.reading import read_config
 
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
 RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
-"""The number and length of random prompts, used where none are given."""
+"""Number and length of the random prompts, used if none are given."""
 
 
 class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +32,8 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         values: number of values in each layer, of all its experts.
-        below: a row for each layer, a share for each threshold.
-        tokens: of the prompts.
+        below: shares by layer and threshold.
+        tokens: number of prompt tokens.
         random_prompts: whether the prompts were random token ids, since none were given.
     """
 
@@ -65,10 +65,10 @@ def sparsity_of(
         prompts: texts, or token ids; by default random ids. A trained model may behave differently on text.
         policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
-        seed: of these ids.
-        progress: told how many values were counted, and how many there will be.
+        seed: seed of the random ids.
+        progress: called with the number of values counted and the total.
 
-    Raises as `moesched.run_model`.
+    Raises the errors of `moesched.run_model`.
     """
     given = options_from(ProfilingOptions, "sparsity_of", options, policy=policy, machine=machine)
     config = read_config(model)
@@ -110,11 +110,11 @@ def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
 
 
 class SparsityCounter:
-    """Counts values by how near they are to zero.
+    """Counts the values that are nearer to zero than each threshold.
 
     Args:
-        progress: told how many were counted, and `most`.
-        most: how many there will be.
+        progress: called with the number counted and `most`.
+        most: the total number.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SparsityCounter:
                 self._progress(sum(self.values), self._most)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Of each layer's values, the share below each threshold; 0 of a layer without values."""
+        """Share of each layer's values below each threshold; 0 for a layer without values."""
         return tuple(
             tuple(count / max(1, values) for count in below)
             for values, below in zip(self.values, self._below, strict=True)

@@ -1,4 +1,4 @@
-"""Turns a batch's tokens into text as they come, and tells the listener."""
+"""Decodes a batch's tokens to text as they are generated, for a listener."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.runs.listeners import Listener
 
 
 class TextListener:
-    """Turns a batch's tokens into text as they come, and tells the listener, by the requests' numbers in the run."""
+    """Decodes a batch's tokens to text and notifies a listener, by the requests' numbers in the run."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class TextListener:
         self._new_tokens = new_tokens
 
     def tell(self, fresh: dict[int, int]) -> None:
-        """New tokens, by their request's place in the batch."""
+        """Pass on new tokens, by their request's index in the batch."""
         for request, token in fresh.items():
             self._counts[request] += 1
             self.listener.generated(self._first + request, token, self._text(request, token))
@@ -38,7 +38,7 @@ class TextListener:
                 self._finish(request)
 
     def finish_all(self) -> None:
-        """The batch is over, or was ended: nothing more will come."""
+        """End the text of all requests, as the batch has ended."""
         for request in list(self._open):
             self._finish(request)
 
@@ -48,7 +48,7 @@ class TextListener:
             self.listener.finished(self._first + request, self._text(request, None))
 
     def _text(self, request: int, token: int | None) -> str:
-        """The text that one more token adds, or the end of the text."""
+        """The text that a token adds; for None, the text held back until the end."""
         if self._streams is None or self.texts is None:
             return ""
         stream = self._streams[request]

@@ -1,4 +1,4 @@
-"""The trace of a job: how much of it is kept, which file it goes to, and what it says of itself."""
+"""Traces of jobs: their recorders, file names and metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 def recorder_of(plan: Plan) -> Recorder | LastSteps:
-    """Keeps all of a run of ordinary size, and the last steps of a longer one."""
+    """A recorder of a whole run, or of its last steps if the run is too long."""
     per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
     if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
         return Recorder()
@@ -31,7 +31,7 @@ def recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 def numbered(path: Path | str | None, number: int) -> Path | None:
-    """The name of the trace of a batch: the first has the name that was given."""
+    """The file name of a batch's trace; the first batch has the given name."""
     if path is None or number == 0:
         return None if path is None else Path(path)
     path = Path(path)
@@ -42,7 +42,7 @@ def numbered(path: Path | str | None, number: int) -> Path | None:
 def write_job_trace(
     path: Path, recorder: Recorder | LastSteps, report: JobReport, listener: Listener
 ) -> None:
-    """Write the trace of the batch that `report` is of.
+    """Write the trace of the batch that `report` describes.
 
     Raises:
         NotTraced: it cannot be written.
@@ -57,10 +57,10 @@ def write_recording(
     listener: Listener,
     clocks: Mapping[str, Clock] | None = None,
 ) -> None:
-    """Write what was recorded of the batch that `report` is of.
+    """Write the recording of the batch that `report` describes.
 
     Args:
-        clocks: of several nodes, by rank.
+        clocks: corrections of the nodes' clocks, by rank.
 
     Raises:
         NotTraced: it cannot be written.

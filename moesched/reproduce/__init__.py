@@ -27,12 +27,12 @@ PAPERS = tuple(SECTIONS)
 def reproduce(
     paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
 ) -> Reproduction:
-    """Put a paper's figures beside our predictions of them; needs no weights and no GPU.
+    """Compare a paper's figures with our predictions; needs no weights and no GPU.
 
     Args:
         paper: one of `PAPERS`.
-        only: sections, of `SECTIONS` of the paper; by default all.
-        on_progress: told what is predicted.
+        only: names of sections, from the paper's `SECTIONS`; by default all.
+        on_progress: called with a description of each prediction.
 
     Raises:
         BadInput: there is no such paper or section.

@@ -1,4 +1,4 @@
-"""The sections of a reproduction as pictures. Drawing takes matplotlib, an extra: pip install 'moesched[plots]'."""
+"""The sections of a reproduction as pictures. Drawing needs matplotlib, an extra: pip install 'moesched[plots]'."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Row = dict[str, Value]
 
 
 def require_folder(folder: Path) -> None:
-    """Whether pictures can be drawn into a folder.
+    """Require that pictures can be drawn into a folder.
 
     Raises:
-        BadInput: it is no folder, or matplotlib is not installed.
+        BadInput: it is not a folder, or matplotlib is not installed.
     """
     if not folder.is_dir():
-        raise BadInput(f"cannot draw into {folder}: it is no folder: make it first")
+        raise BadInput(f"cannot draw into {folder}: it is not a folder: create it first")
     require_matplotlib()
 
 
@@ -34,7 +34,7 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
     """Draw each section that is more than a table as PAPER-SECTION.png and .svg; returns the files.
 
     Raises:
-        BadInput: `folder` is none, matplotlib is not installed, or a file cannot be written.
+        BadInput: `folder` is not a folder, matplotlib is not installed, or a file cannot be written.
     """
     require_folder(folder)
     written = []
@@ -135,10 +135,10 @@ def _map(section: Section) -> Figure:
 
 
 def _by_environment(x: str, y: str, axis: str, ticks: str | None = None) -> Callable[[Section], Figure]:
-    """Lines through the rows of each policy, an environment beside the other.
+    """Lines through the rows of each policy, with one plot per environment.
 
     Args:
-        ticks: another key of which the label of an x tells the value.
+        ticks: a second key, whose value is part of each x label.
     """
 
     def draw(section: Section) -> Figure:

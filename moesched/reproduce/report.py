@@ -22,8 +22,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A statement of a paper beside ours.
 
     Attributes:
-        agrees: whether ours is what the paper says (see `AGREEMENT`).
-        because: why agreement says little: a fit makes it by construction, or errors cancel; empty otherwise.
+        agrees: whether ours agrees with the paper's (see `AGREEMENT`).
+        because: reason that agreement means little, such as a fit or errors that cancel; empty otherwise.
     """
 
     where: str
@@ -40,7 +40,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         how: what was done, in a few sentences.
         rows: a table; all rows have the same keys.
-        notes: what is to be known of it.
+        notes: remarks on the section.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Errors of the predicted cells.
 
     Attributes:
-        median_error: of the absolute relative errors.
-        pairs, wrong: pairs of the same column that the paper has more than 20 % apart, and those in the other order.
+        median_error: median of the absolute relative errors.
+        pairs, wrong: pairs of a column more than 20 % apart in the paper, and those of them in the wrong order.
     """
 
     cells: int
@@ -70,8 +70,8 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         calibration: the rates that the paper does not give, each set by one of its cells.
-        accuracy: of the tables' predicted cells; None where no table was asked for. `as_drawn`, with FlexGen's
-            schedule as the paper's Fig. 6 draws it.
+        accuracy: of the tables' predicted cells; None where no table was asked for. `as_drawn` has
+            FlexGen's schedule of the paper's Fig. 6.
     """
 
     paper: str
@@ -115,11 +115,11 @@ def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:
 
 
 def span(low: float, high: float) -> str:
-    """A ratio, or from which to which."""
+    """Format a ratio, or a range of ratios."""
     first, last = f"{low:.3g}", f"{high:.3g}"
     return f"{first}x" if first == last else f"{first} to {last}x"
 
 
 def rounded(number: float) -> float:
-    """To four digits."""
+    """Round to four significant digits."""
     return float(f"{number:.4g}")

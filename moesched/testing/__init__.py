@@ -1,4 +1,4 @@
-"""Conformance suites for plug-ins: the promises of every policy, device and transport, for their authors to check.
+"""Conformance suites for plug-ins: they check that a policy, device or transport keeps its promises.
 
 Call them in tests of your own:
 

@@ -1,4 +1,4 @@
-"""A policy that makes random legal choices of order, processor and time, from a seed, to find faults.
+"""A policy that finds faults by random legal choices of order, processor and time, reproducible from a seed.
 
 Its tokens must equal those of every other policy.
 """
@@ -20,7 +20,7 @@ class Adversarial:
 
     Settings:
         seed: seed of all random choices.
-        cancels: whether fetches are sometimes cancelled. Whether a fetch still can be depends on timing.
+        cancels: whether to cancel some fetches. Which of them can still be cancelled depends on timing.
     """
 
     def __init__(self, seed: int = 0, cancels: bool = True) -> None:
@@ -142,7 +142,7 @@ class Adversarial:
     def _attend_loaded(
         self, step: Step, i: int, j: int, early: bool
     ) -> Generator[Task, dict[int, int], None]:
-        """Run decode attention on the accelerator, with a KV cache that lives on the host."""
+        """Run decode attention on the accelerator, with the KV cache on the host."""
         if not early:
             yield step.load_kv(i, j)
         yield step.attention(i, j)

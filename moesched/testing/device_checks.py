@@ -33,15 +33,15 @@ POLICIES = ("resident", "layer_streaming", "cgopipe", "expert_streaming")
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
-    """Check what every device promises, on a small random model; returns its tokens, to be held against another's.
+    """Check the promises of every device on a small random model; returns the tokens, to compare with another device's.
 
     Args:
-        make: makes the device; its class will do.
-        machine: a machine that the device can be.
-        policies: names of policies; by default four that differ in what they keep and stream.
+        make: creates the device, such as its class.
+        machine: a machine that the device can run as.
+        policies: names of policies; by default four that keep and stream different weights.
 
     Raises:
-        AssertionError: the tokens depend on the policy or on the batch before, a value is not what its verb promises,
+        AssertionError: the tokens depend on the policy or on the previous batch, a verb returned a wrong value,
             tasks of one lane ran at once, or another promise of `moesched.seams.Device` is broken.
     """
     config = Case(name="a device's", machine=machine).config()
@@ -59,7 +59,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def _check_unused(device: Device) -> None:
-    """Closing comes before the first batch where a plan does not fit."""
+    """Check a device that is closed before its first batch, as when a plan does not fit."""
     for page in device.layout.pages:
         size = device.slot_bytes(page)
         assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
@@ -79,7 +79,7 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
 
 
 def _tokens(device: Device, machine: Machine, name: str) -> list[list[int]]:
-    """The tokens of a policy, the same in two batches, one after the other."""
+    """The tokens of a policy, which must be equal in two successive batches."""
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
@@ -103,7 +103,7 @@ def _tokens(device: Device, machine: Machine, name: str) -> list[list[int]]:
 
 
 class _Values:
-    """Collects the values that `route`, `post_attention` and `sample` came to."""
+    """Collects the values of `route`, `post_attention` and `sample` tasks."""
 
     def __init__(self, config: ModelConfig, batch: Batch) -> None:
         self._config = config
@@ -111,11 +111,11 @@ class _Values:
         self._tasks: list[Task] = []
 
     def ended(self, task: Task) -> None:
-        """Note a task."""
+        """Keep a finished task."""
         self._tasks.append(task)
 
     def check(self) -> None:
-        """Every token has as many rows as experts were chosen for it; every sequence gets one token."""
+        """Check that each token has one row per chosen expert, and that each sequence gets one token."""
         for task in self._tasks:
             requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
             if task.verb in ("route", "post_attention"):
@@ -130,7 +130,7 @@ class _Values:
 
 
 def _check_lanes(name: str, recording: Recording) -> None:
-    """Whether each lane ran one task at a time."""
+    """Check that each lane ran one task at a time."""
     ends: dict[LaneName, int] = {}
     for each in sorted(recording.slices, key=lambda each: each.start):
         before = ends.get(each.lane, 0)

@@ -1,4 +1,4 @@
-"""A transport that goes wrong, now and then or at a given exchange, in the ways that networks and programs do."""
+"""A transport that injects faults of networks and programs, at random or at a given exchange."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class Faults(NamedTuple):
-    """The faults to inject; shares are of all calls, from 0 to 1.
+    """Faults to inject; `drop`, `corrupt` and `delay` are shares of all calls, from 0 to 1.
 
     Attributes:
-        drop: the rank's call fails, and the others are told where the transport can tell them.
-        corrupt: a bit of what the rank brings is flipped.
-        delay: the rank comes later, by up to `delay_seconds`.
+        drop: the rank's call fails; the others are told if the transport can do so.
+        corrupt: a bit of the rank's part is flipped.
+        delay: the rank's call starts later, by up to `delay_seconds`.
         swap_at: the rank takes this exchange and the next one in the other order.
         lose_at: from this exchange on, the rank is lost: its transport is closed.
     """
@@ -43,32 +43,32 @@ class FaultyTransport(DelayingTransport):
     """Injects faults into a rank's calls. The same seed gives the same faults, whatever the threads do.
 
     Raises:
-        BadInput: a share that is none, a negative delay.
+        BadInput: a share is not between 0 and 1, or the delay is negative.
     """
 
     def __init__(self, transport: Transport, faults: Faults, seed: int = 0) -> None:
         super().__init__(transport, faults.delay_seconds)
         for name in ("drop", "corrupt", "delay"):
             if not 0 <= getattr(faults, name) <= 1:
-                raise BadInput(f"{name} {getattr(faults, name)} is no share of the calls: give 0 to 1")
+                raise BadInput(f"{name} {getattr(faults, name)} is not a share of the calls: give 0 to 1")
         self._faults = faults
         self._seed = seed
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """That of the wrapped transport, unless it goes wrong."""
+        """Call the wrapped transport, with faults."""
         return super().all_reduce(rank, self._swapped(exchange), self._corrupted(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """That of the wrapped transport, unless it goes wrong."""
+        """Call the wrapped transport, with faults."""
         brought = None if array is None else self._corrupted(rank, exchange, array)
         return super().broadcast(rank, self._swapped(exchange), brought, root)
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """That of the wrapped transport, unless it goes wrong."""
+        """Call the wrapped transport, with faults."""
         return super().gather(rank, self._swapped(exchange), self._corrupted(rank, exchange, part), root)
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
-        """Run a call, unless it fails.
+        """Run a call, unless a fault prevents it.
 
         Raises:
             RankLost: the rank is lost.
@@ -78,10 +78,10 @@ class FaultyTransport(DelayingTransport):
         where = f"{call.operation} #{ticket}"
         if faults.lose_at is not None and ticket >= faults.lose_at:
             asyncio.run(self.transport.aclose())
-            raise RankLost(f"{where}: rank {call.rank} is lost: a fault was asked for", (call.rank,))
+            raise RankLost(f"{where}: rank {call.rank} is lost: injected fault", (call.rank,))
         if self._happens("drop", faults.drop, call.rank, ticket):
             abandon(self.transport, call, "its part was dropped")
-            raise TransportError(f"{where}: the part of rank {call.rank} was dropped: a fault was asked for")
+            raise TransportError(f"{where}: the part of rank {call.rank} was dropped: injected fault")
         if self._happens("delay", faults.delay, call.rank, ticket):
             self.wait(call, faults.delay_seconds * self._random("how long", call.rank, ticket).random())
         return run()

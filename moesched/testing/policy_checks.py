@@ -33,7 +33,7 @@ from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 
 Clock = Literal["virtual", "shared", "real"]
 CLOCKS: tuple[Clock, ...] = ("virtual", "shared", "real")
-"""The virtual clock, the same with tasks slowing each other down, and real threads."""
+"""The virtual clock, the virtual clock with tasks slowing each other down, and real threads."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
-        pages_per_expert: into how many pages each expert is cut, at least.
-        nodes: how many of the machine share the experts.
+        pages_per_expert: smallest number of pages of each expert.
+        nodes: number of such machines that share the experts.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_cases() -> list[Case]:
-    """Situations that differ in whatever a schedule may trip over."""
+    """Cases for every policy: each varies something that schedules may depend on."""
     gpu = load_machine("t4")
     unified = unified_machine(
         "unified",
@@ -136,7 +136,7 @@ def policy_cases() -> list[Case]:
 
 
 def node_cases() -> list[Case]:
-    """Situations of a policy that shares experts among nodes."""
+    """Cases for a policy that shares experts among nodes."""
     roomy = {case.name: case for case in policy_cases()}
     gpu, unified = roomy["roomy GPU"].machine, roomy["roomy unified memory"].machine
     network = load_network("10gbe")
@@ -152,7 +152,7 @@ def node_cases() -> list[Case]:
 
 
 class Ended(msgspec.Struct):
-    """A run of a policy on symbols that came to its end: what came out, and what should have; of the first node."""
+    """Results of a finished run on symbols, with the expected tokens; of several nodes, the first one's."""
 
     plan: Plan
     tokens: list[list[int]]
@@ -173,10 +173,10 @@ def run_on_symbols(
     """Run a plan on symbols, with the engine checked.
 
     Args:
-        peers: the other nodes, where several work on one model.
+        peers: plans and policies of the other nodes, if several share the model.
 
     Raises:
-        AssertionError: a peer came to other tokens than the first node.
+        AssertionError: a peer generated other tokens than the first node.
         PolicyError: the policy submitted something illegal.
         BrokenRule: the engine broke one of its own rules.
     """
@@ -190,23 +190,23 @@ def run_on_symbols(
         tokens, tasks, now = _run_in_real_time(ranks, observers)
     else:
         tokens, tasks, now = _run_virtual(ranks, observers, sharing=clock == "shared")
-    assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes came to different tokens"
+    assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes generated different tokens"
     return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
 
 
 def check_policy(
     make: Callable[[], Policy], cases: Iterable[Case] = (), clocks: Iterable[Clock] = CLOCKS
 ) -> int:
-    """Run a policy in every case; returns how many cases it took on.
+    """Run a policy in every case; returns the number of cases that its plan fits.
 
     Args:
-        make: makes the policy, anew for each run.
+        make: creates the policy, once per run.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
-        clocks: by default the virtual clock, without and with sharing, and real threads.
+        clocks: by default the virtual clock, without and with tasks slowing each other down, and real threads.
 
     Raises:
-        AssertionError: the policy ended with wrong tokens, passed a budget, or took on no case.
-        PolicyError: it submitted something illegal.
+        AssertionError: the policy generated wrong tokens or exceeded a budget, or its plan fits in no case.
+        PolicyError: the policy submitted something illegal.
     """
     taken = 0
     if not cases:
@@ -226,14 +226,14 @@ def check_policy(
             assert not over, f"{case.name}, {clock}: more than the budget of {over}"
         else:
             taken += 1
-    assert taken, "the policy took on none of the cases: its plans never fit"
+    assert taken, "the policy ran in none of the cases: its plans never fit"
     return taken
 
 
 def _run_virtual(
     ranks: Sequence[Rank], observers: Sequence[Observer], *, sharing: bool
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Each rank's tokens, the first one's tasks, and how long it took."""
+    """Run on the virtual clock; returns each rank's tokens, the first one's tasks, and nanoseconds."""
     engines: list[CheckedEngine] = []
 
     def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
@@ -247,7 +247,7 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer]
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """The same on real threads."""
+    """Run on real threads, with the same results."""
     rank_runs = [assemble(rank, CheckedSharedEngine) for rank in ranks]
     execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
     driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)

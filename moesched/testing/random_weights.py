@@ -1,4 +1,4 @@
-"""Random weights that are made in memory as they are read: a model of any size without files."""
+"""Random weights, generated in memory as they are read: a model of any size without files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesched.models.tensors import tensor_shapes
 
 STANDARD_DEVIATION = 0.02
 REPEATED_BYTES = (1 << 26) + (1 << 20)
-"""Random bytes, repeated without end. Pages have other sizes, so they begin at different places of the pattern."""
+"""Random bytes, repeated endlessly. Pages have other sizes, so they begin at different offsets."""
 
 ALIGNMENT = 4096
 NORMS, MATRICES = Path("norms made in memory"), Path("matrices made in memory")
@@ -48,7 +48,7 @@ def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8
 
 
 class Repeated:
-    """A file without end that holds the same bytes over and over."""
+    """An endless file that repeats the same bytes."""
 
     caching = "bypassed"
 

@@ -1,4 +1,4 @@
-"""A transport that keeps a record of all exchanges: how many, how many bytes, how long."""
+"""A transport that records its exchanges: their number, bytes and durations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """One call.
+    """A recorded call.
 
     Attributes:
         seconds: from the call to its return, waiting for others included.
@@ -27,10 +27,10 @@ class Record(NamedTuple):
 
 
 class RecordingTransport(WrappingTransport):
-    """Notes every call of a transport.
+    """Records every call of a transport.
 
     Attributes:
-        records: in the order in which the calls ended.
+        records: one per call, in the order of their ends.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -45,16 +45,16 @@ class RecordingTransport(WrappingTransport):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays that were brought."""
+        """Bytes of all arrays that ranks passed in."""
         return sum(record.call.nbytes for record in self.records)
 
     @property
     def seconds(self) -> float:
-        """The seconds that all calls took together."""
+        """Total seconds of all calls."""
         return sum(record.seconds for record in self.records)
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
-        """Run a call and note how it went."""
+        """Run and record a call."""
         began = time.perf_counter()
         failed = True
         try:

@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class DelayingTransport(WrappingTransport):
-    """Begins every call later.
+    """Delays every call.
 
     Args:
-        seconds: by how much.
+        seconds: the delay.
 
     Raises:
-        BadInput: a negative time.
+        BadInput: the delay is negative.
     """
 
     def __init__(self, transport: Transport, seconds: float) -> None:
@@ -40,24 +40,24 @@ class DelayingTransport(WrappingTransport):
         return run()
 
     def wait(self, call: Call, seconds: float) -> None:
-        """Let time pass, unless the transport is closed meanwhile.
+        """Wait, unless the transport is closed meanwhile.
 
         Raises:
-            TransportError: it is.
+            TransportError: the transport was closed.
         """
         if self._closed.wait(seconds) if seconds > 0 else self._closed.is_set():
             raise TransportError(f"{call.operation} #{call.exchange.ticket}: the transport was closed")
 
 
 class ThrottlingTransport(DelayingTransport):
-    """Takes at least as long as a network would: its latency, and the bytes by its bandwidth.
+    """Makes calls take at least as long as on a network of some latency and bandwidth.
 
     Args:
-        latency_seconds: of one exchange.
+        latency_seconds: latency of one exchange.
         bandwidth: bytes per second.
 
     Raises:
-        BadInput: a negative latency, a bandwidth of nothing.
+        BadInput: the latency is negative, or the bandwidth is not above 0.
     """
 
     def __init__(self, transport: Transport, latency_seconds: float, bandwidth: float) -> None:
@@ -68,7 +68,7 @@ class ThrottlingTransport(DelayingTransport):
         self._bandwidth = bandwidth
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
-        """Run the call, then wait until the network would be through with it."""
+        """Run the call, then wait until the network would have finished it."""
         began = time.perf_counter()
         value = run()
         due = self._latency + call.nbytes / self._bandwidth

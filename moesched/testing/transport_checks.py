@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
-    """Check what every transport promises.
+    """Check the promises of every transport.
 
     Args:
-        make: makes the transports of that many ranks, in their order; they may be the same object.
+        make: creates the transports for a number of ranks, in their order; they may be the same object.
     """
     for ranks in (1, 2, 3):
         transports = make(ranks)
@@ -37,7 +37,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
 
 
 def _check_all_reduce(transports: Sequence[Transport]) -> None:
-    """In the order of ranks: the parts are such that another order gives other bits."""
+    """Check that sums are in the order of ranks; in any other order, these parts give other bits."""
     random = np.random.default_rng(0)
     for ticket, rows in enumerate((1, 3, 400, 1)):
         scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))
@@ -114,7 +114,7 @@ def _check_an_abandoned_exchange_ends(transports: Sequence[Transport]) -> None:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of the ranks' calls; the last rank begins."""
+    """Results of the ranks' concurrent calls; the last rank's call starts first."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in reversed(calls)]
         return [each.result() for each in reversed(running)]

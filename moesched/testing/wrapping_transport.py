@@ -19,7 +19,7 @@ class Call(NamedTuple):
 
     Attributes:
         operation: all_reduce, broadcast or gather.
-        nbytes: of the array that the rank brings; 0 for a rank that only gets one.
+        nbytes: bytes of the array that the rank passes in; 0 if it only receives one.
     """
 
     operation: str
@@ -29,23 +29,23 @@ class Call(NamedTuple):
 
 
 class WrappingTransport:
-    """Hands every call on to another transport. `around` is what one of these adds to it."""
+    """Passes every call on to another transport; subclasses override `around`."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """That of the wrapped transport."""
+        """Call the wrapped transport."""
         call = Call("all_reduce", rank, exchange, part.nbytes)
         return self.around(call, lambda: self.transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """That of the wrapped transport."""
+        """Call the wrapped transport."""
         call = Call("broadcast", rank, exchange, 0 if array is None else array.nbytes)
         return self.around(call, lambda: self.transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """That of the wrapped transport."""
+        """Call the wrapped transport."""
         call = Call("gather", rank, exchange, part.nbytes)
         return self.around(call, lambda: self.transport.gather(rank, exchange, part, root))
 
@@ -54,12 +54,12 @@ class WrappingTransport:
         await self.transport.aclose()
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
-        """Run a call of the wrapped transport; raises what that raises."""
+        """Run a call of the wrapped transport, whose errors pass through."""
         return run()
 
 
 def abandon(transport: Transport, call: Call, reason: str) -> None:
-    """Tell the other ranks why one does not come, where the transport can."""
+    """Tell the other ranks why this one does not take part, if the transport can."""
     if isinstance(transport, Abandons):
         with suppress(Exception):  # the caller has a better error to raise
             transport.abandon(call.rank, call.exchange, reason)

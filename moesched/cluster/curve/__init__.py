@@ -1,1 +1,1 @@
-"""CURVE, ZeroMQ's encryption: the keys of nodes, and who is let in."""
+"""CURVE, ZeroMQ's encryption: the keys of nodes, and the admission of peers."""

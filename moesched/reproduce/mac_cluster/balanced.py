@@ -16,7 +16,7 @@ HELD = 8
 """Experts that each of the authors' nodes holds."""
 NODES = range(2, 9)
 LOOKED_AT = 32
-"""Tokens that policies are compared over."""
+"""Generated tokens over which policies are compared."""
 
 
 def balanced(paper: MacPaper, on_progress: Callable[[str], None]) -> Section:

@@ -50,7 +50,8 @@ def table_6(paper: MacPaper) -> Section:
 def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
     """Fig. 8: Eq. 1 with other network cards.
 
-    realised: seconds of a token, by nodes.
+    Args:
+        realised: simulated seconds per token, by number of nodes.
     """
     rows: list[dict[str, Value]] = []
     bounds = {}
@@ -101,7 +102,7 @@ def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
     return Section(
         name="figure-8",
         title="Fig. 8: tokens/s by Eq. 1 with other network cards",
-        how="Eq. 1 with the authors' placement, and what Table 4's rows come to on simulated Macs.",
+        how="Eq. 1 with the authors' placement, and Table 4's rows on simulated Macs.",
         rows=rows,
         claims=claims,
     )

@@ -10,7 +10,7 @@ PARTS = ("moe", "comm", "misc")
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of an exchange: of the centralised versions, and of the others between two nodes and for each further."""
+    """Seconds of an exchange: in centralised versions; in the others, between two nodes, and per further node."""
 
     centralised: float
     decentralised: float
@@ -21,9 +21,9 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A row of Tables 3 and 4, and how we run it.
 
     Attributes:
-        seconds, moe, comm, misc: of a token.
-        prestacked, standby: of the weights (see `moesched.machines.Wiring`).
-        fitted: the cells that a rate was calibrated to.
+        seconds, moe, comm, misc: seconds per token, and its parts.
+        prestacked, standby: how weights are packed and kept wired (see `WiredMemory` in `moesched.machines`).
+        fitted: the cells to which a rate was fitted.
     """
 
     tables: list[str]
@@ -58,7 +58,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class MacPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it."""
+    """The reproduced figures of the paper."""
 
     title: str
     model: str

@@ -103,8 +103,8 @@ def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
         ]
     return Section(
         name="goals",
-        title="What is to be reached",
-        how=("m2-ultra has the rates of Table 1, the other machine those that were calibrated."),
+        title="Goals",
+        how=("m2-ultra has the rates of Table 1; the other machine has the calibrated rates."),
         rows=rows,
     )
 
@@ -114,7 +114,7 @@ def _goal(goal: str, bar: str, ours: str, met: bool) -> dict[str, Value]:
 
 
 def _calibration(paper: MacPaper) -> list[dict[str, Value]]:
-    """The rates that no data sheet has, and what each was set by."""
+    """The rates that no data sheet gives, and the figures to which they were fitted."""
     machine, latency = load_machine(paper.machine), paper.latency
     wired_memory = machine.wired_memory
     assert wired_memory is not None
@@ -124,7 +124,7 @@ def _calibration(paper: MacPaper) -> list[dict[str, Value]]:
         for rate, value, by in (
             ("an expert's weights, read by the GPU", f"{reading / 1e9:g} GB/s", "Table 3: MoE of P-LR-D"),
             (
-                "from a kernel's end until the network has what it made",
+                "from a kernel's end until the network has its result",
                 f"{machine.accelerator.handover_seconds * 1e3:g} ms",
                 "Table 3: Misc. of P-LB",
             ),

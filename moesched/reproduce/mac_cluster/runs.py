@@ -26,9 +26,10 @@ class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one token, as the first node sees it.
 
     Attributes:
-        moe: experts. comm: exchanges, and waiting for the other nodes. misc: all else in the layers, with what passes
-            before the network has what the accelerator made.
-        ends: embedding and sampling, which the paper's breakdown leaves out.
+        moe: experts.
+        comm: exchanges, and waiting for the other nodes.
+        misc: everything else in the layers, including the handover of results to the network.
+        ends: embedding and sampling, which the paper's breakdown omits.
     """
 
     moe: float
@@ -38,7 +39,7 @@ class TokenTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.moe + self.comm + self.misc + self.ends
 
 
@@ -47,7 +48,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token: the mean over all decode steps.
-        prompt_seconds: of the prompt.
+        prompt_seconds: seconds of the prefill.
     """
 
     token: TokenTime
@@ -55,7 +56,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Breakdown:
-    """Adds up, of the first node's decode steps, where the time went; an observer. Nanoseconds."""
+    """Observer that divides the nanoseconds of the first node's decode steps into parts."""
 
     def __init__(self, handover: float) -> None:
         self.moe = self.misc = self.ends = 0
@@ -89,7 +90,8 @@ def run_system(
 ) -> Simulated:
     """One request on the cluster of a row, from its prompt to the last token.
 
-    chunk: tokens of the prompt that pass a layer together; by default all.
+    Args:
+        chunk: prompt tokens that pass a layer together; by default all.
     """
     machine = mac_of(paper, system)
     return run_request(
@@ -98,7 +100,7 @@ def run_system(
 
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
-    """A node of a row's cluster: its weights, and how long its exchanges take."""
+    """A node of a row's cluster, with the packing of its weights and the latency of its exchanges."""
     machine = load_machine(paper.machine)
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)

@@ -14,7 +14,7 @@ SHORT, LONG = 6.1, 5.9
 
 
 class Tables:
-    """The sections that take simulations of the tables' rows, each of which runs once."""
+    """Sections that need simulations of the tables' rows; each row is simulated once."""
 
     def __init__(self, paper: MacPaper, on_progress: Callable[[str], None]) -> None:
         self.paper = paper
@@ -22,7 +22,7 @@ class Tables:
         self.run = cache(self._run)
 
     def _run(self, index: int) -> Simulated:
-        """A row with the workload of Tables 3 and 4."""
+        """Simulate a row with the workload of Tables 3 and 4."""
         system = self.paper.systems[index]
         self.on_progress(f"{system.method} on {system.nodes} nodes")
         return run_system(self.paper, system, self.paper.prompt, self.paper.new_tokens)
@@ -46,8 +46,8 @@ class Tables:
             name=table.lower().replace(" ", "-"),
             title=f"{table}: seconds of a token, {self.paper.prompt} tokens in, {self.paper.new_tokens} out",
             how=(
-                "The first node's time: experts, which counts their wiring; exchanges and waiting for other nodes; all "
-                "else in the layers. The whole holds embedding and sampling too, which the paper's parts leave out."
+                "The first node's time: experts, including their wiring; exchanges and waiting for other nodes; all "
+                "else in the layers. The total includes embedding and sampling, which the paper's parts omit."
             ),
             rows=rows,
             notes=[f"Embedding and sampling take {ends}."],
@@ -75,8 +75,8 @@ class Tables:
             title="Prompt evaluation, tokens/s",
             how=(
                 "Nothing here was fitted. Token by token, as MLX's DBRX runs its experts: every token of the prompt "
-                "passes a layer by itself, and exchanges of one overlap with the kernels of the next. Beside it what "
-                "our policies do: a layer takes the whole prompt, with one message."
+                "passes a layer by itself, and exchanges of one overlap with the kernels of the next. The last "
+                "column is how our policies run: the whole prompt passes a layer at once, with one message."
             ),
             rows=rows,
         )
@@ -111,7 +111,7 @@ class Tables:
         return Section(
             name="table-5",
             title="Table 5: tokens/s and tokens/s per USD, 2000 tokens in, 256 out",
-            how="Databricks' row is the paper's, which quotes it. Ours is P-LR-D on two simulated nodes.",
+            how="The paper quotes the row of Databricks. Ours is P-LR-D on two simulated nodes.",
             rows=rows,
             claims=[
                 Claim(

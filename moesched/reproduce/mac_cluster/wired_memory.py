@@ -17,13 +17,13 @@ MATRIX_BYTES = SIDE * SIDE * 2
 IDLE_TIME = "by construction: the idle time is set by both findings"
 WAITS_MS = (0, *(2**power for power in range(12)))
 BANDWIDTH = 800e9
-"""Bytes per second that products of one row read their matrices at: the machine's memory (Table 2)."""
+"""Bytes per second at which products of one row read their matrices: the memory bandwidth (Table 2)."""
 
 
 def sample_seconds(wired_memory: WiredMemory, wait: float, *, prestacked: bool) -> float:
     """Seconds of one sample, less its waits: 40 layers of three products, all warm at first, a wait after each layer.
 
-    Each matrix is an array, or all of them are one.
+    If `prestacked`, all matrices are one array; otherwise each is its own.
     """
     memory = WiredPages(wired_memory)
     product = round(MATRIX_BYTES / BANDWIDTH * 1e9)
@@ -102,7 +102,7 @@ def packing(machine: Machine) -> Section:
 
 
 def wired_memory(tables: Tables) -> Section:
-    """Times of a token with weights that stay wired, and with weights that do not."""
+    """Times of a token with weights that stay wired and with weights that do not."""
     naive, busy, aided = range(3)
     alone = replace(tables.paper.systems[naive], prestacked=True)
     tables.on_progress("prestacking alone")
@@ -126,7 +126,7 @@ def wired_memory(tables: Tables) -> Section:
         title="What wiring costs on two nodes",
         how=(
             "Section 4.2: with prestacking alone the experts, which are used at separate times, lie idle while "
-            "others are wired, and are unwired in turn. That comes out of the schedule: an expert's weights of all "
+            "others are wired, and are unwired in turn. This follows from the schedule: an expert's weights of all "
             "layers are wired again for a single layer's use."
         ),
         rows=rows,

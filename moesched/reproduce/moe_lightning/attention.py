@@ -18,8 +18,8 @@ CONTEXTS = (128, 512, 1024, 2048)
 NEARLY_SAME = 1.25
 
 HOW = (
-    "One layer of a decode step of Mixtral 8x7B on the L4 machine. CPU attention at the profile's full rates: the "
-    "paper's kernel was not fitted; link and GPU at the fitted ones."
+    "One layer of a decode step of Mixtral 8x7B on the L4 machine. CPU attention runs at the profile's full "
+    "rates, since the paper's kernel was not fitted; link and GPU run at the fitted rates."
 )
 
 

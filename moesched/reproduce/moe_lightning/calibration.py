@@ -1,4 +1,4 @@
-"""Sets each unknown rate so that the prediction meets one cell of the paper's tables, the one that names it."""
+"""Fits each unknown rate to the cell of the paper's tables that names it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ START = Rates(link=0.97, kernels=0.26, flexgen_attention=0.027)
 ROUNDS = 6
 CLOSE = 1e-4
 LEAST, MOST = 1e-3, 10.0
-"""Shares between which a rate is sought."""
+"""Bounds of the search, as shares of the profile's rate."""
 
 
 def predict_cell(
     paper: Paper, column: Column, row: Row, rates: Rates, system: System | None = None
 ) -> Predicted:
-    """A cell of the paper's tables, with the sizes that it prints; `system` schedules otherwise than its row's."""
+    """Predict a cell of the paper's tables with its printed sizes; `system` replaces the one of its row."""
     setting = setting_of(
         system or SYSTEMS[row.system],
         paper.settings[column.setting],
@@ -44,7 +44,7 @@ def predict_cell(
 
 
 def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> Rates:
-    """The rates with which each fitted cell is met, one after the other, until none of them moves the others.
+    """Fit the rates to their cells in turn, until no fit changes the others.
 
     Raises:
         BadInput: a cell cannot be met.
@@ -63,7 +63,7 @@ def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: No
 
 
 def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
-    """Each rate: the cell that it was set by, its share of what the profiles say, and what that comes to."""
+    """One row per rate: the cell to which it was fitted, its share of the profile's rate, and its value."""
     rows: list[dict[str, Value]] = []
     for column in paper.cells:
         for row in column.rows:
@@ -83,7 +83,7 @@ def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
 
 
 def _bandwidth(machine: Machine, rate: str) -> float:
-    """Bytes per second of the profile that a rate is a share of."""
+    """Bytes per second in the profile, of which a rate is a share."""
     fast, slow = machine.accelerator.memory, machine.host.memory
     if rate == "link":
         return machine.link(slow, fast).bandwidth
@@ -91,7 +91,7 @@ def _bandwidth(machine: Machine, rate: str) -> float:
 
 
 def _meet(paper: Paper, column: Column, row: Row, rates: Rates, name: str) -> float:
-    """The rate with which a cell is met, by secants on a scale of logarithms."""
+    """Fit a rate to a cell by the secant method on a logarithmic scale."""
 
     def miss(share: float) -> float:
         predicted = predict_cell(paper, column, row, replace(rates, **{name: share}))

@@ -1,4 +1,4 @@
-"""Fig. 1 of MoE-Lightning: how much host memory a system needs to come near the most that it can reach."""
+"""Fig. 1 of MoE-Lightning: the host memory that a system needs to approach its upper bound."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHARES = (0.8, 0.9, 0.95)
 CLAIMED = 0.9
 
 HOW = (
-    "MTBench on S1, 128 new tokens, padded, µ = 36 as in Table 5, host memory without a limit. What the GPU's memory "
-    f"allows at most with that µ is what {MORE - MANY} micro-batches more bring, from {MANY} to {MORE} of them: the "
-    "weights' transfer no longer counts then. The host memory (weights and KV cache) is that of the smallest batch "
-    f"that reaches a share of it; the figure's own share is not given, the claim is taken for {CLAIMED:.0%}."
+    "MTBench on S1, 128 new tokens, padded, µ = 36 as in Table 5, host memory unlimited. The bound for that µ is the "
+    f"throughput of the {MORE - MANY} micro-batches beyond {MANY}, where the weights' transfer no longer counts. The "
+    "host memory (weights and KV cache) is that of the smallest batch that reaches a share of the bound. The paper "
+    f"does not give its share; the claim is checked at {CLAIMED:.0%}."
 )
 
 
@@ -74,14 +74,14 @@ def _by_batch(
 
 
 def _smallest(reached: Callable[[int], Predicted], tokens_per_second: float) -> Predicted:
-    """The smallest batch that reaches so much."""
+    """The smallest batch that reaches this throughput."""
     counts = range(1, MOST)
     place = bisect_left(counts, tokens_per_second, key=lambda count: reached(count).tokens_per_second)
     return reached(counts[place])
 
 
 def _bound(many: Predicted, more: Predicted) -> float:
-    """Tokens per second of the requests that one batch has more than the other."""
+    """Tokens per second of the larger batch's additional requests."""
     requests = more.batch_size - many.batch_size
     seconds = _seconds(more) - _seconds(many)
     return requests * NEW_TOKENS / seconds

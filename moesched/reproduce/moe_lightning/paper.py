@@ -18,9 +18,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Measurement of one system.
 
     Attributes:
-        variant: tells rows of the same system apart.
-        micro_batches: how many of `micro_batch_size` requests a batch has.
-        fit: the rate that is set so that our prediction meets this figure; none where it is predicted.
+        variant: distinguishes rows of the same system.
+        micro_batches: number of micro-batches of `micro_batch_size` requests.
+        fit: the rate that is fitted to this figure; None if the figure is predicted.
     """
 
     system: str
@@ -47,7 +47,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By how much a system is faster than others of its column, as the text says."""
+    """Speedups of a system over others of its column, as the text states them."""
 
     where: str
     table: str
@@ -67,7 +67,7 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All figures of a paper that are reproduced."""
+    """The reproduced figures of the paper."""
 
     title: str
     settings: dict[str, PaperSetting]
@@ -77,6 +77,6 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def moe_lightning() -> Paper:
-    """MoE-Lightning's Tables 2, 4 and 5 and what its sections 5 and 6 say."""
+    """MoE-Lightning's Tables 2, 4 and 5, and the claims of its sections 5 and 6."""
     text = (resources.files("moesched.reproduce.moe_lightning") / "paper.toml").read_bytes()
     return msgspec.toml.decode(text, type=Paper)

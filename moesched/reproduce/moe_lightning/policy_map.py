@@ -1,6 +1,6 @@
-"""Fig. 10 of MoE-Lightning: where weights, KV cache and attention go, by the link's bandwidth and the CPU's rates.
+"""Fig. 10 of MoE-Lightning: placement of weights, KV cache and attention, by the link's and the CPU's rates.
 
-The paper's optimiser and ours here is the performance model alone (Eqs. 12 to 14), for decode.
+As in the paper, the performance model of decode (Eqs. 12 to 14) is optimised; nothing is simulated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MODEL, MACHINE = "mixtral-8x7b", "a100-80gx2"
 PROMPT, NEW_TOKENS = 512, 32
 LINKS = (100e9, 200e9, 300e9, 400e9, 500e9)
 RATIOS = (1, 2, 5, 10, 15, 20)
-"""By what the base CPU's memory, bandwidth and FLOP/s are multiplied; the text does not say which ones were tried."""
+"""Factors of the base CPU's memory, bandwidth and FLOP/s; the paper's text does not give its own."""
 WEIGHTS = tuple(n / 25 for n in range(26))
 CACHE = (0.0, 0.5, 0.75, 0.9, 1.0)
 SPARE = 0.02
-"""Of the GPUs' memory, for activations."""
+"""Share of the GPUs' memory for activations."""
 AS_GOOD = 0.999
 
 HOW = (
@@ -117,7 +117,7 @@ def _claims(rows: list[dict[str, Value]]) -> list[Claim]:
     return [
         Claim(
             where="6.3",
-            what="with the base CPU, a faster link has more weights offloaded",
+            what="with the base CPU, a faster link allows more weights to be offloaded",
             paper="yes",
             ours=f"{ends[0]:.0%} at {LINKS[0] / 1e9:.0f} GB/s, {ends[1]:.0%} at {LINKS[-1] / 1e9:.0f}",
             agrees=ends[0] < ends[1],
@@ -131,7 +131,7 @@ def _claims(rows: list[dict[str, Value]]) -> list[Claim]:
         ),
         Claim(
             where="6.3",
-            what="a faster CPU has the KV cache offloaded and attends",
+            what="with a faster CPU, KV cache and attention move to the CPU",
             paper="yes",
             ours=f"from {moved[0]} times the base CPU on" if moved else "at none of the ratios tried",
             agrees=bool(moved),

@@ -1,4 +1,4 @@
-"""The rates of the paper's machines that it does not give: how much of a profile's figures its systems reached."""
+"""Rates that the paper does not give, as shares of those in the machine profiles."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:
-    """By how much more GPUs are faster, at each generation length."""
+    """Speedup from the additional GPUs at each generation length."""
     few, many = settings
     return [
         rate_of(rows, many, new_tokens, system, PLANNER) / rate_of(rows, few, new_tokens, system, PLANNER)

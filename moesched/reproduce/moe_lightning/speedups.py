@@ -1,6 +1,6 @@
-"""Fig. 7 of MoE-Lightning: MTBench at several generation lengths, every system with sizes of its own.
+"""Fig. 7 of MoE-Lightning: MTBench at several generation lengths, every system with its own sizes.
 
-The figure's values are not in the text, but the ratios that section 5.2 draws from them are.
+The figure's values are not in the text, but section 5.2 gives ratios of them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
         rows=rows,
         claims=[*claims, *generation_claims(rows, "S1", ITS_OWN)],
         notes=[
-            "With our planner's sizes for everybody MoE-Lightning(p) is at most "
+            "With our planner's sizes for all systems, MoE-Lightning(p) is at most "
             f"{fair[0]:.2f}x as fast as FlexGen and {fair[1]:.2f}x as fast as FlexGen(c)."
         ],
     )
@@ -124,7 +124,7 @@ def generation_claims(rows: Rows, setting: str, flexgen_sizes_by: str) -> list[C
 
 
 def planned(setting: Setting, policy: str) -> Predicted:
-    """With the sizes that our planner finds."""
+    """Predict with the sizes that our planner finds."""
     seen = Candidate(policy, setting).look()
     bound_by = max(seen.trial_run.utilization, key=seen.trial_run.utilization.__getitem__)
     return Predicted(
@@ -142,13 +142,13 @@ def planned(setting: Setting, policy: str) -> Predicted:
 
 
 def as_flexgen(setting: Setting, micro_batch_size: int) -> Predicted:
-    """With the sizes that FlexGen's own search gave it."""
+    """Predict with the sizes that FlexGen's own search found."""
     requests = FLEXGEN_TOKENS // (max(setting.lengths) + setting.new_tokens)
     return predict(setting, requests // micro_batch_size, micro_batch_size)
 
 
 def one_micro_batch(setting: Setting) -> Predicted:
-    """With the largest micro-batch that fits, and no second one."""
+    """Predict with a single micro-batch, the largest that fits."""
 
     def too_many(requests: int) -> bool:
         try:
@@ -171,7 +171,7 @@ def rate_of(rows: Rows, setting: str, new_tokens: int, system: str, sizes_by: st
 def _most_over(
     rows: Rows, faster: tuple[str, str], slower: tuple[str, str], settings: Sequence[str]
 ) -> float:
-    """By how much one system is faster than another, at most; each with who chose its sizes."""
+    """Largest speedup of one system over another; each is named with the source of its sizes."""
     return max(
         rate_of(rows, setting, new_tokens, *faster) / rate_of(rows, setting, new_tokens, *slower)
         for setting in settings

@@ -1,4 +1,4 @@
-"""The systems that the paper compares, by our policies, and what is predicted of one of them on the virtual clock."""
+"""The systems that the paper compares, as our policies, and their predictions on the virtual clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class System(msgspec.Struct, frozen=True):
     """Schedule of a system of the paper.
 
     Attributes:
-        policy: ours that does it.
+        policy: our policy.
         padded: whether every prompt counts as the longest of the workload.
         attends_as_flexgen: whether FlexGen's kernel attends on the CPU.
     """
@@ -46,17 +46,17 @@ SYSTEMS = {
     "MoE-Lightning": System("cgopipe", padded=False),
 }
 AS_DRAWN = System("flexgen")
-"""FlexGen as Fig. 6 draws it: the next micro-batch's keys and values come while one computes."""
+"""FlexGen as Fig. 6 draws it: the next micro-batch's keys and values are loaded while one computes."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Prediction for one schedule.
 
     Attributes:
-        step_seconds: of a decode step in the middle of the generation.
-        bound_by: the lane that is busy the most in such a step, and `busy`, for which share of it.
-        gpu_budget: by how much the accelerator's memory was taken to be larger, so that the paper's sizes fit.
-        host_bytes: what is used of the host's memory.
+        step_seconds: seconds of a decode step in the middle of the generation.
+        bound_by, busy: the busiest lane in such a step, and the share of the step for which it is busy.
+        gpu_budget: factor by which the accelerator's memory was enlarged to fit the paper's sizes.
+        host_bytes: bytes used of the host's memory.
     """
 
     tokens_per_second: float
@@ -98,10 +98,10 @@ def setting_of(
 
 
 def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Predicted:
-    """The throughput with these sizes: the prefill and a few decode steps in the middle of the generation.
+    """Predict the throughput from the prefill and a few decode steps in the middle of the generation.
 
-    Where they do not fit the accelerator's memory as we account for it, it is taken to be larger, in steps of 5 %: the
-    systems that were measured ran with them.
+    If the sizes do not fit the accelerator's memory by our account, it is enlarged in steps of 5 %, since the measured
+    systems ran with these sizes.
 
     Raises:
         BadInput: the host's memory is too small.

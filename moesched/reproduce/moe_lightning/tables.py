@@ -23,7 +23,7 @@ HOW = (
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of a table and what we predict of it; `as_drawn`, with FlexGen's schedule as Fig. 6 draws it."""
+    """A cell of a table and its prediction; `as_drawn` has FlexGen's schedule of Fig. 6."""
 
     column: Column
     row: Row
@@ -32,7 +32,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Relative, of the prediction."""
+        """Relative error of the prediction."""
         return self.predicted.tokens_per_second / self.row.tokens_per_second - 1
 
     @property
@@ -56,7 +56,7 @@ def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str]
 
 
 def table_section(table: str, cells: Sequence[Cell]) -> Section:
-    """A table beside ours."""
+    """A table beside our predictions."""
     return Section(
         name=table.lower().replace(" ", "-"),
         title=f"{table}: tokens per second",
@@ -68,7 +68,8 @@ def table_section(table: str, cells: Sequence[Cell]) -> Section:
 def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
     """Errors of the predicted cells, and which pairs of a column come in the wrong order.
 
-    as_drawn: with FlexGen's schedule as Fig. 6 draws it.
+    Args:
+        as_drawn: whether FlexGen's schedule is that of Fig. 6.
     """
 
     def ours(cell: Cell) -> float:

@@ -26,11 +26,11 @@ GENERATION = (
     "on the GPU on the CPU, prompts of at least 32 tokens on the GPU (`moesched/reproduce/twiddler/llama_cpp.py`)."
 )
 PREFILL = "One prompt, to its first token."
-CANCELS = "errors cancel: the rival's first token is predicted in half of the time that its authors measured"
+CANCELS = "errors cancel: the rival's first token is predicted to take half of the time that was measured"
 BEAMS = (
     "{input} tokens in, {output} out. `layer_split` runs all beams as one batch. Beam by beam it takes a step of one "
-    "sequence for each. llama.cpp b2956 also decodes anew, in every step and for every beam, what the beam has beyond "
-    "the tokens that all beams share; how far beams grow apart is modelled (`reproduce/twiddler/llama_cpp.py`)."
+    "sequence for each. llama.cpp b2956 also decodes again, in every step and for every beam, the tokens that "
+    "not all beams share; how far beams diverge is modelled (`reproduce/twiddler/llama_cpp.py`)."
 )
 
 
@@ -146,7 +146,7 @@ def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress)
 
 
 def beam_by_beam(bench: Bench, prompt: int, width: int, output: int) -> float:
-    """Seconds of a `layer_split` that gives each beam a step of its own."""
+    """Seconds of a `layer_split` that gives each beam its own step."""
     one = bench.generate("layer_split", prompt)
     return one.prefill_seconds + (output - 1) * width * one.step_seconds
 
@@ -203,7 +203,7 @@ def goals(generated: Section, first: Section, searched: Section) -> Section:
     ]
     return Section(
         name="goals",
-        title="What our schedules are to reach",
+        title="Goals",
         how="Ratios are means over all configurations of both environments. The best rival is the fastest in that "
         "configuration of `layer_split`, also as llama.cpp b2956, `lru_offload` and `layer_streaming`.",
         rows=[
@@ -213,7 +213,7 @@ def goals(generated: Section, first: Section, searched: Section) -> Section:
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
-    """By how much a figure of ours is larger than the rival's, on average over all configurations."""
+    """Ratio of a figure of ours to the rival's, as a mean over all configurations."""
     chosen = [row for row in rows if bench is None or row["environment"] == bench.environment.name]
     return fmean(_ratios(chosen, key, ours, rival))
 
@@ -231,7 +231,7 @@ def _over_best(rows: Rows, ours: str) -> list[float]:
 
 
 def _by_configuration(rows: Rows, key: str) -> list[dict[str, float]]:
-    """A figure of each policy, by the configuration that the row's other keys say."""
+    """A figure of each policy, for each configuration (the row's other keys)."""
     found: dict[tuple[Value, ...], dict[str, float]] = {}
     for row in rows:
         where = tuple(row[name] for name in ("environment", "input", "output", "width") if name in row)

@@ -29,10 +29,10 @@ RIVALS = {
 }
 SEED = 0
 LOOKED_AT = 32
-"""Decode steps of a generation that are simulated; the others count as long as these on average."""
+"""Number of simulated decode steps; the others are assumed to take their mean."""
 
 FETCHING = "layer_split, fetching"
-"""The same split between layers, but experts of the others go to the GPU where that is faster (Algorithm 1)."""
+"""`layer_split`, but experts of the host's layers are fetched to the GPU if that is faster (Algorithm 1)."""
 
 Machines = Callable[[Machine], Machine]
 
@@ -49,11 +49,11 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """One environment, with every system on it; what was simulated once is remembered.
+    """One environment, with every system on it; simulations are cached.
 
     Args:
-        popularity: a file of the routing's profile, which says what Twiddler keeps on the GPU.
-        looked_at: how many decode steps are simulated.
+        popularity: file of the routing profile by which Twiddler chooses the experts to keep on the GPU.
+        looked_at: number of simulated decode steps.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Bench:
         return Ran(prefill, fmean(steps) if steps else 0.0)
 
     def _gpu_bytes(self, system: str) -> int:
-        """The GPU's memory; what llama.cpp keeps on the CPU and `layer_split` on the GPU comes on top."""
+        """The GPU's memory; for `layer_split`, plus the dense weights that llama.cpp keeps on the CPU."""
         capacity = self.machine.memories[self.machine.accelerator.memory].nbytes
         return capacity + (self.dense_bytes if system in ("layer_split", FETCHING) else 0)
 
 
 def as_measured(paper: TwiddlerPaper) -> Machines:
-    """The profile, with the CPU as the paper and its authors' code have it: a straight line through zero."""
+    """The profile, with a CPU whose time is proportional to tokens, as in the paper and its authors' code."""
     config = find_shape(paper.model)
     rate = 6.0 * config.hidden * config.intermediate / paper.cpu.seconds_per_token
 
@@ -150,7 +150,7 @@ def copies_over_compute(ratio: float | None) -> Machines:
 def benches(
     paper: TwiddlerPaper, change: Machines | None = None, looked_at: int = LOOKED_AT
 ) -> Iterator[list[Bench]]:
-    """All environments, their machines as they were measured or with another `change` of the profile."""
+    """All environments, with machines as measured or with another `change` of the profile."""
     change = change or as_measured(paper)
     config = find_shape(paper.model)
     with TemporaryDirectory() as folder:

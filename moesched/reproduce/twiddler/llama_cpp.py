@@ -1,14 +1,14 @@
 """llama.cpp b2956, which Twiddler was compared with, where it differs from `layer_split`: estimates.
 
-* The layers that are not on the GPU lie on the CPU whole: it also computes their projections and routers. Attention
-  itself is left out here, and that less is copied.
+* Layers that are not on the GPU are wholly on the CPU, which also computes their projections and routers. Attention
+  itself is not estimated, nor are the saved copies.
 * Products of at least 32 rows have their weights copied to the GPU (pull request 6083, in ggml-cuda.cu), for 512 rows
   of a prompt at a time (n_ubatch).
-* Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes anew what a beam has
-  beyond the tokens that all beams share: the KV cache holds those only, and takes in more when all agree on them.
+* Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
+  after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
-How far beams have grown apart depends on the text. Here every beam goes on from any beam of the step before, all
-equally likely (the neutral model of Wright and Fisher).
+How far beams diverge depends on the text. Here every beam continues a random beam of the previous step (the neutral
+model of Wright and Fisher).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moesched.tasks import Work
 LEAST_ON_GPU = 32
 AT_ONCE = 512
 PREFIXES = (1, 2, 4, 8, 16, 31, 32, 64)
-"""Tokens of a pass that is simulated; times between them are interpolated."""
+"""Numbers of tokens for which a pass is simulated; times between them are interpolated."""
 SEARCHES = 32
-"""Over how many searches is averaged."""
+"""Number of searches that are averaged."""
 
 
 def generate(bench: Bench, prompt: int) -> Ran:
@@ -73,7 +73,7 @@ def _dense_on_host(bench: Bench, tokens: int) -> float:
 
 
 def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Iterator[list[int]]:
-    """The tokens of each call of the model, step by step; the first step takes what the prompt left and has none."""
+    """The tokens of each call of the model, by step; the first step has no call, as the prompt gives its logits."""
     beams: list[tuple[int, ...]] = [()]
     for step in range(new_tokens):
         shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*beams, strict=False)))
@@ -86,7 +86,8 @@ def decoded_lengths(width: int, new_tokens: int, chance: random.Random) -> Itera
 def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float], seed: int = 0) -> float:
     """Mean seconds of all steps of a search after the prompt.
 
-    seconds_of: seconds of the model by tokens at once; between these, time is interpolated.
+    Args:
+        seconds_of: seconds of a call by its number of tokens; times between them are interpolated.
     """
     chance = random.Random(seed)
     total = 0.0
@@ -97,7 +98,7 @@ def search_seconds(width: int, new_tokens: int, seconds_of: Mapping[int, float],
 
 
 def interpolated(seconds_of: Mapping[int, float], tokens: int) -> float:
-    """Between the nearest two; beyond the last one along the line of the last two."""
+    """Interpolate linearly; extrapolate from the last two points."""
     known = sorted(seconds_of)
     right = min(max(1, bisect_left(known, tokens)), len(known) - 1)
     low, high = known[right - 1], known[right]

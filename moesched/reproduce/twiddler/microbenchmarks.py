@@ -1,4 +1,4 @@
-"""Fig. 7 of Twiddler's Appendix A: what moving an expert takes, and what running it takes here or there."""
+"""Fig. 7 of Twiddler's Appendix A: latency of moving an expert, and of running it on each processor."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
     return Section(
         name="microbenchmarks",
         title="Fig. 7: one expert, in milliseconds",
-        how="By the cost model, each alone; the GPU's and the CPU's rates were set by what the paper and its authors "
-        "say of these.",
+        how="By the cost model, each alone; the GPU's and the CPU's rates were set by figures of the paper and its "
+        "authors.",
         rows=rows,
         claims=[
             ratio_claim(

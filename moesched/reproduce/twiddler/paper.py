@@ -13,10 +13,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """An environment of Table 1.
 
     Attributes:
-        machine: a profile of ours.
-        experts: how many Twiddler keeps on the GPU.
-        offload_per_layer: what Mixtral-Offloading was given there.
-        gpu_layers: what llama.cpp was given there (ngl).
+        machine: name of our profile.
+        experts: number of experts that Twiddler keeps on the GPU.
+        offload_per_layer: setting of Mixtral-Offloading.
+        gpu_layers: setting of llama.cpp (ngl).
     """
 
     name: str
@@ -48,8 +48,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measurements of a system by the authors.
 
     Attributes:
-        seconds: to the first token, by the prompt's tokens.
-        step_seconds: of a decode step, at 32 tokens in.
+        seconds: seconds to the first token, by prompt length in tokens.
+        step_seconds: seconds of a decode step after a prompt of 32 tokens.
     """
 
     environment: str
@@ -60,7 +60,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TwiddlerPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it."""
+    """The reproduced figures of the paper."""
 
     title: str
     model: str
@@ -73,6 +73,6 @@ class TwiddlerPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def twiddler_paper() -> TwiddlerPaper:
-    """Table 1, the grid, what the text states, and the authors' raw measurements."""
+    """Table 1, the grid, the claims of the text, and the authors' raw measurements."""
     text = (resources.files("moesched.reproduce.twiddler") / "paper.toml").read_bytes()
     return msgspec.toml.decode(text, type=TwiddlerPaper)

@@ -57,7 +57,7 @@ def reproduce_twiddler(only: Sequence[str], on_progress: Progress) -> Reproducti
 
 
 def _calibration(bench: Bench, paper: TwiddlerPaper) -> list[dict[str, Value]]:
-    """The rates of an environment that no data sheet has, and what each was set by."""
+    """The rates of an environment that no data sheet gives, and the source of each."""
     machine = bench.machine
     link = machine.link(machine.roles.weights, machine.accelerator.memory).bandwidth
     reading = machine.accelerator.expert_bandwidth or machine.memories[machine.accelerator.memory].bandwidth

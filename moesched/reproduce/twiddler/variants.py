@@ -21,7 +21,7 @@ INPUT, OUTPUT, PREFILL, WIDTH = 64, 128, 1024, 8
 
 HOW = (
     f"{INPUT} in and {OUTPUT} out at batch 1, a prompt of {PREFILL}, and a beam search of width {WIDTH} stand for all "
-    f"configurations, with {STEPS} decode steps. Each line changes one thing of the machines and nothing else."
+    f"configurations, with {STEPS} decode steps. Each line changes a single property of the machines."
 )
 
 

@@ -9,7 +9,7 @@ from moesched.testing.symbolic.model import append, attend, embed, positions, pr
 
 
 class Attention:
-    """From tokens to the output of attention, on either processor."""
+    """Verbs from tokens to the output of attention, on either processor."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch
@@ -26,21 +26,21 @@ class Attention:
         data.write(("hidden", task.micro_batch, destination), data.read(("hidden", task.micro_batch, source)))
 
     def pre_attention(self, task: Task, data: Access) -> None:
-        """Queries, keys and values."""
+        """Compute queries, keys and values."""
         hidden = data.read(self._batch.hidden(task))
         data.write(("qkv", task.micro_batch), project(task.layer, hidden, data.weights(task.operands)))
 
     def attention(self, task: Task, data: Access) -> None:
-        """Attention on the accelerator, over the cache there or over a copy of keys and values from the host's."""
+        """Run attention on the accelerator, over its own cache or a copy of the host's."""
         batch, j = self._batch, task.micro_batch
         key, held = self._cache(task), None
         if batch.kv_on_host(task):
             key = ("kv slot", task.operands) if task.step else ("kv of prompts", batch.whole(task))
-            held = None if batch.continues(task) else 0  # the layer before left its keys and values there
+            held = None if batch.continues(task) else 0  # ignores the keys and values of the previous layer
         data.write(("attention", j), self._attend(task, data, ("qkv", j), key, held))
 
     def cpu_attention(self, task: Task, data: Access) -> None:
-        """Attention on the host."""
+        """Run attention on the host."""
         j, where = task.micro_batch, self._batch.on_host
         output = self._attend(task, data, (f"qkv{where}", j), self._cache(task))
         data.write((f"attention{where}", j), output)
@@ -68,7 +68,7 @@ class Attention:
         return "kv", task.layer, self._batch.whole(task)
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append to a cache, which holds what was last written there unless `held` is given, and attend over it."""
+        """Append to a cache and attend over it; `held` replaces the cache's present value."""
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))
 

@@ -1,4 +1,4 @@
-"""The micro-batches of a batch, as the verbs of a symbolic device ask for them."""
+"""The micro-batches of a batch, as the verbs of a symbolic device need them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moesched.testing.symbolic.model import first_tokens
 
 
 class SymbolicBatch:
-    """Data and sizes of the micro-batch that a task names: one of decoding, or a chunk in prefill.
+    """Data and sizes of a task's micro-batch: one of decode, or a chunk in prefill.
 
     Attributes:
-        on_host: the end of the names of data in the host's memory; empty where the machine has one memory.
+        on_host: suffix of the names of data in host memory; empty if the machine has one memory.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -27,7 +27,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """The data that is there before the first task, apart from weights."""
+        """The data that exists before the first task, except weights."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }
@@ -50,7 +50,7 @@ class SymbolicBatch:
         return () if task.step else self._chunks[task.micro_batch].starts
 
     def continues(self, task: Task) -> bool:
-        """Whether keys and values of the micro-batch are there from an earlier step or chunk."""
+        """Whether the micro-batch has keys and values of an earlier step or chunk."""
         return bool(task.step) or self._chunks[task.micro_batch].before >= 0
 
     def sampled(self, task: Task) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class SymbolicBatch:
         return self._micro_batches[task.micro_batch] if task.step else self._chunks[task.micro_batch].ends
 
     def whole(self, task: Task) -> int:
-        """The micro-batch of decoding that a task's chunk is part of."""
+        """The micro-batch of decode that a task's chunk belongs to."""
         return task.micro_batch if task.step else self._chunks[task.micro_batch].micro_batch
 
     def kv_on_host(self, task: Task) -> bool:

@@ -25,7 +25,7 @@ class Access:
     Attributes:
         start: when the task began.
         reads: the data that it read.
-        writes: its values by the data that they are written to, once the task ends.
+        writes: the values to write when the task ends, by data.
     """
 
     def __init__(self, values: Mapping[Key, int], start: int) -> None:
@@ -35,7 +35,7 @@ class Access:
         self.writes: dict[Key, int] = {}
 
     def read(self, key: Key) -> int:
-        """The present value; 0 where nothing was written yet."""
+        """The present value; 0 if nothing was written yet."""
         self.reads.add(key)
         return self._values.get(key, 0)
 
@@ -44,7 +44,7 @@ class Access:
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:
-        """A symbol of the pages that a view shows, by expert; -1 is the dense part."""
+        """A symbol of a view's pages for each expert; -1 is the dense part."""
         held: dict[int, list[int]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             held.setdefault(page.expert, []).append(self.read(slot))
@@ -72,7 +72,7 @@ class Data:
         """Write what a task computed.
 
         Raises:
-            Clash: another task changed what it used, or used what it changed, while it ran.
+            Clash: while it ran, another task changed data that it used, or used data that it changed.
         """
         reads, writes = access.reads, access.writes
         with self._lock:

@@ -21,7 +21,7 @@ class SymbolicDevice:
     """Runs a batch of one model on symbols.
 
     Args:
-        fails: says of a task whether it is to fail; by default none does.
+        fails: whether a task should fail; by default none does.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
@@ -46,7 +46,7 @@ class SymbolicDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Worker threads, all of them."""
+        """Empty: all lanes are worker threads."""
         return {}
 
     def slot_bytes(self, page: Page) -> int:
@@ -56,7 +56,7 @@ class SymbolicDevice:
     def begin(
         self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
     ) -> None:
-        """Forget the batch before. Symbols stand for the prompts, whatever their tokens are."""
+        """Forget the previous batch. Prompts are symbols, whatever their tokens."""
         self._plan = plan
         batch = SymbolicBatch(plan)
         self._data = Data()
@@ -66,7 +66,7 @@ class SymbolicDevice:
         self._verbs = verbs_of(plan, batch, self._board)
 
     def execute(self, task: Task) -> Any:
-        """Run one task; its value is known and its writes are seen at its end.
+        """Run one task and return its value; its writes become visible when it ends.
 
         Raises:
             NotImplementedError: the device has no such verb.
@@ -81,4 +81,4 @@ class SymbolicDevice:
         return value
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the device holds no resources."""

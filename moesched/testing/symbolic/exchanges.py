@@ -13,19 +13,19 @@ from moesched.testing.symbolic.experts import Experts
 
 
 class Board:
-    """The values that nodes of one process bring to their exchanges."""
+    """The values that nodes of one process contribute to their exchanges."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int, int, int], dict[int, Any]] = {}
         self._lock = threading.Lock()
 
     def post(self, task: Task, data: str, node: int, value: Any) -> None:
-        """Leave what a node brings to the exchange that follows a task."""
+        """Post a node's contribution to the exchange that follows a task."""
         with self._lock:
             self._posted.setdefault((data, task.step, task.layer, task.micro_batch), {})[node] = value
 
     def posted(self, task: Task) -> list[Any]:
-        """The values brought to an exchange, in the order of the nodes."""
+        """The contributions to an exchange, in the order of the nodes."""
         with self._lock:
             posted = self._posted[task.operands, task.step, task.layer, task.micro_batch]
             return [posted[node] for node in sorted(posted)]
@@ -51,7 +51,7 @@ class Exchanges:
                 data.write(("output", e, task.micro_batch), output)
 
     def gather(self, task: Task, data: Access) -> None:
-        """The same on the first node; the others have posted theirs."""
+        """Take the outputs on the first node; the others have posted theirs."""
         if self._nodes.attends:
             self.all_reduce(task, data)
 

@@ -1,4 +1,4 @@
-"""The verbs of the second half of a layer, with the sampling after the last one, on one machine."""
+"""The verbs of the second half of a layer, and sampling, on one machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moesched.testing.symbolic.model import choose_experts, combine, expert, pro
 
 
 class Experts:
-    """From the output of attention to the next layer's input or to tokens, with experts on either processor."""
+    """Verbs from the output of attention to the next layer's input or to tokens, with experts on either processor."""
 
     def __init__(self, batch: SymbolicBatch) -> None:
         self._batch = batch
 
     def post_attention(self, task: Task, data: Access) -> None:
-        """Router, experts and their sum as one kernel."""
+        """Run router, experts and combine as one kernel."""
         weights = data.weights(task.operands)
         hidden = self._project_output(task, data, weights)
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
@@ -45,7 +45,7 @@ class Experts:
         data.write((f"normed{self._batch.on_host}", j), data.read(("normed", j)))
 
     def run_expert(self, task: Task, data: Access) -> None:
-        """One expert."""
+        """Run one expert."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
         hidden = data.read((f"normed{where}", task.micro_batch))
         output = expert(task.layer, task.expert, hidden, data.weights(task.operands)[task.expert])

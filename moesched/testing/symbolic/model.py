@@ -1,4 +1,4 @@
-"""The model, on symbols: what each operation makes of its inputs, and the tokens that come of it without a schedule."""
+"""The model on symbols: its operations, and the tokens that they give without a schedule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VOCABULARY = 50_000
 
 
 def symbol(*parts: int | str) -> int:
-    """A number made of its parts, in their order."""
+    """A hash of the parts, in their order."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
-    """The prompts of a micro-batch; of a chunk, what begins with these tokens of each."""
+    """The prompt tokens of a micro-batch; of a chunk, those from `starts` on."""
     return symbol("prompts", *requests, "from", *starts)
 
 

@@ -48,7 +48,7 @@ def verbs_of(plan: Plan, batch: SymbolicBatch, board: Board) -> dict[str, Verb]:
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """The verbs that are there, or differ, where several nodes share the experts."""
+    """The verbs that are added or replaced where several nodes share the experts."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:
