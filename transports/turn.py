@@ -27,7 +27,7 @@ TELL_SECONDS = 5.0
 
 
 class Turn:
-    """One rank's part in one exchange, as a context: where it ends with an error, the others are told the reason.
+    """One rank's part in one exchange, as a context manager: on an error, it tells the others the reason.
 
     Args:
         side: the rank.

@@ -155,7 +155,7 @@ def stored_blocks(
 
 
 def _blocks(layout: WeightLayout) -> list[_Block]:
-    """The blocks of an expert, which is cut alike in all layers."""
+    """The blocks of an expert, which are the same in all layers."""
     shapes = expert_shapes(layout.config, 0, 0)
     return [
         _Block(

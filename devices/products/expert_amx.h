@@ -1,6 +1,6 @@
 /* The inner loops of expert_kernel.c for AMX, whose registers are tiles: 16 lines of 64 bytes.
  *
- * A tile of weights is 16 rows by 32 inputs just as they lie in memory; each line of a tile of x has the same two
+ * A tile of weights is 16 rows by 32 inputs, as in memory; each line of a tile of x has the same two
  * inputs of all rows of x side by side. One instruction multiplies both, so that 16 rows of x cost little more than
  * one. Every output is summed over the inputs from first to last, whatever the number of rows, of threads or of row
  * blocks.
@@ -50,7 +50,7 @@ INLINE void ISA(add_step)(int columns, const uint16_t *weights, int64_t stride, 
 }
 
 /* sums += weights x for `rows` rows of weights, over `steps` whole steps and a partial one of `rest` inputs.
- * next: inputs from a row of weights to the one that has its place in the next tile; 0 if there is none. */
+ * next: inputs from a row of weights to the same row of the next tile; 0 if there is none. */
 INLINE void ISA(tile)(int rows, int columns, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
                       int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {
     const int64_t here = steps * STEP, within = here < AHEAD ? here : AHEAD;

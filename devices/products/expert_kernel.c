@@ -25,7 +25,7 @@ enum {
     MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once, in vectors */
     PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
     AHEAD = 512,             /* inputs from a weight to the one that is prefetched meanwhile */
-    WHOLE_TILES = 24,        /* rows that every tile's number of rows divides, but for AMX */
+    WHOLE_TILES = 24,        /* a multiple of the rows of every tile, except AMX's */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs that a thread takes at a time */
     CHUNKS = 4,              /* of each thread, at least, if there is enough work: shortens the wait for the last one */
     ALONE_BYTES = 128 << 10, /* up to this many bytes of weights, one thread computes alone */
@@ -47,7 +47,7 @@ typedef struct {
 } Product;
 
 typedef struct {
-    int column, columns; /* its first row of x, and how many */
+    int column, columns; /* its first row of x, and its number of rows */
 } Panel;
 
 /* A product (`last` alone), or an expert: its gate and up, then its down as `last`. */
@@ -323,7 +323,7 @@ static const Variant *variant_named(const char *name) {
 /* A job's parts come one after the other, each in chunks that threads take off a counter until none is left. */
 typedef struct {
     Part part;
-    int64_t outputs, chunk; /* outputs in all, and in a chunk */
+    int64_t outputs, chunk; /* number of all outputs, and of those in a chunk */
     _Atomic int64_t taken, done;
 } Share;
 

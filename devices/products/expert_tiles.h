@@ -41,7 +41,7 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
 
 /* The same over `steps` whole steps and a partial one of `rest` inputs.
  * x: its steps one after the other, C rows in each. stride: inputs from one row of weights to the next.
- * next: inputs from a row of weights to the one that has its place in the next tile; 0 if there is none.
+ * next: inputs from a row of weights to the same row of the next tile; 0 if there is none.
  * Each row of weights is prefetched some way ahead, and at its end the beginning of its row in the next tile. */
 INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
                       int64_t steps, int64_t rest, float *total, int64_t total_stride) {

@@ -11,7 +11,7 @@ from .bfloat16_support import has_bfloat16
 from .plain_weights import plain_linear
 from .row_tiles import in_tiles
 
-# oneDNN rearranges a plain matrix anew in every product; with few tokens that costs more than the product.
+# oneDNN rearranges a plain matrix in every product; with few tokens that costs more than the product.
 
 
 @cache

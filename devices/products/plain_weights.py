@@ -1,4 +1,4 @@
-"""Products with plain matrices, which may lie transposed in memory.
+"""Products with plain matrices, which may be transposed in memory.
 
 Without bfloat16 instructions, torch's own product was measured to take three times as long as one in float32 for 16
 rows, five times for 64, and 40 times for a transposed matrix. For one or two rows it is faster.

@@ -150,7 +150,7 @@ class TorchDevice:
         check_token_ids(prompts, config.vocabulary)
         self._verbs = {}
         self._store.let_go()
-        # Rows of an expert in a decode step of the largest micro-batch, on average: alike for every policy.
+        # Mean rows of an expert in a decode step of the largest micro-batch: the same for every policy.
         largest = max(map(len, plan.batch.micro_batches))
         self._compute.start(largest * config.top_k / config.experts)
         if plan.nodes.attends and self._global_weights is None:

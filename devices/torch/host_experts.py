@@ -18,8 +18,8 @@ from .observers import DeviceObservers
 class HostExperts:
     """Runs the verbs that experts on the host need.
 
-    An expert has the same rows of equal tensors here as on the accelerator: the last bits of a product depend on where
-    its operands lie.
+    The rows and tensors of an expert have the same layout as on the accelerator, since the last bits of a product
+    depend on the position of its operands in memory.
 
     Args:
         weights: the tensors that a view shows.

@@ -113,7 +113,7 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
     """Assign each expert to one of its holders, so that the busiest node has few rows; `rows` is by expert.
 
-    An expert counts as at least `ROWS_TO_READ` rows. If all count alike, the result is that of `assign`. Otherwise
+    An expert counts as at least `ROWS_TO_READ` rows. If all count the same, the result is that of `assign`. Otherwise
     experts, the largest first, go to the holder with the fewest rows, and then move off the busiest node while that
     helps. Only routing and placement matter, not a machine's speed, so that every node computes the same assignment.
     """

@@ -83,7 +83,7 @@ class AttentionOperations(TensorSizes):
         return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Attention of one new token per sequence to `seen` tokens in all, by the bytes of one KV head."""
+        """Attention of one new token per sequence to `seen` tokens in total, by the bytes of one KV head."""
         heads = self.config.kv_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 

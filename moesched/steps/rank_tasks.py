@@ -8,8 +8,8 @@ Where a model is cut over several ranks (see `models/tensor_parallel.py`), four 
     sample           logits, all_reduce, sample
 
 The all-reduces are part of the verbs, so policies are written as for one accelerator. One rank adds the residuals, so
-that the ranks' hidden states sum to the model's. Each rank's logits are zero but for its own rows of the
-LM head, so that their sum is exact.
+that the ranks' hidden states sum to the model's. Each rank's logits are zero except for its own rows of the LM head,
+so that their sum is exact.
 """
 
 from __future__ import annotations

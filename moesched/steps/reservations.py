@@ -35,7 +35,7 @@ class NodeShare:
 
     Attributes:
         count: number of nodes.
-        index: which of them this is, from 0.
+        index: this node's number, from 0.
         placement: the experts that each node holds, the same in all layers; empty without expert parallelism.
         centralised: only the first node has attention, router and sampling.
     """

@@ -72,7 +72,7 @@ class Works:
         self._sized_for = kind
 
     def _of_kind(self, batch: MicroBatch, kind: Kind, stage: PipelineStage) -> dict[str, Work]:
-        """A micro-batch's works that are the same in all steps of a kind."""
+        """A micro-batch's works that do not change between steps of a kind."""
         plan, operations = self._plan, self.operations
         sequences = tokens = plan.batch.sequences(batch.requests)
         if kind == "prefill":
