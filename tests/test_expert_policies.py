@@ -18,6 +18,7 @@ from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
@@ -30,7 +31,7 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
-from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed
+from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed, name_of
 
 T4 = load_machine("t4")
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
@@ -309,15 +310,24 @@ ROOMY_TIERS = msgspec.structs.replace(
 )
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("models") / request.param.name
-    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
+@pytest.fixture(scope="module", params=[(CONFIG, "float32"), (DBRX, "bfloat16")], ids=name_of)
+def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, str]:
+    """A model and the dtype of a run."""
+    chosen: tuple[ModelConfig, str] = request.param
+    return chosen
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayout:
-    return weight_layout(checkpoint.config, request.param, PAGE_BYTES[checkpoint.config.name])
+@pytest.fixture(scope="module")
+def checkpoint(model: tuple[ModelConfig, str], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    config, _ = model
+    folder = tmp_path_factory.mktemp("models") / config.name
+    return open_checkpoint(write_random_model(config, folder, seed=3, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def layout(model: tuple[ModelConfig, str]) -> WeightLayout:
+    config, dtype = model
+    return weight_layout(config, dtype, PAGE_BYTES[config.name])
 
 
 @pytest.fixture(scope="module")

@@ -86,36 +86,41 @@ def prompts() -> list[list[int]]:
     return [[choose.randrange(256) for _ in range(40 + request)] for request in range(4)]
 
 
-@pytest.fixture(scope="module", params=[None, 16])
-def wanted(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of the runs; prompts whole, and in chunks."""
-    return {"max_new_tokens": 5, "batch_size": 4, "micro_batch_size": 1, "prefill_chunk": request.param}
+SIZES: dict[str, Any] = {"max_new_tokens": 5, "batch_size": 4, "micro_batch_size": 1}
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, prompts: list[list[int]], wanted: dict[str, Any]) -> list[list[int]] | None:
-    """Tokens of a run with everything in fast memory."""
-    return moesched.run_model(model, prompts, policy="resident", **wanted).tokens
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]] | None:
+    """Tokens of a run with everything in fast memory and whole prompts."""
+    return moesched.run_model(model, prompts, policy="resident", **SIZES).tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES + CACHES)
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    [
+        ("twiddler", None),
+        ("twiddler", 16),
+        ("twiddler_makespan", None),
+        ("layer_split", 16),
+        ("lru_offload", None),
+        ("expert_cache", 16),
+        ("prefetch_gate", None),
+    ],
+)
 def test_tokens_are_the_same_wherever_the_cache_lies(
-    model: Path,
-    prompts: list[list[int]],
-    wanted: dict[str, Any],
-    expected: list[list[int]] | None,
-    policy: str,
+    model: Path, prompts: list[list[int]], expected: list[list[int]] | None, policy: str, chunk: int | None
 ) -> None:
     on_two: dict[str, Any] = {
         "device": "emulated",
         "machine": "t4",
         "device_settings": {"dilation": 1},
-        **wanted,
+        "prefill_chunk": chunk,
+        **SIZES,
     }
     budgets: dict[float, int] = {}
     for budget in range(250_000, 660_000, 17_000):
-        share = share_that_stays(model, prompts, policy, budget, wanted["prefill_chunk"])
+        share = share_that_stays(model, prompts, policy, budget, chunk)
         if share is not None:
             budgets.setdefault(share, budget)
     assert set(budgets) > {0.0, 1.0}

@@ -73,6 +73,8 @@ OLMOE = msgspec.structs.replace(
 )
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
 PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": 12_000}
+# Every family, and both dtypes of matrices that lie as they are used and of those that lie transposed (DBRX).
+MODELS = [(CONFIG, "float32"), (DBRX, "float32"), (DBRX, "bfloat16"), (OLMOE, "bfloat16")]
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 POLICIES: list[tuple[str, dict[str, int]]] = [
     ("resident", {}),
@@ -103,15 +105,29 @@ class Streamed(TorchDevice):
         return self.fake
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX, OLMOE], ids=lambda config: config.name)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("models") / request.param.name
-    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
+def name_of(model: tuple[ModelConfig, str]) -> str:
+    config, dtype = model
+    return f"{config.name}, {dtype}"
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayout:
-    return weight_layout(checkpoint.config, request.param, PAGE_BYTES[checkpoint.config.name])
+@pytest.fixture(scope="module", params=MODELS, ids=name_of)
+def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, str]:
+    """A model and the dtype of a run."""
+    chosen: tuple[ModelConfig, str] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: tuple[ModelConfig, str], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    config, _ = model
+    folder = tmp_path_factory.mktemp("models") / config.name
+    return open_checkpoint(write_random_model(config, folder, seed=3, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def layout(model: tuple[ModelConfig, str]) -> WeightLayout:
+    config, dtype = model
+    return weight_layout(config, dtype, PAGE_BYTES[config.name])
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +227,7 @@ class Origins:
             self.pins.add(task.work.resource)
 
 
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], ids=name_of, indirect=True)
 @pytest.mark.parametrize(
     ("policy", "weights"),
     [
@@ -249,6 +266,7 @@ def test_the_next_batch_finds_the_weights_that_stay(
         assert read[1] == read[0] > 0, "all weights are in one of the memories"
 
 
+@pytest.mark.parametrize("model", MODELS[:1], ids=name_of, indirect=True)
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
 def test_a_batch_frees_the_kv_caches_of_the_one_before(
     checkpoint: Checkpoint, layout: WeightLayout, machine: Machine
