@@ -21,7 +21,7 @@ run: $(INSTALLED) ## generate text with offloaded weights, compare policies with
 	$(BIN)/python examples/first_run.py
 
 test: lint types ## run everything that must pass before a change goes in
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(TOOLS) ## check style, format, and the order of packages
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ import moesched
 from moesched.machines.local import unified_machine
 from moesched.machines.toml_text import machine_toml
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_run")]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

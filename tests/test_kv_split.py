@@ -85,8 +85,9 @@ def test_every_share_gives_the_same_tokens_on_the_emulated_device(
         assert tokens(EmulatedDevice(checkpoint, layout, keep_logits=True, dilation=1.0), share) == expected
 
 
-@pytest.mark.parametrize("policy", SPLITTING)
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("policy", "share"), [*((each, 0.5) for each in SPLITTING), ("cgopipe", 1.0), ("flexgen", 1.0)]
+)
 def test_a_policy_with_a_split_cache_conforms(policy: str, share: float) -> None:
     assert check_policy(lambda: make_policy(policy, {"kv_on_gpu": share})) >= len(policy_cases()) // 2
 

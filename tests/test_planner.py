@@ -25,6 +25,8 @@ from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 
 T4 = load_machine("t4")
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
 
 

@@ -15,7 +15,7 @@ RANKS = st.integers(1, 3)
 SEEDS = st.integers(0, 10**9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.randoms(use_true_random=False), RANKS)
 def test_on_the_virtual_clock_every_value_is_that_of_the_program_order(choose: Random, ranks: int) -> None:
     verdict = run_graph(choose, Shape(real=False, ranks=ranks, troubled=False))
@@ -23,7 +23,7 @@ def test_on_the_virtual_clock_every_value_is_that_of_the_program_order(choose: R
     assert verdict.failed == verdict.cancelled == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.randoms(use_true_random=False), RANKS)
 def test_failures_and_cancellations_on_the_virtual_clock_spoil_nothing_else(
     choose: Random, ranks: int

@@ -27,6 +27,8 @@ from moesched.reproduce.moe_lightning.tables import Cell, accuracy
 from moesched.reproduce.report import agrees
 from moesched.requests.workloads import given_lengths, load_workload
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 PAPER = moe_lightning()
 PNG = b"\x89PNG\r\n\x1a\n"
 

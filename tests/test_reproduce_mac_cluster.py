@@ -17,6 +17,8 @@ from moesched.reproduce.mac_cluster.paper import mac_paper
 from moesched.reproduce.mac_cluster.runs import Simulated, mac_of, run_request, run_system
 from moesched.reproduce.mac_cluster.wired_memory import packing
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 PAPER = mac_paper()
 NAIVE, BUSY, AIDED, *_ = PAPER.systems
 PNG = b"\x89PNG\r\n\x1a\n"

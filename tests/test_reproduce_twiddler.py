@@ -20,6 +20,8 @@ from moesched.reproduce.twiddler.microbenchmarks import microbenchmarks
 from moesched.reproduce.twiddler.paper import twiddler_paper
 from moesched.tasks import Work
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 PAPER = twiddler_paper()
 PNG = b"\x89PNG\r\n\x1a\n"
 
