@@ -10,6 +10,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-inpu
 # Compiled during the installation where there is a C compiler.
 KERNEL := $(wildcard devices/products/expert_*.[ch])
 
+# Set in many containers; each of the many processes of the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
 
 .PHONY: help run test lint types format bench pages clean distclean
