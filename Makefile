@@ -32,7 +32,7 @@ lint: $(TOOLS) ## check style, format, and the order of packages
 	$(BIN)/lint-imports --no-logo
 
 types: $(TOOLS) ## check types with mypy, strict
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: $(TOOLS) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
