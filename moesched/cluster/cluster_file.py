@@ -92,13 +92,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         network: the name of a network profile; only predictions use it.
-        lost_after: seconds of silence after which a node, or the launcher, counts as lost.
+        lost_after: seconds of silence after which a node, or the launcher, counts as lost. A process that shares its
+            cores with many others can be silent for more than 5 s.
     """
 
     launcher: Seat
     hosts: list[Host]
     network: str | None = None
-    lost_after: Seconds = 5.0
+    lost_after: Seconds = 15.0
 
     def host(self, rank: int) -> Host:
         """The node of a rank.
