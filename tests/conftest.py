@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
@@ -26,6 +27,9 @@ os.environ["MOESCHED_VALIDATE"] = "1"
 # Nothing that was calibrated or kept on this machine, and nothing that tests calibrate is left there.
 os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
 atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
+
+# A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)
