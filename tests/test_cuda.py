@@ -13,12 +13,12 @@ from moesched.devices.torch.copies import copied, wait_for_copies
 from moesched.devices.torch.cuda_streams import REMEMBERED, CudaStreams
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
-from test_same_logits import CONFIG, DBRX, PROMPTS
+from odd_models import DBRX, MIXTRAL, PROMPTS
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+@pytest.fixture(scope="module", params=[MIXTRAL, DBRX], ids=lambda config: config.name)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / request.param.name
     return write_random_model(request.param, folder, seed=3, dtype="float32")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
+from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
@@ -17,10 +17,7 @@ from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.config import ModelConfig
-from moesched.models.layout import WeightLayout, weight_layout
-from moesched.models.random_model import write_random_model
+from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
@@ -31,7 +28,7 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
-from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed, name_of
+from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed, layout_of, name_of
 
 T4 = load_machine("t4")
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
@@ -310,30 +307,9 @@ ROOMY_TIERS = msgspec.structs.replace(
 )
 
 
-@pytest.fixture(scope="module", params=[(CONFIG, "float32"), (DBRX, "bfloat16")], ids=name_of)
-def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, str]:
-    """A model and the dtype of a run."""
-    chosen: tuple[ModelConfig, str] = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: tuple[ModelConfig, str], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    config, _ = model
-    folder = tmp_path_factory.mktemp("models") / config.name
-    return open_checkpoint(write_random_model(config, folder, seed=3, dtype="float32"))
-
-
-@pytest.fixture(scope="module")
-def layout(model: tuple[ModelConfig, str]) -> WeightLayout:
-    config, dtype = model
-    return weight_layout(config, dtype, PAGE_BYTES[config.name])
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
-    device = TorchDevice(checkpoint, layout, keep_logits=True)
-    return generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+@pytest.fixture(scope="module", params=[(MIXTRAL, "float32"), (DBRX, "bfloat16")], ids=name_of)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference.of(request.param, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
@@ -348,9 +324,7 @@ def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
     ],
 )
 def test_logits_are_those_of_resident_to_the_bit(
-    checkpoint: Checkpoint,
-    layout: WeightLayout,
-    expected: Generated,
+    reference: Reference,
     kind: type[TorchDevice],
     machine: Machine,
     weights: float,
@@ -358,34 +332,34 @@ def test_logits_are_those_of_resident_to_the_bit(
     settings: dict[str, Any],
 ) -> None:
     sizes: dict[str, Any] = {"new_tokens": 4, "micro_batch_size": 2}
-    device = kind(checkpoint, layout, keep_logits=True)
+    device = kind(reference.checkpoint, reference.layout, keep_logits=True)
     got = generate(device, make_policy(policy, settings), machine, PROMPTS, weights=weights, **sizes)
     if isinstance(device, Streamed):
         device.fake.close()
-    assert got.tokens == expected.tokens
-    assert same_bits(got.logits_RSV, expected.logits_RSV)
+    assert got.tokens == reference.expected.tokens
+    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
 
 
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
 def test_the_emulated_device_gives_the_same_logits(
-    checkpoint: Checkpoint, policy: str, settings: dict[str, Any]
+    reference: Reference, policy: str, settings: dict[str, Any]
 ) -> None:
-    layout = weight_layout(checkpoint.config, "float32", PAGE_BYTES[checkpoint.config.name])
+    layout = layout_of(reference.checkpoint.config, "float32")
     sizes: dict[str, Any] = {"new_tokens": 3, "micro_batch_size": 2}
     expected = generate(
-        TorchDevice(checkpoint, layout, keep_logits=True),
+        TorchDevice(reference.checkpoint, layout, keep_logits=True),
         make_policy("resident"),
         ONE_MEMORY,
         PROMPTS,
         **sizes,
     )
-    device: Any = EmulatedDevice(checkpoint, layout, dilation=2.0, keep_logits=True)
+    device: Any = EmulatedDevice(reference.checkpoint, layout, dilation=2.0, keep_logits=True)
     got = generate(device, make_policy(policy, settings), SLOW_CPU, PROMPTS, weights=0.8, **sizes)
     assert same_bits(got.logits_RSV, expected.logits_RSV)
 
 
-def test_twiddler_really_runs_experts_in_all_three_ways(checkpoint: Checkpoint) -> None:
-    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"))
+def test_twiddler_really_runs_experts_in_all_three_ways(reference: Reference) -> None:
+    device = TorchDevice(reference.checkpoint, weight_layout(reference.checkpoint.config, "float32"))
     policy: Any = make_policy("twiddler", {"experts": 4})
     plan = plan_run(
         SLOW_CPU,

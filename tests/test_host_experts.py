@@ -16,10 +16,9 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, PolicyError
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import Roofline
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import Checkpoint
 from moesched.models.footprint import host_rows_bytes
 from moesched.models.layout import weight_layout
-from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
@@ -28,7 +27,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import HostKernel, PageTransfer, Task
 from moesched.testing import CLOCKS, Case, Clock, policy_cases, run_on_symbols
-from test_same_logits import CONFIG, DBRX, PAGE_BYTES, PROMPTS, Streamed
+from odd_models import DBRX, MIXTRAL, PROMPTS, Streamed, layout_of, stored
 
 T4 = load_machine("t4")
 CASES = {case.name: case for case in policy_cases()}
@@ -232,10 +231,9 @@ def test_the_host_runs_no_expert_that_the_plan_did_not_leave_it(
 # -- on tensors ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+@pytest.fixture(scope="module", params=[MIXTRAL, DBRX], ids=lambda config: config.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("models") / request.param.name
-    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
+    return stored(request.param, tmp_path_factory.mktemp("models"))
 
 
 def generated(
@@ -257,7 +255,7 @@ def generated(
 def test_logits_are_those_of_resident_to_the_bit(
     checkpoint: Checkpoint, kind: type[TorchDevice], machine: Machine, dtype: str
 ) -> None:
-    layout = weight_layout(checkpoint.config, dtype, PAGE_BYTES[checkpoint.config.name])
+    layout = layout_of(checkpoint.config, dtype)
     if machine is THREE_TIERS:
         roomy = msgspec.structs.replace(machine.memories["host"], capacity="10MB")
         machine = msgspec.structs.replace(machine, memories=machine.memories | {"host": roomy})

@@ -34,12 +34,12 @@ from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.seams import TokenSpan
 from moesched.testing import check_device
+from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from small_models import small_model
 from test_bad_numbers import damage, stopped
 from test_nodes import MODELS as NODE_MODELS
 from test_nodes import expected as one_machines_tokens
 from test_nodes import run_nodes
-from test_same_logits import CONFIG, DBRX, OLMOE, PAGE_BYTES, PROMPTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +96,7 @@ def test_tokens_of_a_random_model_equal_those_of_hugging_face(tmp_path: Path, ma
     assert_same_tokens(model, generated(tmp_path, page_bytes=5_000, kind=MlxDevice))
 
 
-@pytest.mark.parametrize("config", [CONFIG, DBRX, OLMOE], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [MIXTRAL, DBRX, OLMOE], ids=lambda config: config.name)
 def test_bfloat16_is_about_as_close_to_float32_as_torch_is(tmp_path: Path, config: ModelConfig) -> None:
     model = write_random_model(config, tmp_path / "model", seed=3, dtype="float32")
     exact = generated(model).logits_RSV
@@ -108,15 +108,14 @@ def test_bfloat16_is_about_as_close_to_float32_as_torch_is(tmp_path: Path, confi
 # ---------------------------------------------------------------- the schedules
 
 
-@pytest.fixture(scope="module", params=[CONFIG, DBRX], ids=lambda config: config.name)
+@pytest.fixture(scope="module", params=[MIXTRAL, DBRX], ids=lambda config: config.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("models") / request.param.name
-    return open_checkpoint(write_random_model(request.param, folder, seed=3, dtype="float32"))
+    return stored(request.param, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def layout(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> WeightLayout:
-    return weight_layout(checkpoint.config, request.param, PAGE_BYTES[checkpoint.config.name])
+    return layout_of(checkpoint.config, request.param)
 
 
 def generate_by(policy: str, device: Any, *, weights: float = 0.8, **settings: Any) -> Generated:

@@ -23,7 +23,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import CANCELLED
 from moesched.testing import Case, run_on_symbols
-from test_same_logits import CONFIG, PAGE_BYTES, PROMPTS
+from odd_models import MIXTRAL, PROMPTS
 
 # -- where nothing is computed -------------------------------------------------------------------------------------
 
@@ -110,9 +110,7 @@ class Previewing:
 
 def previews_of(directory: Path, machine: Machine) -> Previewing:
     checkpoint = open_checkpoint(directory)
-    device = TorchDevice(
-        checkpoint, weight_layout(checkpoint.config, "float32", PAGE_BYTES["mixtral"]), keep_logits=True
-    )
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
     policy = Previewing()
     generate(device, policy, machine, PROMPTS, new_tokens=3, micro_batch_size=2)
     return policy
@@ -122,7 +120,7 @@ def previews_of(directory: Path, machine: Machine) -> Previewing:
 def test_where_layers_change_nothing_previews_are_what_the_router_chooses(
     tmp_path: Path, machine: Machine
 ) -> None:
-    model = write_random_model(CONFIG, tmp_path / "model", seed=3, dtype="float32")
+    model = write_random_model(MIXTRAL, tmp_path / "model", seed=3, dtype="float32")
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
         silent = {
@@ -138,7 +136,7 @@ def test_where_layers_change_nothing_previews_are_what_the_router_chooses(
 
 
 def test_in_other_models_previews_are_guesses(tmp_path: Path) -> None:
-    model = write_random_model(CONFIG, tmp_path / "model", seed=3, dtype="float32")
+    model = write_random_model(MIXTRAL, tmp_path / "model", seed=3, dtype="float32")
     policies = [previews_of(model, machine) for machine in (ONE_MEMORY, TWO_MEMORIES)]
     assert policies[0].foretold == policies[1].foretold
     assert policies[0].foretold != {where: policies[0].chosen[where] for where in policies[0].foretold}

@@ -8,74 +8,21 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 import pytest
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
+from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.config import ModelConfig
-from moesched.models.layout import WeightLayout, weight_layout
-from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.tasks import Task
-from test_streams import FakeStreams
+from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
 
-# Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
-# The window is shorter than one of the prompts and longer than the others.
-CONFIG = ModelConfig(
-    name="mixtral",
-    layers=3,
-    hidden=30,
-    intermediate=44,
-    heads=5,
-    kv_heads=1,
-    head_dim=18,
-    experts=4,
-    top_k=2,
-    vocabulary=97,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    sliding_window=4,
-    max_positions=256,
-    tied_embeddings=False,
-    stop_tokens=(),
-    dtype="float32",
-)
-DBRX = msgspec.structs.replace(
-    CONFIG,
-    name="dbrx",
-    layers=4,
-    hidden=90,
-    sliding_window=None,
-    norm="layer",
-    clip_qkv=0.2,
-    form="dbrx",
-    transposed_down=True,
-)
-OLMOE = msgspec.structs.replace(
-    CONFIG,
-    name="olmoe",
-    layers=4,
-    experts=7,
-    top_k=4,
-    hidden=90,
-    sliding_window=None,
-    qk_norm="projection",
-    weights_sum_to_one=False,
-    form="olmoe",
-)
-# Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
-PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": 12_000}
 # Every family, and both dtypes of matrices that lie as they are used and of those that lie transposed (DBRX).
-MODELS = [(CONFIG, "float32"), (DBRX, "float32"), (DBRX, "bfloat16"), (OLMOE, "bfloat16")]
-PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
+MODELS = [(MIXTRAL, "float32"), (DBRX, "float32"), (DBRX, "bfloat16"), (OLMOE, "bfloat16")]
 POLICIES: list[tuple[str, dict[str, int]]] = [
     ("resident", {}),
     ("layer_streaming", {}),
@@ -89,51 +36,9 @@ POLICIES: list[tuple[str, dict[str, int]]] = [
 ]
 
 
-class Streamed(TorchDevice):
-    """The torch device with lanes that are streams, as on CUDA."""
-
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool) -> None:
-        super().__init__(checkpoint, layout, keep_logits=keep_logits)
-        self.fake = FakeStreams(self.execute)
-
-    @property
-    def kinds(self) -> Mapping[str, LaneKind]:
-        return {"accelerator": "stream", "host->gpu": "stream", "gpu->host": "stream"}
-
-    @property
-    def streams(self) -> Streams | None:
-        return self.fake
-
-
-def name_of(model: tuple[ModelConfig, str]) -> str:
-    config, dtype = model
-    return f"{config.name}, {dtype}"
-
-
 @pytest.fixture(scope="module", params=MODELS, ids=name_of)
-def model(request: pytest.FixtureRequest) -> tuple[ModelConfig, str]:
-    """A model and the dtype of a run."""
-    chosen: tuple[ModelConfig, str] = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: tuple[ModelConfig, str], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    config, _ = model
-    folder = tmp_path_factory.mktemp("models") / config.name
-    return open_checkpoint(write_random_model(config, folder, seed=3, dtype="float32"))
-
-
-@pytest.fixture(scope="module")
-def layout(model: tuple[ModelConfig, str]) -> WeightLayout:
-    config, dtype = model
-    return weight_layout(config, dtype, PAGE_BYTES[config.name])
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
-    device = TorchDevice(checkpoint, layout, keep_logits=True)
-    return generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference.of(request.param, tmp_path_factory.mktemp("models"))
 
 
 def with_adversaries() -> Iterator[Any]:
@@ -154,15 +59,13 @@ def with_adversaries() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "machine", "policy", "settings"), [*with_adversaries()])
 def test_every_policy_gives_the_same_logits(
-    checkpoint: Checkpoint,
-    layout: WeightLayout,
-    expected: Generated,
+    reference: Reference,
     kind: type[TorchDevice],
     machine: Machine,
     policy: str,
     settings: Mapping[str, int],
 ) -> None:
-    device = kind(checkpoint, layout, keep_logits=True)
+    device = kind(reference.checkpoint, reference.layout, keep_logits=True)
     got = generate(
         device,
         make_policy(policy, dict(settings)),
@@ -172,20 +75,18 @@ def test_every_policy_gives_the_same_logits(
         micro_batch_size=2,
         weights=1.0 if policy == "resident" else 0.8,
     )
-    assert got.tokens == expected.tokens
-    assert same_bits(got.logits_RSV, expected.logits_RSV)
+    assert got.tokens == reference.expected.tokens
+    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
     if isinstance(device, Streamed):
         device.fake.close()
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
-def test_prompts_of_one_length_give_the_same_logits(
-    checkpoint: Checkpoint, layout: WeightLayout, policy: str
-) -> None:
+def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy: str) -> None:
     prompts = [[5, 6, 7], [90, 1, 2], [3, 4, 5], [8, 9]]
     wanted, got = (
         generate(
-            TorchDevice(checkpoint, layout, keep_logits=True),
+            TorchDevice(reference.checkpoint, reference.layout, keep_logits=True),
             make_policy(name),
             machine,
             prompts,
@@ -198,12 +99,10 @@ def test_prompts_of_one_length_give_the_same_logits(
     assert same_bits(got.logits_RSV, wanted.logits_RSV)
 
 
-def test_three_tiers_are_in_use_at_once(
-    checkpoint: Checkpoint, layout: WeightLayout, expected: Generated
-) -> None:
+def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
     seen = Origins()
     got = generate(
-        TorchDevice(checkpoint, layout, keep_logits=True),
+        TorchDevice(reference.checkpoint, reference.layout, keep_logits=True),
         make_policy("three_tiers"),
         THREE_TIERS,
         PROMPTS,
@@ -212,7 +111,7 @@ def test_three_tiers_are_in_use_at_once(
         weights=0.8,
         observers=[seen],
     )
-    assert same_bits(got.logits_RSV, expected.logits_RSV)
+    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
     assert seen.pins == {"disk->pinned", "host->pinned"}
 
 
@@ -227,7 +126,7 @@ class Origins:
             self.pins.add(task.work.resource)
 
 
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], ids=name_of, indirect=True)
+@pytest.mark.parametrize("reference", [MODELS[0], MODELS[-1]], ids=name_of, indirect=True)
 @pytest.mark.parametrize(
     ("policy", "weights"),
     [
@@ -239,14 +138,12 @@ class Origins:
 )
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
 def test_the_next_batch_finds_the_weights_that_stay(
-    checkpoint: Checkpoint,
-    layout: WeightLayout,
-    expected: Generated,
+    reference: Reference,
     machine: Machine,
     policy: str,
     weights: tuple[float, ...],
 ) -> None:
-    device = TorchDevice(checkpoint, layout, keep_logits=True)
+    device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
     read = []
     for share in weights:
         got = generate(
@@ -259,19 +156,17 @@ def test_the_next_batch_finds_the_weights_that_stay(
             weights=share,
             keep_open=True,
         )
-        assert same_bits(got.logits_RSV, expected.logits_RSV)
+        assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
         read.append(device.bytes_read)
     asyncio.run(device.aclose())
     if machine is TWO_MEMORIES and len(set(weights)) == 1:
         assert read[1] == read[0] > 0, "all weights are in one of the memories"
 
 
-@pytest.mark.parametrize("model", MODELS[:1], ids=name_of, indirect=True)
+@pytest.mark.parametrize("reference", MODELS[:1], ids=name_of, indirect=True)
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
-def test_a_batch_frees_the_kv_caches_of_the_one_before(
-    checkpoint: Checkpoint, layout: WeightLayout, machine: Machine
-) -> None:
-    device = TorchDevice(checkpoint, layout, keep_logits=True)
+def test_a_batch_frees_the_kv_caches_of_the_one_before(reference: Reference, machine: Machine) -> None:
+    device = TorchDevice(reference.checkpoint, reference.layout, keep_logits=True)
     gc.collect()
     gc.disable()
     try:
@@ -291,10 +186,8 @@ def kv_caches() -> int:
     return sum(isinstance(each, BlockedKV) for each in gc.get_objects())
 
 
-def test_a_model_that_does_not_fit_host_memory_is_refused(
-    checkpoint: Checkpoint, layout: WeightLayout
-) -> None:
-    device = TorchDevice(checkpoint, layout)
+def test_a_model_that_does_not_fit_host_memory_is_refused(reference: Reference) -> None:
+    device = TorchDevice(reference.checkpoint, reference.layout)
     policy = make_policy("layer_streaming")
     batch = split_batch([3], 4, 1)
     with pytest.raises(BadInput, match="host"):

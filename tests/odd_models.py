@@ -1,0 +1,116 @@
+"""Models of odd sizes, in whose bits another order of sums shows, and the tokens and logits that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from _small_runs import ONE_MEMORY, Generated, generate
+
+from moesched.devices.torch.device import TorchDevice
+from moesched.drivers.lanes import LaneKind, Streams
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plugins import make_policy
+from streams import FakeStreams
+
+# Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.
+# The window is shorter than one of the prompts and longer than the others.
+MIXTRAL = ModelConfig(
+    name="mixtral",
+    layers=3,
+    hidden=30,
+    intermediate=44,
+    heads=5,
+    kv_heads=1,
+    head_dim=18,
+    experts=4,
+    top_k=2,
+    vocabulary=97,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    sliding_window=4,
+    max_positions=256,
+    tied_embeddings=False,
+    stop_tokens=(),
+    dtype="float32",
+)
+DBRX = msgspec.structs.replace(
+    MIXTRAL,
+    name="dbrx",
+    layers=4,
+    hidden=90,
+    sliding_window=None,
+    norm="layer",
+    clip_qkv=0.2,
+    form="dbrx",
+    transposed_down=True,
+)
+OLMOE = msgspec.structs.replace(
+    MIXTRAL,
+    name="olmoe",
+    layers=4,
+    experts=7,
+    top_k=4,
+    hidden=90,
+    sliding_window=None,
+    qk_norm="projection",
+    weights_sum_to_one=False,
+    form="olmoe",
+)
+# Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
+PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": 12_000}
+PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
+
+
+def stored(config: ModelConfig, folder: Path) -> Checkpoint:
+    """A model of random weights, written below `folder`."""
+    return open_checkpoint(write_random_model(config, folder / config.name, seed=3, dtype="float32"))
+
+
+def layout_of(config: ModelConfig, dtype: str) -> WeightLayout:
+    return weight_layout(config, dtype, PAGE_BYTES[config.name])
+
+
+class Reference(NamedTuple):
+    """A model, and the tokens and logits of `PROMPTS` with all weights in memory."""
+
+    checkpoint: Checkpoint
+    layout: WeightLayout
+    expected: Generated
+
+    @classmethod
+    def of(cls, model: tuple[ModelConfig, str], folder: Path) -> Reference:
+        """model: a config and the dtype of the run. folder: where the model is written."""
+        config, dtype = model
+        checkpoint, layout = stored(config, folder), layout_of(config, dtype)
+        device = TorchDevice(checkpoint, layout, keep_logits=True)
+        expected = generate(
+            device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2
+        )
+        return cls(checkpoint, layout, expected)
+
+
+def name_of(model: tuple[ModelConfig, str]) -> str:
+    config, dtype = model
+    return f"{config.name}, {dtype}"
+
+
+class Streamed(TorchDevice):
+    """The torch device with lanes that are streams, as on CUDA."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool) -> None:
+        super().__init__(checkpoint, layout, keep_logits=keep_logits)
+        self.fake = FakeStreams(self.execute)
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        return {"accelerator": "stream", "host->gpu": "stream", "gpu->host": "stream"}
+
+    @property
+    def streams(self) -> Streams | None:
+        return self.fake
