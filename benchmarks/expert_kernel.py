@@ -36,9 +36,9 @@ from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, usable_cores, use_cores
 from moesched.jobs.run_model import run_model
-from moesched.machines.local import cache_folder
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
+from moesched.system.cache import cache_folder
 
 HIDDEN, WIDTH = 4096, 14336
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2

@@ -40,7 +40,7 @@ from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
-from moesched.machines.local import cache_folder, local_machine
+from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -51,6 +51,7 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
+from moesched.system.cache import cache_folder
 from moesched.trace import Recorder, Recording
 
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40

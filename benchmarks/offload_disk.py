@@ -40,10 +40,10 @@ from _reading import disk_bandwidth, memory_bandwidth, warm
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moesched.calibration.other_load import OtherLoad
-from moesched.machines.local import cache_folder
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
 PARTS = ("disk", "page_cache", "resident")

@@ -19,7 +19,7 @@ from typing import Any
 
 from _options import EXECUTION, Benchmark, track
 
-from moesched.machines.local import cache_folder
+from moesched.system.cache import cache_folder
 
 MB = 1e6
 ALLOWED_SHARE, ALLOWED_BYTES = 0.05, 64e6

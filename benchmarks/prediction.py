@@ -31,7 +31,7 @@ from _options import EXECUTION, Benchmark, progress
 
 from moesched import plugins
 from moesched.machines import Machine, load_machine
-from moesched.machines.local import cache_folder, local_machine
+from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -43,6 +43,7 @@ from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
+from moesched.system.cache import cache_folder
 from moesched.tasks import Task
 
 MOST_RUNS = 12

@@ -1,10 +1,26 @@
-"""`python -m moesched` is the command `moesched`."""
+"""The program `moesched`, which ends in order from its first moment on."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
-from moesched.cli.main import main
+
+def main() -> int:
+    """Run one command and return its exit code."""
+    # Until the handlers are there, Ctrl-C ends this process without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal
+
+    with ends_in_order():
+        try:
+            from moesched.cli.main import main as command_line
+
+            return command_line()
+        except Stopped:
+            return exit_code_of_signal()
+
 
 if __name__ == "__main__":
     sys.exit(main())

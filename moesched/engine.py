@@ -42,6 +42,7 @@ from moesched.tasks import (
     Task,
     Work,
     priority,
+    story_of,
 )
 
 T = TypeVar("T", bound=Task)
@@ -89,6 +90,7 @@ class Engine:
         self._admitted = 0
         self._halted: BaseException | None = None
         self._refusal: BaseException | None = None
+        self._undone: list[Task] = []
 
     @property
     def unsettled(self) -> int:
@@ -236,7 +238,7 @@ class Engine:
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Settle a running task that raised. Tasks that need its result are cancelled; others behind it still run."""
-        failure = TaskFailed(self._story(task, error))
+        failure = TaskFailed(story_of(task, error))
         failure.__cause__ = error
         task.cause = failure
         if self.failure is None:
@@ -292,6 +294,12 @@ class Engine:
         for task in ready:
             if task.state == CANCELLED:
                 self._settle(task, CANCELLED)
+
+    def forget(self) -> None:
+        """Drop the errors of a run that is over: their tracebacks lead back to tasks, which no collector sees."""
+        while self._undone:
+            self._undone.pop().cause = None
+        self.failure = self._halted = self._refusal = None
 
     # -- the state machine -------------------------------------------------------------------------
 
@@ -414,6 +422,7 @@ class Engine:
 
     def _pass_failure(self, task: Task) -> None:
         """Cancel the tasks that need the result of a failed one, and let those behind it in its lane continue."""
+        self._undone.append(task)
         for other in (task.followers or []) + (task.released or []):
             if other.cause is None and task.id in other.deps[: other.inputs]:
                 other.cause = _cancelled_by(task)
@@ -423,11 +432,6 @@ class Engine:
             self.arrived.append(task)
         if task.lane.in_order and task.lane.running is None:
             self._next(task.lane)
-
-    def _story(self, task: Task, error: BaseException) -> str:
-        waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
-        place = f", submitted at {task.line}" if task.code is not None else ""
-        return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:

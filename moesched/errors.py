@@ -1,7 +1,7 @@
-"""Every error that moesched raises on purpose.
+"""Every error that moesched raises on purpose. One that ends a run has the results so far as its attribute `report`.
 
 MoeschedError
-├── BadInput            the user's input: a file, a flag, a size; the command line prints one line, exit code 2
+├── BadInput            the user's input: a file, a flag, a size; the command line prints one line
 │   └── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
 │   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
@@ -17,6 +17,16 @@ MoeschedError
 from __future__ import annotations
 
 from typing import Any
+
+
+def attach_report(error: BaseException, report: Any) -> None:
+    """Give an error the report of the run that it ended, as its attribute `report`."""
+    vars(error)["report"] = report
+
+
+def report_of(error: BaseException) -> Any:
+    """The report of the run that an error ended; None where no run had begun."""
+    return vars(error).get("report")
 
 
 class MoeschedError(Exception):

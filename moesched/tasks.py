@@ -260,6 +260,13 @@ class Task(msgspec.Struct, eq=False, gc=False):
         )
 
 
+def story_of(task: Task, error: BaseException) -> str:
+    """A failed task's label, lane, what it waited for, who submitted it, and its error."""
+    waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
+    place = f", submitted at {task.line}" if task.code is not None else ""
+    return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+
+
 @_set_plainly
 class Kernel(Task, gc=False, eq=False):
     """An operation on the accelerator."""

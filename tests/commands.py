@@ -39,5 +39,16 @@ def refused(said: Said, pattern: str) -> None:
     """Bad input: exit code 2, one line that says what, and nothing on standard output."""
     assert said.code == 2
     assert said.out == ""
+    in_one_line(said, pattern)
+
+
+def failed(said: Said, pattern: str) -> None:
+    """The run began and failed: exit code 1, and one line that says why."""
+    assert said.code == 1
+    in_one_line(said, pattern)
+
+
+def in_one_line(said: Said, pattern: str) -> None:
+    """Standard error has one line, which says this."""
     assert re.fullmatch(r"moesched: [^\n]+\n", said.err), said.err
     assert re.search(pattern, said.err), said.err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commands import refused
+from commands import failed
 
 ERRING_POLICY = """
 class Resident:
@@ -91,14 +91,14 @@ def test_an_illegal_policy_is_told_at_its_own_line(
     command: Any, job: list[Any], policy: str, marker: str, said: str
 ) -> None:
     said_all = command(*job, "--policy", f"erring:{policy}", "--json", "--trace", "trace.json")
-    refused(said_all, rf"erring\.py:{line_of(marker)}: {said}")
+    failed(said_all, rf"erring\.py:{line_of(marker)}: {said}")
     assert not Path("trace.json").exists()
 
 
 def test_a_policy_that_leaves_a_step_unfinished_is_told_by_its_name(command: Any, job: list[Any]) -> None:
     said = command(*job, "--policy", "erring:Forgets", "--json")
     line = line_of("class Forgets") + 1
-    refused(
+    failed(
         said,
         rf"erring\.py:{line} \(Forgets\.decode\): OutOfOrder: decode step 1 ended before mb0 was sampled",
     )

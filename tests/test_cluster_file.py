@@ -106,10 +106,10 @@ def test_a_dry_run_prints_what_would_start_the_nodes(tmp_path: Path, command: An
     said = command("launch", "/models/m", "--hosts", file, "--policy", "ep_naive", "--dry-run")
     assert said.code == 0
     first, second = said.out.splitlines()
-    assert first == f"ssh -o BatchMode=yes me@mac-0 'moesched node /models/m --cluster {file} --rank 0'"
+    assert first == f"ssh -o BatchMode=yes -- me@mac-0 'moesched node /models/m --cluster {file} --rank 0'"
     assert "'/models/a b'" in second.replace("'\"'\"'", "'")
     of_one = load_cluster(file).hosts[0]
-    assert ssh_command(of_one, node_arguments(file, of_one, Path("/models/m")))[3] == "me@mac-0"
+    assert ssh_command(of_one, node_arguments(file, of_one, Path("/models/m")))[4] == "me@mac-0"
 
 
 @pytest.mark.parametrize(

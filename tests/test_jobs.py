@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import moesched
-from moesched.drivers.interrupts import interrupts_held
 from moesched.inputs.prompts import TOKENIZER_NAME, Prompt, Tokenizer
 from moesched.jobs.batch_reports import NotTraced
 from moesched.models.checkpoint import open_checkpoint
@@ -20,6 +19,7 @@ from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.simulation import simulate
 from moesched.settings import check_settings, parse_settings
 from moesched.steps.plan import Plan
+from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from runs import FORTY_PERCENT, make_plan
 from small_models import small_model
@@ -281,7 +281,7 @@ def test_other_settings_are_told(settings: Any, said: str) -> None:
 
 def test_ctrl_c_is_held_back_until_the_moment_is_over() -> None:
     reached = False
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
+    with pytest.raises(KeyboardInterrupt), signals_held():
         os.kill(os.getpid(), signal.SIGINT)
         reached = True
     assert reached

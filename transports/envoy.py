@@ -10,12 +10,10 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +22,7 @@ import zmq
 
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
+from moesched.system.scratch import new_scratch_folder, remove
 
 from .envoy_process import Orders
 from .frames import NAMES, NOTHING, Frame, Kind, pack, unpack
@@ -65,11 +64,11 @@ class EnvoyTransport:
         self.timeout_seconds = timeout_seconds
         self._closed = False
         self._calling = threading.Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="moesched-envoy-")
+        self._folder = new_scratch_folder()
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{Path(self._folder.name) / 'envoy'}"
+        address = f"ipc://{self._folder / 'envoy'}"
         self._socket.bind(address)
         secret, public = (None, ()) if keys is None else keys
         options = {"timeout_seconds": timeout_seconds, **options}
@@ -187,7 +186,7 @@ class EnvoyTransport:
             self._reports.close()
             self._socket.close()
             self._context.term()
-            self._folder.cleanup()
+            remove(self._folder)
 
 
 def _arrays_of(answer: list[bytes]) -> list[Array]:

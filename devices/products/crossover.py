@@ -17,7 +17,7 @@ from time import perf_counter
 import msgspec
 import torch
 
-from moesched.machines.local import cache_folder
+from moesched.system.cache import cache_folder
 
 from .expert_kernel import ExpertKernel, build
 from .linear import Blocks, Tensor, linear

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.errors import BadInput
-from moesched.trace.whole_file import require_writable, whole_file
+from moesched.system.whole_file import require_writable, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

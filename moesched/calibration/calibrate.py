@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
@@ -49,6 +48,9 @@ from moesched.machines.local import (
 )
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
+from moesched.system.cache import cache_folder
+from moesched.system.scratch import scratch_folder
+from moesched.system.whole_file import require_writable, whole_file
 
 Progress = Callable[[int, int], object]
 
@@ -71,22 +73,26 @@ def calibrate(
     Raises:
         BadInput: the file cannot be written, or the disk has no room for the file that is read from it.
     """
+    if out is None:
+        cache_folder().mkdir(parents=True, exist_ok=True)
     file = calibrated_file() if out is None else out
     return calibrate_into(file, THOROUGH if thorough else QUICK, progress)
 
 
 def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:
     """Measure this machine to any extent and write its file."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".calibrate-") as folder:
-            with closing(Calibration(Path(folder), extent)) as calibration:
+    require_writable(file, "machine file")
+    # The system's folder for temporary files may lie in memory, and this measures the disk.
+    with scratch_folder(inside=cache_folder()) as folder:
+        try:
+            with closing(Calibration(folder, extent)) as calibration:
                 machine = calibration.run(progress or (lambda done, total: None))
-            whole = Path(folder) / "machine.toml"
-            whole.write_text(machine_toml(machine))
-            whole.replace(file)
-    except OSError as error:
-        raise BadInput(f"cannot calibrate into {file}: {error.strerror}: choose another --out") from error
+        except OSError as error:
+            raise BadInput(
+                f"cannot calibrate in {folder}: {error.strerror}: set MOESCHED_CACHE to a folder on another disk"
+            ) from error
+    with whole_file(file, "machine file") as written:
+        written.write(machine_toml(machine).encode())
     return machine
 
 

@@ -12,7 +12,6 @@ from moesched.calibration.exercise import Exercise, FinishedTasks, Mode
 from moesched.calibration.extent import Extent
 from moesched.calibration.task_times import TaskTimes
 from moesched.calibration.timing import Call, Step
-from moesched.drivers.interrupts import interrupts_held
 from moesched.machines import ATTENTION, ATTENTION_CALLS
 from moesched.machines.local import assumed_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -22,6 +21,7 @@ from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.system.signals import signals_held
 from moesched.tasks import Task
 
 
@@ -93,7 +93,7 @@ def run_exercise(
     Raises:
         KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
     """
-    with interrupts_held():  # a Ctrl-C during garbage collection would be lost
+    with signals_held():  # a Ctrl-C during garbage collection would be lost
         gc.collect()  # frees the previous run's weights
     opened = open_checkpoint(checkpoint)
     layout = weight_layout(opened.config, dtype)

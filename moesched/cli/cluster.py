@@ -105,8 +105,20 @@ def node(
     patience: Annotated[
         float, Parameter(group=CLUSTER, metavar="SECONDS", help="Seconds to wait for the launcher.")
     ] = JOIN_SECONDS,
+    ends_with_stdin: Annotated[
+        bool,
+        Parameter(
+            group=CLUSTER,
+            negative="",
+            help="End when standard input is closed, and so with the program that started this node.",
+        ),
+    ] = False,
 ) -> None:
     """See NODE_HELP."""
+    from moesched.system.children import end_with_parent
+
+    if ends_with_stdin:
+        end_with_parent()
     from moesched.cluster.node import run_node
 
     run_node(cluster, rank, model_dir, key=key, patience=patience)

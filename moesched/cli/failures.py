@@ -7,13 +7,15 @@ import os
 import sys
 import sysconfig
 import traceback
+from contextlib import suppress
+from signal import SIGINT, Signals
 from types import TracebackType
 
-from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed
+from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed, report_of
+from moesched.system.signals import exit_code_of_signal, first_signal
 
 BAD_INPUT = 2
-INTERRUPTED = 130
-UNEXPECTED = 1
+FAILED = 1
 
 _CALLERS_OF_POLICIES = (
     "moesched.drivers.capture",
@@ -30,10 +32,10 @@ def exit_code_of(error: BaseException) -> int:
     Errors in the input or in a policy are one line. An unexpected exception keeps its traceback.
     """
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else UNEXPECTED
+        return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, KeyboardInterrupt):
-        tell("interrupted")
-        return INTERRUPTED
+        tell(interruption())
+        return exit_code_of_signal()
     if isinstance(error, BrokenPipeError):
         return _reader_left()
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -45,19 +47,27 @@ def exit_code_of(error: BaseException) -> int:
         return BAD_INPUT
     if isinstance(error, PolicyError):
         tell(f"{policy_line(error)}: {type(error).__name__}: {error}")
-        return BAD_INPUT
+        return FAILED
     if isinstance(error, TaskFailed):
         return _task_failed(error)
     if isinstance(error, MoeschedError):
         tell(str(error))
-        return BAD_INPUT if isinstance(error, BadInput) else UNEXPECTED
+        began = report_of(error) is not None
+        return BAD_INPUT if isinstance(error, BadInput) and not began else FAILED
     traceback.print_exception(error, file=sys.stderr)
-    return UNEXPECTED
+    return FAILED
 
 
 def tell(message: str) -> None:
-    """Print one line on standard error."""
-    print("moesched:", " ".join(message.split()), file=sys.stderr, flush=True)
+    """Print one line on standard error, if anybody reads it."""
+    with suppress(OSError):
+        print("moesched:", " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def interruption() -> str:
+    """ "interrupted", with the signal unless it was Ctrl-C."""
+    number = first_signal()
+    return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
 
 
 def policy_line(error: BaseException) -> str:
@@ -101,15 +111,15 @@ def _task_failed(error: TaskFailed) -> int:
     cause = error.__cause__
     if isinstance(cause, MoeschedError):
         tell(str(error))
-        return BAD_INPUT if isinstance(cause, BadInput) else UNEXPECTED
+        return FAILED
     traceback.print_exception(error, file=sys.stderr)
-    return UNEXPECTED
+    return FAILED
 
 
 def _reader_left() -> int:
     """End quietly when the reader of our output has closed it, as `head` does."""
     _abandon_stdout()
-    return UNEXPECTED
+    return FAILED
 
 
 def _abandon_stdout() -> None:

@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from moesched.cli import arguments, options
 from moesched.errors import BadInput
 from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS
+from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
@@ -157,7 +158,7 @@ class GenerationArguments(
             BadInput: an option cannot be used.
         """
         from moesched.cli.display import display_of
-        from moesched.cli.failures import BAD_INPUT, INTERRUPTED
+        from moesched.cli.failures import FAILED
         from moesched.cli.results import hand_out
         from moesched.inputs.prompts import TOKENIZER_NAME
 
@@ -172,8 +173,8 @@ class GenerationArguments(
 
         done = hand_out(run, json=self.json, file=self.report, trace=self.trace)
         if done.failure is not None:
-            return BAD_INPUT
-        return INTERRUPTED if done.interrupted else code
+            return FAILED
+        return exit_code_of_signal() if done.interrupted else code
 
     def _keywords(self) -> dict[str, Any]:
         """The options as keywords of `run_model`."""

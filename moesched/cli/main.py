@@ -26,6 +26,7 @@ from moesched.cli import list as listing
 from moesched.cli.failures import exit_code_of
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
+from moesched.system.scratch import sweep
 
 HELP = "Write, run and compare schedules of Mixture-of-Experts inference for weights that do not fit into fast memory."
 
@@ -40,7 +41,8 @@ EPILOGUE = paragraphs(
       --workload mtbench""",
     "`moesched run --help` explains a command. KB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.",
     "Results go to standard output, progress and logs to standard error. MOESCHED_LOG=info shows more logs.",
-    "Exit codes: 0 success, 2 bad input (one line gives the remedy), 130 interrupted, 1 any other error.",
+    "Exit codes: 0 done; 1 the run began and failed; 2 bad input, and one line gives the remedy; 128 and the "
+    "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
 
@@ -53,6 +55,7 @@ def make_app() -> App:
         help_format="plaintext",
         version=lambda: version("moesched"),
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
     )
     for command in (
         run,
@@ -79,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not explains_only(given):
             send_logs_to_stderr()
+            sweep()
         code = make_app()(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BaseException as error:

@@ -11,6 +11,7 @@ from cyclopts import App, Group, Parameter
 from moesched.cli import arguments, options
 from moesched.errors import BadInput
 from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS, PROFILING_POLICY
+from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +156,7 @@ def add_to(app: App) -> None:
 
 def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFILE_DEFAULTS) -> int:
     """See HELP."""
-    from moesched.cli.failures import INTERRUPTED, tell
+    from moesched.cli.failures import interruption, tell
     from moesched.routing.statistics import statistics_of
     from moesched.settings import parse_settings
 
@@ -178,8 +179,8 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
     _print_profile(statistics, found, interrupted, json=given.json)
     _write(found, trace, given.out, given.picture)
     if interrupted:
-        tell(f"interrupted after {found.tokens} tokens")
-    return INTERRUPTED if interrupted else code
+        tell(f"{interruption()} after {found.tokens} tokens")
+    return exit_code_of_signal() if interrupted else code
 
 
 def _profile(model: str, given: ProfileArguments) -> tuple[Profiled, int]:
@@ -199,7 +200,7 @@ def _profile(model: str, given: ProfileArguments) -> tuple[Profiled, int]:
 
 def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEFAULTS) -> int:
     """See SPARSITY_HELP."""
-    from moesched.cli.failures import INTERRUPTED, tell
+    from moesched.cli.failures import interruption, tell
     from moesched.cli.output import Bar, print_json
     from moesched.jobs.sparsity import sparsity_of
 
@@ -211,8 +212,8 @@ def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEF
     else:
         _print_sparsity(report)
     if report.interrupted:
-        tell(f"interrupted after {sum(report.values)} values")
-    return INTERRUPTED if report.interrupted else code
+        tell(f"{interruption()} after {sum(report.values)} values")
+    return exit_code_of_signal() if report.interrupted else code
 
 
 def _known(
@@ -231,7 +232,7 @@ def _known(
 def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
     """Raise BadInput early if a file cannot be written."""
     from moesched.analysis.pictures import require_picture
-    from moesched.trace.whole_file import require_writable
+    from moesched.system.whole_file import require_writable
 
     for path in out:
         if path.suffix not in (".csv", ".npz"):

@@ -67,7 +67,7 @@ def reproduce(
     from moesched.reproduce import reproduce as reproduce_paper
     from moesched.reproduce.picture import draw_reproduction, require_folder
     from moesched.reproduce.report import write_reproduction
-    from moesched.trace.whole_file import require_writable
+    from moesched.system.whole_file import require_writable
 
     if out is not None:
         require_folder(out)

@@ -1,45 +1,52 @@
-"""Output of a job's report: printed and written first, so that a failed trace does not lose it."""
+"""Output of a job's report, also where the job ended early: written to its file, then printed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.cli.failures import tell
+from moesched.cli.failures import interruption, tell
 from moesched.cli.output import print_json, print_report
-from moesched.errors import NodeLost
-from moesched.jobs.batch_reports import NotTraced
+from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
+from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
-from moesched.trace.whole_file import require_writable
+from moesched.system.whole_file import require_writable
 
 
 def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None) -> JobReport:
-    """Run a job, print its report and write it to `file`; the job writes its trace to `trace`.
+    """Run a job, write its report to `file` and print it; the job writes its trace to `trace`.
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
-        NodeLost: a node of the cluster was lost, so the job ended early.
+        Exception: the job ended early; its report is written and printed.
     """
     require_writable(file, "report")
-    unfinished: NotTraced | NodeLost | None = None
-    try:
-        report = job()
-    except (NotTraced, NodeLost) as error:
-        if error.report is None:
-            raise
-        unfinished, report = error, error.report
+    ending = JobEnding()
+    report = reported(job, ending)
+    if file is not None:
+        try:
+            write_report(file, report)
+        except BadInput as unwritten:
+            attach_report(unwritten, report)
+            ending.error = ending.error or unwritten
     if json:
         print_json(report.as_dict())
-    else:
+    elif ending.error is None or not _is_the_policys(ending.error):
         print_report(report)
-        if trace is not None and unfinished is None:
+        if trace is not None and ending.error is None:
             print(f"\ntrace: {trace}; open it in https://ui.perfetto.dev")
-    if report.failure is not None and unfinished is None:
-        tell(f"after {sum(map(len, report.tokens or []))} tokens: {report.failure}")
+    if report.failure is not None and ending.error is None:
+        tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:
-        tell(f"interrupted after {sum(map(len, report.tokens or []))} tokens")
-    if file is not None:
-        write_report(file, report)
-    if unfinished is not None:
-        raise unfinished
+        tell(f"{interruption()} after {_tokens(report)} tokens")
+    ending.raise_error(report)
     return report
+
+
+def _is_the_policys(error: Exception) -> bool:
+    """Whether the error's own lines matter to the reader, and no figures."""
+    return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
+
+
+def _tokens(report: JobReport) -> int:
+    return sum(map(len, report.tokens or []))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from msgspec.structs import replace
@@ -39,11 +38,11 @@ from moesched.cluster.node_jobs import NodeRun
 from moesched.cluster.node_transports import way_of
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
-from moesched.errors import BadInput, NodeLost
+from moesched.errors import BadInput
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
-from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
@@ -51,7 +50,8 @@ from moesched.machines.local import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
-from moesched.trace.whole_file import require_writable
+from moesched.system.scratch import scratch_folder
+from moesched.system.whole_file import require_writable
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
@@ -87,8 +87,7 @@ def run_local(
     if not 1 <= nodes <= MOST_LOCAL:
         raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
     given = options_from(ClusterOptions, "run_local", options, policy=policy, machine=machine)
-    with TemporaryDirectory(prefix="moesched-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         keys, cluster = _local_cluster(folder, nodes)
         return _launch(cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), given)
 
@@ -141,8 +140,8 @@ def run_with_given_ranks(
     model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **options: Any
 ) -> ClusterReport:
     """`run_cluster` for a program such as mpirun that started a process on each node, of which this is the first."""
-    with TemporaryDirectory(prefix="moesched-") as name:
-        here = start_here(Path(name))
+    with scratch_folder() as folder:
+        here = start_here(folder)
 
         def start(host: Host, of_node: Sequence[str]) -> Process:
             return here(host, of_node) if host.rank == 0 else start_by_others(host, of_node)
@@ -193,31 +192,27 @@ def _launch(
     listener = given.listener or Listener()
     texts = TextListener(listener, tokenizer, encoded, 0, stop_tokens, given.max_new_tokens)
     log = TokenLog(encoded, given.max_new_tokens, stop_tokens)
-    interrupted, lost = False, None
+    ending = JobEnding()
     with _control(cluster, cluster_file, keys) as (control, seated):
         welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=given.transport)
         processes = _start_all(start, seated, cluster_file, model)
         roster = Roster(seated, control, processes, expected, welcome)
         launch = Launch(roster, log, given.sizes, _LaunchEvents(listener, texts))
         try:
-            launch.run()
-        except KeyboardInterrupt:
-            interrupted = True
-        except NodeLost as error:
-            lost = error
+            with ending:
+                launch.run()
         finally:
             roster.end()
     texts.finish_all()
     listener.ran()
-    report = cluster_report(launch, roster, texts.texts, interrupted=interrupted, lost=lost)
-    if given.trace is not None and report is not None:
-        with suppress(NotTraced) if lost else nullcontext():
-            write_traces(Path(given.trace), launch, roster, report, listener)
-    if lost is not None:
-        lost.report = report
-        raise lost
+    report = cluster_report(launch, roster, texts.texts, ending)
     if report is None:
+        ending.raise_error()
         raise KeyboardInterrupt
+    if given.trace is not None:
+        with suppress(NotTraced) if ending.error else nullcontext():
+            write_traces(Path(given.trace), launch, roster, report, listener)
+    ending.raise_error(report)
     return report
 
 

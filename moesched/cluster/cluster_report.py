@@ -10,9 +10,9 @@ import msgspec
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
 from moesched.cluster.roster import Roster
-from moesched.errors import NodeLost
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
 from moesched.jobs.trace_file import numbered, write_recording
+from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
 from moesched.trace import Clock, Recording, merge_recordings
 
@@ -21,9 +21,7 @@ def cluster_report(
     launch: Launch,
     roster: Roster,
     text: list[str] | None,
-    *,
-    interrupted: bool,
-    lost: NodeLost | None,
+    ending: Ending,
 ) -> ClusterReport | None:
     """The nodes' reports as one; None where no node reported."""
     reports = {
@@ -38,8 +36,8 @@ def cluster_report(
     fields |= {
         "tokens": launch.log.tokens,
         "text": text,
-        "interrupted": interrupted,
-        "failure": launch.failure if lost is None else str(lost),
+        "interrupted": ending.interrupted,
+        "failure": launch.failure if ending.error is None else str(ending.error),
     }
     by_rank: dict[int, list[JobReport]] = {node.host.rank: [] for node in roster.nodes}
     for found in reports.values():

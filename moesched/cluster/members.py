@@ -12,9 +12,12 @@ from typing import IO, Protocol
 
 from moesched.cluster.cluster_file import Host
 from moesched.errors import BadInput
+from moesched.system.children import tied_child
 
 GRACE_SECONDS = 10.0
 """Time that a process has to end by itself after the run."""
+ENDS_WITH_STDIN = "--ends-with-stdin"
+"""The option of a node that ends with the program that started it, over ssh as well."""
 
 
 class Process(Protocol):
@@ -45,7 +48,7 @@ Start = Callable[[Host, Sequence[str]], Process]
 
 
 class LocalProcess:
-    """A child process in its own session, so that Ctrl-C on the terminal reaches only the launcher."""
+    """A child process that ends with this one, in its own session: Ctrl-C on the terminal reaches only the launcher."""
 
     watched = True
 
@@ -53,13 +56,7 @@ class LocalProcess:
         self._errors = errors
         stderr: IO[bytes] | None = None if errors is None else errors.open("wb")
         try:
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-            )
+            self._child = tied_child(command, stderr)
         finally:
             if stderr is not None:
                 stderr.close()
@@ -71,11 +68,14 @@ class LocalProcess:
     def kill(self) -> None:
         """Kill it, and wait for its end."""
         self._child.kill()
-        self._child.wait()
+        self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end."""
-        return self._child.wait(timeout)
+        code = self._child.wait(timeout)
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        return code
 
     def last_words(self) -> str:
         """Its standard error."""
@@ -90,7 +90,8 @@ def start_here(folder: Path) -> Start:
     """
 
     def start(host: Host, arguments: Sequence[str]) -> Process:
-        return LocalProcess([sys.executable, "-m", "moesched", *arguments], folder / f"node-{host.rank}.err")
+        command = [sys.executable, "-m", "moesched", *arguments, ENDS_WITH_STDIN]
+        return LocalProcess(command, folder / f"node-{host.rank}.err")
 
     return start
 
@@ -102,7 +103,7 @@ def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
         BadInput: there is no ssh here.
     """
     try:
-        return LocalProcess(ssh_command(host, arguments))
+        return LocalProcess(ssh_command(host, [*arguments, ENDS_WITH_STDIN]))
     except FileNotFoundError:
         raise BadInput(
             "there is no `ssh` on this machine: install OpenSSH, or start `moesched node` yourself"
@@ -110,9 +111,9 @@ def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
 
 
 def ssh_command(host: Host, arguments: Sequence[str]) -> list[str]:
-    """The command that `start_by_ssh` runs."""
+    """The command that starts a node with these arguments on its machine."""
     remote = f"{host.command} {shlex.join(arguments)}"
-    return ["ssh", "-o", "BatchMode=yes", host.ssh or host.address, remote]
+    return ["ssh", "-o", "BatchMode=yes", "--", host.ssh or host.address, remote]
 
 
 class ByOthers:

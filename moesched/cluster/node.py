@@ -173,6 +173,7 @@ class _Node:
                 raise KeyboardInterrupt
             if transport.error is not None:
                 raise transport.error
+            part.ending.raise_error(part.report)
             if part.report.failure is not None:
                 self._reports.done(part.report.failure)
                 return

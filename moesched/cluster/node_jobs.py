@@ -12,12 +12,12 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched import plugins
-from moesched.drivers.interrupts import interrupts_held
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine, find_policy
 from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
+from moesched.jobs.batch_reports import reported
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.trace_file import recorder_of
 from moesched.models.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ from moesched.models.layout import weight_layout
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
+from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter
@@ -32,6 +33,7 @@ from moesched.runs.planning import plan_run
 from moesched.seams import JoinsRanks, Policy, StandsBy, Transport
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
+from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from moesched.trace import Recording
 
@@ -64,11 +66,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     sizes: SizeOptions = SizeOptions()
 
 
-class NodeBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one batch on one node."""
+@dataclass(frozen=True, kw_only=True)
+class NodeBatch:
+    """The result of one batch on one node, and its error, if it ended with one."""
 
     report: JobReport
     recording: Recording | None
+    ending: Ending
 
 
 OnTokens = Callable[[dict[int, list[int]], list[int]], object]
@@ -109,7 +113,7 @@ class NodeJob:
             budgets = {machine.accelerator.memory: memory, **budgets}
         whole, self._machine, self._budgets = cut_over_ranks(checkpoint.config, machine, budgets, 1, cls)
         self._layout = weight_layout(whole, run.dtype)
-        with interrupts_held():
+        with signals_held():
             kind = plugins.find("devices", run.device)
         if not issubclass(kind, JoinsRanks):
             raise BadInput(f"device {run.device} cannot be one of several nodes: choose another one")
@@ -147,7 +151,7 @@ class NodeJob:
 
     def close(self) -> None:
         """Close the device."""
-        with interrupts_held():
+        with signals_held():
             anyio.run(self._device.aclose)
 
     def _run_batch(self, ask: Ask, batch: Batch) -> NodeBatch:
@@ -166,21 +170,26 @@ class NodeJob:
             else:
                 self._on_tokens({first + request: [token] for request, token in fresh.items()}, [])
 
-        report = run(
-            plan,
-            policy,
-            self._device,
-            mine,
-            sampling=self._run.sampling,
-            tokens=TokenHandling(self._layout.config.stop_tokens, tell),
-            observers=[_Loading(plan, self._on_loading), kinds],
-            recorder=recorder,
-            keep_open=True,
+        ending = Ending()
+        report = reported(
+            partial(
+                run,
+                plan,
+                policy,
+                self._device,
+                mine,
+                sampling=self._run.sampling,
+                tokens=TokenHandling(self._layout.config.stop_tokens, tell),
+                observers=[_Loading(plan, self._on_loading), kinds],
+                recorder=recorder,
+                keep_open=True,
+            ),
+            ending,
         )
         if held and not report.failure and not report.interrupted:
             self._on_tokens(held, list(held))
         finished = job_report(report, plan, kinds, policy=self._run.policy, dtype=self._layout.dtype)
-        return NodeBatch(report=finished, recording=recorder.recording() if recorder else None)
+        return NodeBatch(report=finished, recording=recorder.recording() if recorder else None, ending=ending)
 
     def _batches(self, ask: Ask, sizes: BatchSizes) -> Iterator[Batch]:
         for batch in batches_of(list(map(len, ask.prompts)), ask.new_tokens, sizes):

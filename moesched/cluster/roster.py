@@ -174,8 +174,10 @@ class Roster:
             self._control.say(node.peer, message)
 
     def end(self) -> None:
-        """End all nodes, and kill those that do not end by themselves."""
+        """End all nodes, and kill those that do not end by themselves, or that have not joined yet."""
         for node in self.nodes:
+            if node.peer is None:
+                node.process.kill()
             self.say(node, Quit())
         deadline = time.monotonic() + GRACE_SECONDS + ENDING_SECONDS
         for node in self.nodes:

@@ -70,8 +70,14 @@ def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
         other.
     """
     errors = [run.error for run in runs if run.error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, TaskCancelled)):
-        raise error
+    errors.sort(key=lambda error: isinstance(error, TaskCancelled))
+    for run in runs:
+        run.error = None  # a task refers to the run that awaited it, and an error to tasks
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()
     return [run.result for run in runs]
 
 

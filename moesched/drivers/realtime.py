@@ -150,6 +150,12 @@ class RealtimeDriver:
     def _now(self) -> int:
         return self.clock() - self.origin
 
+    def describe_running(self) -> str:
+        """The tasks that are on lanes now, for people; empty where there are none."""
+        with self.lock:
+            running = [lane.running for engine in self._engines for lane in engine.lanes if lane.running]
+        return ", ".join(f"{task.label} on {task.lane.name}" for task in running)
+
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
         """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
 
@@ -177,6 +183,8 @@ class RealtimeDriver:
                 for runner in runners:
                     runner.close()
         if self._observer_error is not None:
+            for run in self._runs:
+                run.error = None
             raise self._observer_error
         return results_of(self._runs)
 

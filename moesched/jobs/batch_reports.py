@@ -1,14 +1,20 @@
-"""Reports of successive batches; a trace that could not be written is an error after the last one."""
+"""Reports of successive batches, of which the last may have ended with an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import msgspec
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, report_of
 from moesched.jobs.report import JobReport, merge_reports
+from moesched.runs.ending import Ending
+from moesched.runs.outcome import Report
+from moesched.system.signals import hold_signals, release_signals
+
+T = TypeVar("T", bound=Report)
 
 
 class NotTraced(BadInput):
@@ -20,19 +26,26 @@ class NotTraced(BadInput):
 
 
 class BatchReports:
-    """Reports of successive batches. If a trace cannot be written, they go on, and the error is raised at the end."""
+    """Reports of successive batches. An error that comes with a report is raised at the end, with that of all."""
 
     def __init__(self) -> None:
         self.all: list[JobReport] = []
-        self._untraced: NotTraced | None = None
+        self._ending = Ending()
 
     def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
-        """Run one batch."""
+        """Run one batch.
+
+        Raises:
+            Exception: the batch ended before it began.
+        """
         try:
             self.all.append(job(*arguments))
-        except NotTraced as error:
-            self.all.append(error.report)
-            self._untraced = self._untraced or error
+        except Exception as error:
+            report = report_of(error)
+            if report is None:
+                raise
+            self.all.append(report)
+            self._ending.error = self._ending.error or error
 
     def ended_early(self, number: int) -> bool:
         """Whether a batch has no report, or its report says that it was interrupted or failed."""
@@ -45,12 +58,40 @@ class BatchReports:
 
         Raises:
             KeyboardInterrupt: not even the first batch has a report.
-            NotTraced: a trace could not be written; the error has the report.
+            Exception: the error of a batch, or of writing its trace, with the report of all as its attribute `report`.
         """
         if not self.all:
             raise KeyboardInterrupt
         report = merge_reports(self.all, requests=requests, batches=batches)
         report = msgspec.structs.replace(report, padded=padded)
-        if self._untraced is not None:
-            raise NotTraced(self._untraced, report)
+        self._ending.raise_error(report)
         return report
+
+
+class JobEnding(Ending):
+    """The end of a job's run: signals wait until the results are written, and the program ends or goes on."""
+
+    def __enter__(self) -> JobEnding:
+        release_signals()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        hold_signals()
+        return super().__exit__(kind, error, trace)
+
+
+def reported(run: Callable[[], T], ending: Ending) -> T:
+    """The report of a run, and in `ending` the error that comes with it.
+
+    Raises:
+        Exception: the run ended before it began.
+    """
+    with ending:
+        return run()
+    report: T | None = None if ending.error is None else report_of(ending.error)
+    if report is None:
+        ending.raise_error()
+        raise KeyboardInterrupt
+    return report

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
-from moesched.errors import BadInput, NotFinite
+from moesched.errors import BadInput
 from moesched.inputs.defaults import MACHINE, NEW_TOKENS, PROFILING_POLICY
 from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import RoutingListener
 from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
+from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.reading import read_config
@@ -66,8 +67,7 @@ def profile_routing(
         listener=RoutingListener(recorder),
         **part_of(given, ProfilingOptions),
     )
-    if report.failure is not None:
-        raise NotFinite(report.failure)
+    require_complete(report)
     # The last token of a request is sampled and never routed.
     routed = [
         length + max(0, len(tokens) - 1) for length, tokens in zip(lengths, report.tokens or [], strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from moesched.errors import MoeschedError, attach_report
 from moesched.runs.listeners import KindMeter, kind_use
 from moesched.runs.outcome import (
     Dilations,
@@ -19,8 +20,8 @@ from moesched.runs.outcome import (
     bytes_of_all_ranks,
 )
 from moesched.steps.plan import Plan
+from moesched.system.whole_file import whole_file
 from moesched.trace.summary import KindUse
-from moesched.trace.whole_file import whole_file
 
 
 class JobReport(Report, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded")
-        of_runs = ("tokens", "scores", "text", "interrupted", "failure", "bytes_read", "emulation")
+        of_runs = ("tokens", "scores", "text", "bytes_read", "emulation")
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
@@ -132,6 +133,14 @@ def write_report(path: Path, report: JobReport) -> None:
     """
     with whole_file(path, "report") as file:
         file.write(msgspec.json.format(msgspec.json.encode(report.as_dict()), indent=2) + b"\n")
+
+
+def require_complete(report: JobReport) -> None:
+    """Raise MoeschedError, with the report, if the run failed."""
+    if report.failure is not None:
+        error = MoeschedError(report.failure)
+        attach_report(error, report)
+        raise error
 
 
 def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -11,7 +12,7 @@ from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
-from moesched.jobs.batch_reports import BatchReports
+from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunKeywords, RunOptions
 from moesched.jobs.report import JobReport, job_report
@@ -26,7 +27,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices
-from moesched.trace.whole_file import require_writable
+from moesched.system.whole_file import require_writable
 
 
 @takes(RunOptions)
@@ -40,8 +41,9 @@ def run_model(
 ) -> JobReport:
     """Generate text on real hardware. More prompts than fit a batch run as successive batches.
 
-    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Logits that are not finite
-    end it as well: `failure` of the report then says where the first such value appeared.
+    Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Weights that cannot be read
+    and logits that are not finite end it as well, and `failure` of the report then says where. Any other error after
+    the run began has the report as its attribute `report`.
 
     Args:
         model: a Hugging Face folder.
@@ -104,17 +106,22 @@ def _run_batch(
     recorder = recorder_of(plan) if trace else None
     kinds = KindMeter()
     read_before = devices.bytes_read
-    report = run(
-        plan,
-        policy,
-        devices.first,
-        prompts,
-        sampling=sampling,
-        tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
-        observers=[texts.listener, kinds],
-        recorder=recorder,
-        peers=peers,
-        keep_open=True,
+    ending = JobEnding()
+    report = reported(
+        partial(
+            run,
+            plan,
+            policy,
+            devices.first,
+            prompts,
+            sampling=sampling,
+            tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
+            observers=[texts.listener, kinds],
+            recorder=recorder,
+            peers=peers,
+            keep_open=True,
+        ),
+        ending,
     )
     texts.finish_all()
     texts.listener.ran()
@@ -130,4 +137,5 @@ def _run_batch(
     )
     if recorder is not None and trace is not None:
         write_job_trace(trace, recorder, finished, texts.listener)
+    ending.raise_error(finished)
     return finished

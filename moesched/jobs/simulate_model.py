@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +15,7 @@ from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine, find_shape, find_workload
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
-from moesched.jobs.batch_reports import BatchReports
+from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report
@@ -34,7 +36,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import lanes_contend
-from moesched.trace.whole_file import require_writable
+from moesched.system.whole_file import require_writable
 
 
 @takes(SimulationOptions)
@@ -78,7 +80,10 @@ def simulate_model(
         routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
         if choices is not None:
             routing = BatchRouting(choices, batch)
-        reports.add(_simulate_batch, job, given, batch, routing, numbered(given.trace, number))
+        with suppress(KeyboardInterrupt):
+            reports.add(_simulate_batch, job, given, batch, routing, numbered(given.trace, number))
+        if reports.ended_early(number):
+            break
     return reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
 
 
@@ -112,20 +117,26 @@ def _simulate(
     listener.planned(plan)
     recorder = recorder_of(plan) if trace else None
     kinds = KindMeter()
-    report = simulate(
-        plan,
-        policy,
-        routing=routing,
-        preview_accuracy=given.preview_accuracy,
-        replay=replay,
-        observers=[listener, kinds],
-        recorder=recorder,
-        peers=peers,
+    ending = JobEnding()
+    report = reported(
+        partial(
+            simulate,
+            plan,
+            policy,
+            routing=routing,
+            preview_accuracy=given.preview_accuracy,
+            replay=replay,
+            observers=[listener, kinds],
+            recorder=recorder,
+            peers=peers,
+        ),
+        ending,
     )
     listener.ran()
     finished = job_report(report, plan, kinds, policy=given.policy, dtype=job.layout.dtype)
     if recorder is not None and trace is not None:
         write_job_trace(trace, recorder, finished, listener)
+    ending.raise_error(finished)
     return finished
 
 

@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from moesched.errors import BadInput, NotFinite
+from moesched.errors import BadInput
 from moesched.inputs.defaults import MACHINE, PROFILING_POLICY
 from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
 from moesched.jobs.device_listener import ActivationListener
 from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
+from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
@@ -85,8 +86,7 @@ def sparsity_of(
         tensor_parallel=1,
         **part_of(given, ProfilingOptions),
     )
-    if report.failure is not None:
-        raise NotFinite(report.failure)
+    require_complete(report)
     return SparsityReport(
         model=config.name,
         dtype=report.dtype,

@@ -9,18 +9,11 @@ from pathlib import Path
 
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
+from moesched.system.cache import cache_folder
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
 ASSUMED_DISK_BANDWIDTH = 1e9
 ASSUMED_FLOPS_PER_CORE = 50e9
-
-
-def cache_folder() -> Path:
-    """The folder for files that can be regenerated: `$MOESCHED_CACHE`, or a folder in the user's cache."""
-    given = os.environ.get("MOESCHED_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesched"
 
 
 def calibrated_file() -> Path:

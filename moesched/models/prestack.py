@@ -22,10 +22,10 @@ from moesched.models.checkpoint import (
     parts_in,
 )
 from moesched.models.config import ITEM_BYTES
-from moesched.models.new_folder import new_folder, reserve, write_at, write_json
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
 from moesched.models.tensors import Shape
+from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
 COPIED_BYTES = 8 << 20
 """Bytes in memory at a time, whatever the sizes of tensors."""

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.new_folder import new_folder, reserve, write_at, write_json
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
+from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
 Progress = Callable[[int, int], None]
 

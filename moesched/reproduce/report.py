@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from moesched.reproduce.moe_lightning.paper import PaperClaim
-from moesched.trace.whole_file import whole_file
+from moesched.system.whole_file import whole_file
 
 Value = str | float | int | bool | None
 

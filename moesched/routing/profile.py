@@ -22,7 +22,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.trace.whole_file import whole_file
+from moesched.system.whole_file import whole_file
 
 HEADER = "layer,expert,count"
 SIZES = ("layers", "experts", "top_k", "tokens")

@@ -24,7 +24,7 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.choices import Integers
 from moesched.routing.profile import RoutingProfile, require_shape
-from moesched.trace.whole_file import whole_file
+from moesched.system.whole_file import whole_file
 
 ARRAYS = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
 """Dimensions of each array in the file."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import anyio
+import structlog
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_shared_engine
-from moesched.errors import BadInput, NotFinite, TaskFailed, TransportError
+from moesched.errors import BadInput, MoeschedError, TaskFailed, TransportError
 from moesched.machines.networks import NETWORK
 from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble, close_at_end, observers_of
+from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Device, Emulates, HasOwnBytes, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
+from moesched.system.signals import stopped_by
 from moesched.trace import LastSteps, Recorder
+
+_log = structlog.get_logger(__name__)
 
 
 def run(
@@ -37,8 +44,9 @@ def run(
 ) -> Report:
     """Run a plan on real hardware. Ctrl-C ends it cleanly; the report then holds the tokens so far.
 
-    The run also ends early if logits are not finite, or if this node of a cluster loses the others. The report's
-    `failure` then names the first such value, or the lost node.
+    The run also ends early if weights cannot be read, if logits are not finite, or if this node of a cluster loses the
+    others. The report's `failure` then gives the reason. Any other error of a run that has begun is raised, with the
+    report as its attribute `report`.
 
     Args:
         tokens: stop tokens of requests, and the receiver of their tokens.
@@ -57,41 +65,44 @@ def run(
     started = time.perf_counter()
     ranks = [Rank(plan, policy, device), *peers]
     hardware = _HardwareRun(ranks, tokens, observers, recorder)
-    interrupted, failure = False, None
-    try:
+    ending = Ending()
+    with ending:
         hardware.run(prompts, sampling or Sampling(), keep_open=keep_open)
-    except KeyboardInterrupt:
-        interrupted = True
-    except TaskFailed as error:
-        failure = _failure_of(error, one_of_several=plan.nodes.count > 1 and not peers)
-        if failure is None:
-            raise
+    if not hardware.began:
+        ending.raise_error()
     if recorder is not None:
         recorder.origin = hardware.origin
     seconds = time.perf_counter() - started
-    return make_report(
+    report = make_report(
         plan,
         policy,
         hardware.rank_runs[0].outcome(),
         seconds,
         measured=True,
-        interrupted=interrupted,
-        failure=failure,
+        interrupted=ending.interrupted or hardware.interrupted,
+        failure=ending.failure,
         emulation=device.emulation() if isinstance(device, Emulates) else None,
         own_bytes=plan.layout.config.ranks * device.own_bytes if isinstance(device, HasOwnBytes) else 0,
         peers=[each.plan for each in peers],
     )
+    if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
+        ending.raise_error(report)
+    return report
 
 
-def _failure_of(error: TaskFailed, *, one_of_several: bool) -> str | None:
-    """The reason for an early end with a report; None if the error is to be raised."""
-    cause = error.__cause__
-    lost = one_of_several and isinstance(cause, TransportError)
-    return str(cause) if lost or isinstance(cause, NotFinite) else None
+def _is_told(error: Exception | None, *, one_of_several: bool) -> bool:
+    """Whether a report tells enough of an error: of damaged or unreadable weights, and of nodes that are lost."""
+    cause = error.__cause__ if isinstance(error, TaskFailed) else None
+    return isinstance(cause, MoeschedError) and (one_of_several or not isinstance(cause, TransportError))
 
 
 class _HardwareRun:
-    """All ranks of this process on their devices, driven in real time."""
+    """All ranks of this process on their devices, driven in real time.
+
+    Attributes:
+        began: whether the devices were ready, and the policies began.
+        interrupted: whether a signal ended it.
+    """
 
     def __init__(
         self,
@@ -100,6 +111,7 @@ class _HardwareRun:
         observers: Sequence[Observer],
         recorder: Recorder | LastSteps | None,
     ) -> None:
+        self.began = self.interrupted = False
         self._ranks = ranks
         self.rank_runs = [
             assemble(
@@ -131,17 +143,31 @@ class _HardwareRun:
         anyio.run(self._generate, prompts, sampling, keep_open, backend_options={"use_uvloop": _has_uvloop()})
 
     async def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_open: bool) -> None:
+        loop, running = asyncio.get_running_loop(), asyncio.current_task()
+        assert running is not None
         try:
             with ExitStack() as opened:
                 for each in self.rank_runs:
                     close_at_end(opened, each)
+                opened.enter_context(stopped_by(partial(loop.call_soon_threadsafe, self._interrupt, running)))
                 for rank in reversed(self._ranks):  # here, so that Ctrl-C waits for it
                     rank.device.begin(rank.plan, prompts, sampling)
+                self.began = True
                 await self._driver.run(*(each.generation.run() for each in self.rank_runs))
+        except asyncio.CancelledError:
+            if not self.interrupted:
+                raise
         finally:
             if not keep_open:
                 for rank in self._ranks:
                     await rank.device.aclose()
+
+    def _interrupt(self, running: asyncio.Task[None]) -> None:
+        """Stop after the tasks that have started."""
+        self.interrupted = True
+        running.cancel()
+        if waiting_for := self._driver.describe_running():
+            _log.warning("stopping; the next signal stops at once", waiting_for=waiting_for)
 
 
 def _has_uvloop() -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import anyio
 
 from moesched import plugins
-from moesched.drivers.interrupts import interrupts_held
 from moesched.drivers.lanes import Execute, Issued, Streams
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.seams import CountsReads, Device, JoinsRanks, Observer, Policy
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
+from moesched.system.signals import signals_held
 from moesched.tasks import Lane, Task
 
 TRANSPORT = "inproc"
@@ -72,7 +72,7 @@ def open_devices(
         BadInput: the device cannot be one of several.
     """
     ranks = layout.config.ranks
-    with interrupts_held():
+    with signals_held():
         cls = plugins.find("devices", name)
     checked = check_settings(cls, f"device {name}", settings or {})
     opened: list[Device] = []
@@ -101,7 +101,7 @@ def _closed_at_end(opened: Sequence[_Closable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with interrupts_held():
+        with signals_held():
             for each in opened:
                 anyio.run(each.aclose)
 

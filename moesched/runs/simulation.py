@@ -15,6 +15,7 @@ from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble, observers_of
 from moesched.runs.decisions import simulated_decisions
+from moesched.runs.ending import Ending
 from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
@@ -55,6 +56,7 @@ def simulate(
     """
     started = time.perf_counter()
     ranks = [Rank(plan, policy), *peers]
+    ending = Ending()
     if replay:
         if (lanes_contend(plan) if sharing is None else sharing) or plan.machine.wired_memory is not None:
             raise BadInput("replay needs fixed durations, and with sharing they depend on concurrent tasks")
@@ -71,11 +73,24 @@ def simulate(
             observers=observers,
             recorder=recorder,
         )
-        virtual.run()
+        with ending:
+            virtual.run()
         outcome = virtual.rank_runs[0].outcome()
-    seconds = time.perf_counter() - started
+    report = _report(ranks, outcome, time.perf_counter() - started, ending)
+    ending.raise_error(report)
+    return report
+
+
+def _report(ranks: Sequence[Rank], outcome: Outcome, seconds: float, ending: Ending) -> Report:
     return make_report(
-        plan, policy, outcome, seconds, measured=False, peers=[each.plan for each in ranks[1:]]
+        ranks[0].plan,
+        ranks[0].policy,
+        outcome,
+        seconds,
+        measured=False,
+        interrupted=ending.interrupted,
+        failure=ending.failure,
+        peers=[each.plan for each in ranks[1:]],
     )
 
 

@@ -124,10 +124,11 @@ class RunState:
         ]
 
     def close(self) -> None:
-        """Drop the run's tasks, and the device's views of the slots.
+        """Drop the run's tasks and errors, and the device's views of the slots.
 
         Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
         """
+        self.engine.forget()
         plan = self.plan
         for pool in (*plan.weights.pools, *plan.weights.resident):
             for slot in pool.slots:

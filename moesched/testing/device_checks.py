@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 import anyio
@@ -21,6 +19,7 @@ from moesched.requests.batch import Batch, split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.seams import CountsReads, Device, KeepsTime
+from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
 from moesched.testing.policy_checks import Case
 from moesched.trace import LaneName, Recorder, Recording
@@ -46,8 +45,8 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     """
     config = Case(name="a device's", machine=machine).config()
     outcomes: dict[str, list[list[int]]] = {}
-    with TemporaryDirectory() as folder:
-        checkpoint = open_checkpoint(write_random_model(config, Path(folder) / "model", dtype="float32"))
+    with scratch_folder() as folder:
+        checkpoint = open_checkpoint(write_random_model(config, folder / "model", dtype="float32"))
         _check_unused(make(checkpoint, weight_layout(config, "float32")))
         _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
         for name in policies or POLICIES:

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from moesched.system.whole_file import whole_file
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
-from moesched.trace.whole_file import whole_file
 
 FORMAT = "moesched trace 2"
 SIDE_BY_SIDE = "moesched traces side by side 1"

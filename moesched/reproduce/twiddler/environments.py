@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 
 import msgspec
 from msgspec.structs import replace
@@ -20,6 +19,7 @@ from moesched.reproduce.twiddler.paper import Environment, TwiddlerPaper
 from moesched.requests.workloads import given_lengths
 from moesched.routing.profile import write_profile
 from moesched.routing.sources import find_profile
+from moesched.system.scratch import scratch_folder
 
 OURS = ("twiddler", "twiddler_makespan")
 RIVALS = {
@@ -153,8 +153,8 @@ def benches(
     """All environments, with machines as measured or with another `change` of the profile."""
     change = change or as_measured(paper)
     config = find_shape(paper.model)
-    with TemporaryDirectory() as folder:
-        popularity = Path(folder) / "popularity.csv"
+    with scratch_folder() as folder:
+        popularity = folder / "popularity.csv"
         write_profile(find_profile(paper.routing, config, seed=SEED), popularity)
         yield [
             Bench(paper, each, change(load_machine(each.machine)), popularity, looked_at)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from moesched.errors import BadInput
+from moesched.system.scratch import scratch_beside
 
 _REMEDIES = {
     errno.ENOENT: "make its folder first",
@@ -42,13 +42,10 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
                 yield file
             return
         target = path.resolve()
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-        try:
+        with scratch_beside(target) as partial:
             with partial.open("xb") as file:
                 yield file
             partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "name another file")
         raise BadInput(f"cannot write {what} {path}: {error.strerror or error}: {remedy}") from error

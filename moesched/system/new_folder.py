@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.system.scratch import scratch_beside
 
 
 @contextmanager
@@ -28,17 +28,14 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     """
     _refuse_used(target)
     _require_space(target, needed, smaller)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        yield partial
-        partial.rename(target)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _cannot_write(target, error, smaller) from error
-        raise
+        with scratch_beside(target) as partial:
+            partial.mkdir()
+            yield partial
+            partial.rename(target)
+    except OSError as error:
+        raise _cannot_write(target, error, smaller) from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,0 +1,53 @@
+"""The end of a run: complete, interrupted, or with an error that carries the report of what was done."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from moesched.errors import MoeschedError, TaskFailed, attach_report
+
+
+class Ending:
+    """A context around a run: it takes in an interrupt or an error, so that a report can be made first.
+
+    Attributes:
+        interrupted: whether Ctrl-C or a signal ended the run.
+        error: the error that ended the run; None where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupted = True
+        elif isinstance(error, Exception):
+            self.error = error
+        return error is None or self.interrupted or self.error is not None
+
+    @property
+    def failure(self) -> str | None:
+        """The reason of the error, as reports give it: of a failed task, that of its cause, if it is one of ours."""
+        error = self.error
+        if error is None:
+            return None
+        cause = error.__cause__ if isinstance(error, TaskFailed) else None
+        return str(cause if isinstance(cause, MoeschedError) else error) or type(error).__name__
+
+    def raise_error(self, report: object = None) -> None:
+        """Raise the error, if there is one, with the report of the run, if it had begun."""
+        error, self.error = self.error, None
+        if error is None:
+            return
+        if report is not None:
+            attach_report(error, report)
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame

@@ -1,0 +1,55 @@
+"""Child processes that end with this one, however it ends.
+
+The parent holds the other end of the child's standard input: it is closed when the parent ends. On Linux the child asks
+for a signal as well, which reaches it even while it is busy or stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+from moesched.system.scratch import remove_all
+
+_PR_SET_PDEATHSIG = 1
+
+
+def tied_child(command: Sequence[str], stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start a process whose program calls `end_with_parent`, in a session of its own.
+
+    Ctrl-C on the terminal does not reach it.
+
+    Args:
+        stderr: its standard error; this process's own by default.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+    )
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input is closed, or on Linux when its parent has ended."""
+    end_by_death_signal()
+    threading.Thread(target=_end_with_stdin, name="watches the parent", daemon=True).start()
+
+
+def end_by_death_signal() -> None:
+    """On Linux, end this process when the thread that started it has ended; elsewhere, do nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    remove_all()
+    os._exit(1)

@@ -1,0 +1,164 @@
+"""Temporary files and folders, which are removed in the end, or at the next start if this process is killed.
+
+Each process lists what it creates in a ledger of its own, a file in the cache folder that it keeps locked while it
+lives. A ledger that nobody holds belongs to a dead process: `sweep` removes what it lists. A process that cannot write
+to the cache folder keeps no ledger; what it leaves when it is killed stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from moesched.system.cache import cache_folder
+
+PREFIX = "moesched-"
+PARTIAL = ".partial"
+_LEDGERS = "scratch"
+
+
+def new_scratch_folder(inside: Path | None = None) -> Path:
+    """Create a folder that only this user can read; pass it to `remove` in the end.
+
+    Args:
+        inside: where it is created, by default the system's folder for temporary files.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    parent = Path(tempfile.gettempdir() if inside is None else inside).absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / f"{PREFIX}{secrets.token_hex(8)}"
+    _ledger.add(folder)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@contextmanager
+def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder, which is removed when the context ends."""
+    folder = new_scratch_folder(inside)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+@contextmanager
+def scratch_beside(target: Path) -> Iterator[Path]:
+    """Yield an unused path beside `target`, to be renamed to it; what is still there in the end is removed."""
+    path = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    _ledger.add(path)
+    try:
+        yield path
+    finally:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder of this module; nothing happens where it does not exist."""
+    _remove(path)
+    _ledger.drop(path)
+
+
+def remove_all() -> None:
+    """Remove all that this process has created and not removed, for a process that ends at once."""
+    for path in _ledger.paths:
+        _remove(path)
+    _ledger.close()
+
+
+def sweep() -> None:
+    """Remove what dead processes of this machine left behind."""
+    for file in _ledger_folder().glob(f"{platform.node()}-*"):
+        with suppress(OSError):
+            _sweep(file)
+
+
+def _sweep(file: Path) -> None:
+    """Remove what a ledger lists, and the ledger, unless its process lives."""
+    with file.open("rb") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for line in ledger.read().split(b"\0"):
+            path = Path(os.fsdecode(line))
+            if path.is_absolute() and (path.name.startswith(PREFIX) or path.name.endswith(PARTIAL)):
+                _remove(path)
+        file.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _ledger_folder() -> Path:
+    return cache_folder() / _LEDGERS
+
+
+class _Ledger:
+    """The list of this process's paths, in a file that it keeps locked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may end the process while it is held
+        self._paths: list[Path] = []
+        self._file: Path | None = None
+        self._descriptor = -1
+        self._process = 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """A copy of the list; empty in a process that was forked from the one that owns the paths."""
+        return self._paths[:] if self._process == os.getpid() else []
+
+    def add(self, path: Path) -> None:
+        """List a path before it is created."""
+        with self._lock:
+            if self._process != os.getpid():
+                self._begin()
+            self._paths.append(path)
+            if self._descriptor >= 0:
+                os.write(self._descriptor, os.fsencode(path) + b"\0")
+
+    def drop(self, path: Path) -> None:
+        """Forget a path that was removed; the ledger goes with the last one."""
+        with self._lock:
+            if path in self._paths:
+                self._paths.remove(path)
+            if not self._paths:
+                self.close()
+
+    def close(self) -> None:
+        """Remove the ledger."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor < 0 or self._process != os.getpid() or self._file is None:
+                return
+            self._process = 0
+            self._file.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def _begin(self) -> None:
+        """A new ledger: for the first path, or in a process that was forked."""
+        self._paths, self._descriptor, self._process = [], -1, os.getpid()
+        name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+        with suppress(OSError):
+            _ledger_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            unlocked = _ledger_folder() / f".{name}"
+            descriptor = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = unlocked.rename(_ledger_folder() / name)  # `sweep` sees it only now
+            self._descriptor = descriptor
+
+
+_ledger = _Ledger()

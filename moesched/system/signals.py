@@ -1,0 +1,195 @@
+"""Ends a program in order when a signal asks it to: SIGINT (Ctrl-C), SIGTERM, or SIGHUP (its terminal was closed).
+
+The first signal raises `Stopped`, which passes through every `finally` on its way to the program's end. Where a part of
+the program has a way of its own to stop, `stopped_by` names it; `signals_held` delays the signal while files are
+finished. A second signal ends the process at once; temporary files are removed even then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from moesched.system.scratch import remove_all
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_SECONDS = 0.5
+"""Signals within this time count as one: a terminal that closes sends several."""
+RETRY_SECONDS = 0.05
+
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks the program to end."""
+
+
+class _Signals:
+    """The signals that this process has received."""
+
+    def __init__(self) -> None:
+        self.in_use = False
+        self.first: int | None = None
+        self.stop: Callable[[], object] | None = None
+        self.held = 0
+        self.waits_for_results = False
+        self._pending = False
+        self._since = 0.0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Stop the program at the first signal; end the process at the second."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._since, self._pending = number, now, True
+            self.deliver(frame)
+        elif now - self._since > SAME_SECONDS:
+            end_at_once()
+
+    def deliver(self, frame: FrameType | None) -> None:
+        """Pass the first signal on, unless it is held. A module that is half loaded could not be loaded again."""
+        if self.held or self.waits_for_results or not self._pending:
+            return
+        if self.stop is None and _is_importing(frame):
+            self._retry()
+            return
+        self.forget()
+        if self.stop is None:
+            raise Stopped
+        self.stop()
+
+    def forget(self) -> None:
+        """Deliver nothing more."""
+        self._pending = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def lost(self, told: Any) -> None:
+        """Deliver `Stopped` again where Python ignored it, as in a finalizer."""
+        if isinstance(told.exc_value, Stopped):
+            self._pending = True
+            self._retry()
+        else:
+            sys.__unraisablehook__(told)
+
+    def _retry(self) -> None:
+        signal.signal(signal.SIGALRM, lambda number, frame: self.deliver(frame))
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+
+
+_signals = _Signals()
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Stop at SIGINT, SIGTERM and SIGHUP; use it once, around a whole program, on its main thread.
+
+    A signal that was ignored when the program began, as under nohup, stays ignored. In the end all are ignored, so that
+    they do not disturb the end of the interpreter.
+    """
+    _signals.in_use = True
+    sys.unraisablehook = _signals.lost
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _signals.handle)
+    try:
+        yield
+    finally:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        _signals.forget()
+        remove_all()  # a signal may have cut a removal short
+
+
+def first_signal() -> int | None:
+    """The number of the signal that asked this program to end; None where there was none."""
+    return _signals.first
+
+
+def exit_code_of_signal() -> int:
+    """128 and the number of the signal that ended this program, as shells have it."""
+    return 128 + (_signals.first or signal.SIGINT)
+
+
+@contextmanager
+def stopped_by(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at the first signal, on the main thread, instead of raising `Stopped`.
+
+    It has no effect on other threads, and where `ends_in_order` is not in use.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _signals.stop = _signals.stop, stop
+    try:
+        _signals.deliver(None)
+        yield
+    finally:
+        _signals.stop = before
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Delay the first signal until the context ends; where `ends_in_order` is not in use, delay Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+    elif not _signals.in_use:
+        with _interrupt_held():
+            yield
+    else:
+        _signals.held += 1
+        try:
+            yield
+        finally:
+            _signals.held -= 1
+        _signals.deliver(None)
+
+
+def hold_signals() -> None:
+    """Delay the first signal until `release_signals`: there are results, and they are not written yet."""
+    _signals.waits_for_results = _signals.in_use
+
+
+def release_signals() -> None:
+    """Deliver the first signal, if it came since `hold_signals`."""
+    _signals.waits_for_results = False
+    _signals.deliver(None)
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Delay a Ctrl-C of a program that has its own way to end: it raises KeyboardInterrupt when the context ends."""
+    came = False
+
+    def remember(*_: object) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def end_at_once() -> None:
+    """End this process now: remove temporary files, and nothing else. Children that are tied to it end, too."""
+    remove_all()
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())  # a progress bar hides it
+    os._exit(exit_code_of_signal())
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

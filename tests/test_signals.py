@@ -1,0 +1,182 @@
+"""Signals end a program in order: once, with its temporary files removed, and at once if they come again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from patience import PATIENCE_SECONDS
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from moesched.system.scratch import scratch_folder
+from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal, signals_held, stopped_by
+
+def ready():
+    print("ready", flush=True)
+
+def wait():
+    ready()
+    time.sleep(60)
+
+{functions}
+with ends_in_order():
+    try:
+        main()
+    except Stopped:
+        print("stopped", flush=True)
+        code = exit_code_of_signal()
+    else:
+        code = 0
+sys.exit(code)
+"""
+
+
+@contextmanager
+def started(functions: str, folder: Path, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A program that has said that it is ready."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM.format(functions=functions))
+    command = [*before, sys.executable, str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+    ) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "ready\n", it.communicate()
+        try:
+            yield it
+        finally:
+            it.kill()
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    said, complained = process.communicate(timeout=PATIENCE_SECONDS)
+    return process.returncode, said, complained
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_program_through_its_finally_blocks(tmp_path: Path, number: signal.Signals) -> None:
+    with started("def main():\n  with scratch_folder(Path('.')): wait()", tmp_path) as program:
+        program.send_signal(number)
+        assert end_of(program) == (128 + number, "stopped\n", "")
+    assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -> None:
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    with started("def main(): wait()", tmp_path, ignoring) as program:
+        program.send_signal(signal.SIGHUP)
+        program.send_signal(signal.SIGTERM)
+        assert end_of(program)[0] == 128 + signal.SIGTERM
+
+
+STUBBORN = """
+def main():
+    with scratch_folder(Path('.')):
+        try:
+            wait()
+        finally:
+            time.sleep({pause})
+            wait()
+"""
+
+
+def test_a_second_signal_ends_the_program_at_once_without_temporary_files(tmp_path: Path) -> None:
+    with started(STUBBORN.format(pause=0.6), tmp_path) as program:
+        program.send_signal(signal.SIGTERM)
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGINT)
+        assert end_of(program) == (128 + signal.SIGTERM, "", "")
+    assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_signals_that_come_together_count_as_one(tmp_path: Path) -> None:
+    with started("def main():\n  try: wait()\n  finally: time.sleep(0.2)", tmp_path) as program:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            program.send_signal(number)
+        code, said, _ = end_of(program)
+    assert said == "stopped\n"
+    assert code in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+
+
+HELD = """
+def main():
+    with signals_held():
+        ready()
+        while first_signal() is None: time.sleep(0.01)
+        print("finished")
+    print("not reached")
+from moesched.system.signals import first_signal
+"""
+
+
+def test_a_held_signal_waits_for_the_end(tmp_path: Path) -> None:
+    with started(HELD, tmp_path) as program:
+        program.send_signal(signal.SIGINT)
+        assert end_of(program) == (130, "finished\nstopped\n", "")
+
+
+IMPORTS = """
+def main():
+    Path("half.py").write_text('''
+import time
+from moesched.system.signals import first_signal
+print("ready", flush=True)
+while first_signal() is None: time.sleep(0.01)
+time.sleep(0.2)
+whole = True
+''')
+    try:
+        import half
+    finally:
+        print(sys.modules["half"].whole)
+    time.sleep(60)
+sys.path.insert(0, ".")
+"""
+
+
+def test_a_module_is_loaded_whole_before_a_signal_is_delivered(tmp_path: Path) -> None:
+    with started(IMPORTS, tmp_path) as program:
+        program.send_signal(signal.SIGINT)
+        assert end_of(program) == (130, "True\nstopped\n", "")
+
+
+FINALIZER = """
+class Finalized:
+    def __del__(self):
+        wait()
+
+def main():
+    Finalized()
+    time.sleep(60)
+"""
+
+
+def test_a_signal_that_python_ignores_in_a_finalizer_is_delivered_again(tmp_path: Path) -> None:
+    with started(FINALIZER, tmp_path) as program:
+        program.send_signal(signal.SIGTERM)
+        assert end_of(program) == (143, "stopped\n", "")
+
+
+OWN_WAY = """
+def main():
+    asked = []
+    with stopped_by(lambda: asked.append(True)):
+        ready()
+        while not asked: time.sleep(0.01)
+    print("in its own way")
+"""
+
+
+def test_a_part_of_a_program_may_stop_in_its_own_way(tmp_path: Path) -> None:
+    with started(OWN_WAY, tmp_path) as program:
+        program.send_signal(signal.SIGTERM)
+        assert end_of(program) == (0, "in its own way\n", "")
