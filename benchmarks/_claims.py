@@ -56,6 +56,12 @@ def all_reduce(result: Result) -> Iterator[Claim]:
     yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
 
 
+def busy_tests(result: Result) -> Iterator[Claim]:
+    """`make test` beside busy cores."""
+    words = "rounds of `make test` beside two busy cores in which a test fails"
+    yield none_of(words, result["failed_rounds"], result["rounds"])
+
+
 def cluster_tokens(result: Result) -> Iterator[Claim]:
     """Processes against one process."""
     cases = result["cases"]
@@ -188,6 +194,12 @@ def kill_a_node(result: Result) -> Iterator[Claim]:
     yield all_of(words, result["as_promised"], result["runs"])
 
 
+def leaks(result: Result) -> Iterator[Claim]:
+    """Many runs in one process."""
+    words = "many good and failing runs in one process: memory, devices, threads and files flat, by device"
+    yield all_of(words, result["flat"], len(result["cases"]))
+
+
 def layer_estimate(result: Result) -> Iterator[Claim]:
     """`twiddler_makespan`'s estimate of a layer."""
     for where, error in result["median_error"].items():
@@ -272,6 +284,16 @@ def same_behaviour(result: Result) -> Iterator[Claim]:
     yield none_of(words, len(result["different"]), result["cases"])
 
 
+def signals(result: Result) -> Iterator[Claim]:
+    """Commands that get a signal at a random moment."""
+    killed = [case for case in result["all"] if case["signal"] == "SIGKILL"]
+    others = [case for case in result["all"] if case["signal"] != "SIGKILL"]
+    words = "commands with a signal at a random moment: right exit code, nothing left, reports readable"
+    yield all_of(words, sum(not case["problems"] for case in others), len(others))
+    words = "launchers killed at a random moment: all nodes gone within 2 s"
+    yield all_of(words, sum(not case["problems"] for case in killed), len(killed))
+
+
 def times(ratio: float) -> str:
     """A ratio in words."""
     return f"{ratio:.2f}x"
@@ -280,9 +302,10 @@ def times(ratio: float) -> str:
 CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
-        all_reduce, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated, engine,
-        engine_paired, exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate,
+        all_reduce, busy_tests, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated,
+        engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate, leaks,
         makespan, offload_disk, packing, peak_memory, plan_search, prediction, random_runs, reproduce, same_behaviour,
+        signals,
     )
 }  # fmt: skip
 """By benchmark."""

@@ -1,7 +1,8 @@
 """The test suite beside busy cores, several times at one commit: which tests fail on a machine that is short of time?
 
 A round is `make test`, or with `--only` pytest on some files. Rounds of the same commit stay in the result file, which
-is written after each one, so that they may be run on several days.
+is written after each one, so that they may be run on several days. It is in out/, since a test compares the tables of
+the docs with all results of the tree: copy it to benchmarks/results/ in the end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ BENCHMARK.parser.add_argument(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rounds, print what failed, write the result; 1 where a test failed."""
+    BENCHMARK.out = ROOT / "out" / BENCHMARK.out.name
+    BENCHMARK.out.parent.mkdir(exist_ok=True)
     options = BENCHMARK.parse(arguments)
     files = [] if options.only == BENCHMARK.parts else [f"tests/{name}" for name in options.only]
     stored: list[dict[str, Any]] = BENCHMARK.stored().get("runs", [])

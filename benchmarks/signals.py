@@ -42,7 +42,7 @@ COMMANDS = {
     "run --local 3": ["run", "model", "--local", "3", "--policy", "ep_balanced", *TRACED],
     "launch": ["launch", "model", "--hosts", "cluster.toml", "--key", "keys/launcher/moesched.secret",
                "--policy", "ep_naive", *TRACED],
-    "simulate": ["simulate", *SIMULATE, "--policy", "twiddler", "--requests", "4000", "--report",
+    "simulate": ["simulate", *SIMULATE, "--policy", "twiddler", "--requests", "1000", "--report",
                  "out/report.json"],
     "plan": ["plan", *SIMULATE],
     "calibrate": ["calibrate", "--out", "out/machine.toml"],

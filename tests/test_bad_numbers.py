@@ -42,7 +42,7 @@ def damage(directory: Path, name: str, *, row: int = 0, number: float = float("n
 
 def stopped(said: Any) -> str:
     """The line of a run that stopped."""
-    assert said.code == 2
+    assert said.code == 1
     (line,) = said.err.splitlines()
     assert line.startswith("moesched: after ")
     assert said.json["interrupted"] is False
@@ -121,9 +121,9 @@ def test_batches_after_the_one_that_stopped_do_not_run(command: Any, model: Path
 
 def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
     damage(model, "final_norm")
-    with pytest.raises(moesched.BadInput, match="weight final_norm"):
+    with pytest.raises(moesched.MoeschedError, match="weight final_norm"):
         moesched.profile_routing(model, [[1, 2]], max_new_tokens=2)
-    with pytest.raises(moesched.BadInput, match="weight final_norm"):
+    with pytest.raises(moesched.MoeschedError, match="weight final_norm"):
         moesched.sparsity_of(model, [[1, 2]])
 
 

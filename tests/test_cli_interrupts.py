@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -16,8 +17,8 @@ from moesched.trace import check_trace
 from patience import PATIENCE_SECONDS
 
 
-def interrupt(arguments: list[Any], *, after: str) -> Said:
-    """Run a command in a process of its own and send it Ctrl-C as soon as `after` stands in its output."""
+def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.SIGINT) -> Said:
+    """Run a command in a process of its own and send it a signal as soon as `after` stands in its output."""
     command = [sys.executable, "-m", "moesched", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -25,7 +26,7 @@ def interrupt(arguments: list[Any], *, after: str) -> Said:
         begun = ""
         while after not in begun:
             begun += source.read(1) or pytest.fail(f"ended before it said {after!r}: {process.communicate()}")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
         if source is process.stderr:
             err = begun + err
@@ -45,6 +46,28 @@ def test_ctrl_c_keeps_the_text_so_far(text_model: Path) -> None:
     assert "tokens/s" in said.out
     assert re.search(r"^moesched: interrupted after \d+ tokens$", said.err, re.MULTILINE)
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_signals_keep_the_report_and_leave_nothing_else(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
+) -> None:
+    for each in ("out", "tmp", "cache"):
+        (tmp_path / each).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
+    report = tmp_path / "out" / "report.json"
+    arguments = ["run", text_model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS, "--report", report]
+    said = interrupt(arguments, after="abc", by=by)
+    assert said.code == code
+    assert re.search(rf"^moesched: interrupted \({by.name}\) after \d+ tokens$", said.err, re.MULTILINE)
+    assert json.loads(report.read_text())["interrupted"] is True
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["report.json"]
+    assert [each.name for each in (tmp_path / "tmp").iterdir()] == []
+    assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] in (
+        [],
+        ["expert-kernel.json"],
+    )
 
 
 def test_ctrl_c_keeps_tokens_and_trace(

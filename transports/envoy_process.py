@@ -16,7 +16,6 @@ import zmq
 
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
-from moesched.system.children import end_by_death_signal
 
 from .curve import Keys
 from .frames import NOTHING, Frame, Kind, pack, unpack
@@ -41,7 +40,6 @@ class Orders(msgspec.Struct):
 
 def main() -> None:
     """Report on standard output whether the envoy can start; then exchange until the standard input ends."""
-    end_by_death_signal()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     context: zmq.Context[Any] = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)

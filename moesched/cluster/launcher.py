@@ -36,8 +36,10 @@ _log = structlog.get_logger(__name__)
 
 GLANCE_SECONDS = 0.02
 """Interval at which the launcher checks the nodes' processes."""
-PARTING_SECONDS = 5.0
-"""Time that nodes have to send their results when an epoch ends early."""
+PARTING_SECONDS = 60.0
+"""Time that nodes which answer have to end their tasks and send their results when an epoch ends early."""
+NOTICE_SECONDS = 5.0
+"""Time in which the loss of a node that another one reports is noticed here."""
 
 
 class Events:
@@ -308,7 +310,7 @@ class Launch:
             raise BadInput(said)
         if message.kind == "stopped":
             return
-        deadline = time.monotonic() + PARTING_SECONDS
+        deadline = time.monotonic() + NOTICE_SECONDS
         while message.kind == "lost" and time.monotonic() < deadline:
             self._look(GLANCE_SECONDS)
         if message.gone:

@@ -51,6 +51,8 @@ class Node:
         self.peer: Peer | None = None
         self.heard = 0.0
         self.clock = ClockMeter()
+        self.answered = False
+        """Whether it was admitted or refused, and so ends by itself."""
         self.ready = False
         """Whether it has opened its device, which takes long."""
         self.prepared: Prepared | None = None
@@ -176,7 +178,7 @@ class Roster:
     def end(self) -> None:
         """End all nodes, and kill those that do not end by themselves, or that have not joined yet."""
         for node in self.nodes:
-            if node.peer is None:
+            if not node.answered:
                 node.process.kill()
             self.say(node, Quit())
         deadline = time.monotonic() + GRACE_SECONDS + ENDING_SECONDS
@@ -222,6 +224,8 @@ class Roster:
             _log.warning("refused", peer=heard.address, why=reason)
             self._control.say(heard.peer, Refused(reason=reason or ""))
             known = [each for each in self.nodes if each.host.key == heard.key and each.peer is None]
+            for each in known:
+                each.answered = True
             if known and not self.members:
                 raise BadInput(f"{known[0].host}: {reason}")
             return
@@ -229,7 +233,7 @@ class Roster:
             _log.warning("a node is back", node=str(node.host))
             node.process, node.ready, node.lost = ByOthers(), False, None
             node.hung_up, node.ending_since = False, None
-        node.peer, node.heard = heard.peer, time.monotonic()
+        node.peer, node.heard, node.answered = heard.peer, time.monotonic(), True
         node.clock = ClockMeter()
         self._control.say(heard.peer, self._welcome)
 

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def tied_child(command: Sequence[str], stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Start a process whose program calls `end_with_parent`, in a session of its own.
 
-    Ctrl-C on the terminal does not reach it.
+    Ctrl-C on the terminal does not reach it. The calling thread must outlive it.
 
     Args:
         stderr: its standard error; this process's own by default.
@@ -37,15 +37,10 @@ def tied_child(command: Sequence[str], stderr: IO[bytes] | None = None) -> subpr
 
 
 def end_with_parent() -> None:
-    """End this process when its standard input is closed, or on Linux when its parent has ended."""
-    end_by_death_signal()
-    threading.Thread(target=_end_with_stdin, name="watches the parent", daemon=True).start()
-
-
-def end_by_death_signal() -> None:
-    """On Linux, end this process when the thread that started it has ended; elsewhere, do nothing."""
+    """End this process when its standard input is closed, or on Linux when the thread that started it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_stdin, name="watches the parent", daemon=True).start()
 
 
 def _end_with_stdin() -> None:
