@@ -38,7 +38,7 @@ TINY = msgspec.structs.replace(
 )
 BLOCKS_OF_ROWS = 1000  # bytes: a page of a few rows
 
-PUBLISHED = {part: name for name, (_, ((part, _),)) in published_tensors(TINY).items()}
+PUBLISHED = {stored.parts[0][0]: name for name, stored in published_tensors(TINY).items()}
 
 Tensors = dict[str, torch.Tensor]
 

@@ -106,14 +106,18 @@ def job_report(
     dtype: str,
     text: list[str] | None = None,
     bytes_read: int | None = None,
+    change: str | None = None,
 ) -> JobReport:
     """The report of one batch, with the budgets of its plan and its kinds of task.
 
     Args:
         policy: its name, as the user gave it.
+        change: a change of the files of weights during the batch, in words; its tokens are then doubtful.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     fields |= {"policy": policy, "text": text}
+    if change is not None:
+        fields["failure"] = _doubt(change, plan, report.failure)
     return JobReport(
         **fields,
         dtype=dtype,
@@ -123,6 +127,18 @@ def job_report(
         kinds=kinds.kinds(),
         bytes_read=bytes_read,
     )
+
+
+def _doubt(change: str, plan: Plan, failure: str | None) -> str:
+    """The failure of a batch whose weights changed while it ran."""
+    first, count = plan.batch.first_request, len(plan.batch.prompts)
+    tokens = (
+        f"the tokens of requests {first} to {first + count - 1}"
+        if count > 1
+        else f"the tokens of request {first}"
+    )
+    other = f" ({failure})" if failure else ""
+    return f"{change}: {tokens} may be wrong{other}; restore it, or wait until it is complete, and run again"
 
 
 def write_report(path: Path, report: JobReport) -> None:

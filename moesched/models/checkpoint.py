@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import structlog
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
-from moesched.models.published import Published, known_tensors
+from moesched.models.file_identity import FileIdentity
+from moesched.models.headers import MOST_TENSORS, Found
+from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config
-from moesched.models.tensors import Shape, tensor_shapes
+from moesched.models.shards import read_shards
+from moesched.models.tensors import Shape, count_tensors, count_weights, tensor_shapes
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-RESTORE = "copy the file again from where the checkpoint came from"
+_log = structlog.get_logger(__name__)
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -30,7 +32,7 @@ class Columns(NamedTuple):
     of: int
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
     Attributes:
@@ -73,122 +75,98 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         open: opens the file of a tensor; None for files on disk.
+        skipped: names of tensors in the files that the architecture declares as extra.
+        identities: of each file, when it was opened.
     """
 
     config: ModelConfig
     directory: Path
     tensors: dict[str, StoredTensor]
     open: Callable[[Path], Blocks] | None = None
+    skipped: tuple[str, ...] = ()
+    identities: dict[Path, FileIdentity] = {}
 
+    def change(self) -> str | None:
+        """The first change of a file of weights since it was opened, in words; None if there is none.
 
-class Entry(msgspec.Struct):
-    """Entry of one tensor in a safetensors header; offsets count from the end of the header."""
+        It takes a few microseconds per file.
+        """
+        for path, identity in self.identities.items():
+            if (difference := identity.difference(path)) is not None:
+                return f"{path} {difference} since it was opened"
+        return None
 
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-class Found(msgspec.Struct):
-    """A tensor found in a file, whose tensors begin at byte `data_start`."""
-
-    file: Path
-    name: str
-    entry: Entry
-    data_start: int
-    file_bytes: int
+    def require_unchanged(self) -> None:
+        """Raise BadInput if a file of weights has changed since it was opened."""
+        if (change := self.change()) is not None:
+            raise BadInput(f"{change}; restore it, or wait until it is complete, and run again")
 
 
 def open_checkpoint(directory: Path | str) -> Checkpoint:
     """Locate every tensor of the model in `directory`: one safetensors file, or several with an index.
 
     Files may hold several of the model's tensors as one (the experts of a layer; queries, keys and values); the
-    StoredTensor of each is then its range of bytes.
+    StoredTensor of each is then its range of bytes. Only headers are read.
 
     Raises:
-        BadInput: a file is missing, truncated or not safetensors, a tensor is missing, or its shape does not match
-            config.json. The message names the file, the value and the remedy.
+        BadInput: a file is missing, truncated or not safetensors, or the tensors are not those of config.json: one is
+            missing, stored twice, of another shape, or unknown to the architecture. The message names the file, the
+            value and the remedy.
     """
     directory = Path(directory)
     config = read_config(directory)
-    shapes = tensor_shapes(config)
+    shards = read_shards(directory)
+    _require_counts(directory, config, shards.tensors)
+    known = _Known(config)
     tensors: dict[str, StoredTensor] = {}
-    known = by_stored_name(known_tensors(config))
-    for found in find_stored(directory):
-        _refuse_bias(found)
-        if (stored := known.get(_without_prefix(found.name))) is not None:
-            tensors.update(_parts_of(found, stored))
-    _require_all(directory, shapes, tensors)
-    return Checkpoint(config, directory, tensors)
-
-
-# ---------------------------------------------------------------- files and headers
-
-
-def find_stored(directory: Path) -> Iterator[Found]:
-    """Yield the tensors in the files of a checkpoint.
-
-    Raises:
-        BadInput: a file is missing or not safetensors.
-    """
-    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
-    if single.is_file() or not index.is_file():
-        yield from _read_header(single)
-        return
-    weight_map = _read_index(index).weight_map
-    for shard in sorted(set(weight_map.values())):
-        found = {tensor.name: tensor for tensor in _read_header(directory / shard)}
-        for name in (name for name, file in weight_map.items() if file == shard):
-            if name not in found:
-                raise BadInput(f"{directory / shard} lacks {name}, which {INDEX_NAME} puts there; {RESTORE}")
-            yield found[name]
-
-
-def _read_index(path: Path) -> _Index:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Index)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: {error}; {RESTORE}") from error
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
-
-
-def _read_header(path: Path) -> list[Found]:
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            header = _header_text(path, file, size)
-    except FileNotFoundError:
-        raise BadInput(f"{path} is missing; {RESTORE}, as safetensors") from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
-    try:
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} has no valid safetensors header ({error}); {RESTORE}") from error
-    return [Found(path, name, entry, 8 + len(header), size) for name, entry in entries.items()]
-
-
-def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
-    if size < 8:
-        raise BadInput(f"{path} is truncated: it has {size} bytes, its header alone needs more; {RESTORE}")
-    length = int.from_bytes(file.read(8), "little")
-    if length > LARGEST_HEADER:
-        raise BadInput(f"{path} is not a safetensors file: its header would have {length:,} bytes; {RESTORE}")
-    if 8 + length > size:
-        raise BadInput(
-            f"{path} is truncated: it has {size:,} bytes, its header ends at {8 + length:,}; {RESTORE}"
-        )
-    return file.read(length)
+    skipped: list[str] = []
+    for found in shards.tensors:
+        stored = known.get(found)
+        if stored is None:
+            skipped.append(found.name)
+            continue
+        for name, part in _parts_of(found, stored):
+            if tensors.setdefault(name, part) is not part:
+                raise _stored_twice(found, name, shards.tensors, known)
+    if len(tensors) < count_tensors(config):
+        raise _missing(directory, config, tensors)
+    if skipped:
+        _log.info("tensors that the model has no use for are skipped", count=len(skipped), first=skipped[0])
+    return Checkpoint(config, directory, tensors, skipped=tuple(skipped), identities=shards.identities)
 
 
 # ---------------------------------------------------------------- names
+
+
+class _Known:
+    """The tensors of an architecture by their names in files; forms that the files do not use are never built."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._published = by_stored_name(published_tensors(config))
+        self._extra = extra_names(config)
+
+    @cached_property
+    def _others(self) -> dict[str, Published]:
+        return by_stored_name(other_tensors(self._config))
+
+    def get(self, found: Found) -> Published | None:
+        """What a stored tensor is to the model; None where the architecture declares it as extra.
+
+        Raises:
+            BadInput: the architecture has no such tensor.
+        """
+        name = _without_prefix(found.name)
+        stored = self._published.get(name) or self._others.get(name)
+        if stored is None and not self._extra.fullmatch(name):
+            _refuse_bias(found)
+            config = self._config
+            of = f"a model of {config.layers:,} layers with {config.experts:,} experts"
+            raise BadInput(
+                f"{found.file}: {found.name} is no tensor of {of}, as config.json describes it; "
+                "use the config.json and the weights of one checkpoint"
+            )
+        return stored
 
 
 def _without_prefix(name: str) -> str:
@@ -211,6 +189,9 @@ def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredT
     """Divide a stored tensor into the canonical tensors that it holds, one after the other."""
     whole = _stored(found)
     _require_shape(found, published.shape)
+    if published.parts[0][1] == published.shape:  # it is the only part
+        yield published.parts[0][0], whole
+        return
     start = whole.offset
     for name, part in published.parts:
         nbytes = math.prod(part) * ITEM_BYTES[whole.dtype]
@@ -228,17 +209,36 @@ def _stored(found: Found) -> StoredTensor:
         raise BadInput(
             f"{found.file}: {found.name} has dtype {entry.dtype!r}; use a checkpoint in one of {known}"
         )
-    dtype = _DTYPES[entry.dtype]
     start, end = entry.data_offsets
-    nbytes = math.prod(entry.shape) * ITEM_BYTES[dtype]
-    if start < 0 or end - start != nbytes or min(entry.shape, default=0) < 0:
-        what = f"{found.name} of shape {list(entry.shape)} takes {nbytes:,} bytes"
-        raise BadInput(f"{found.file}: {what}, its header says {end - start:,}; {RESTORE}")
-    needed = found.data_start + end
-    if needed > found.file_bytes:
-        has = f"it has {found.file_bytes:,} bytes, {found.name} ends at {needed:,}"
-        raise BadInput(f"{found.file} is truncated: {has}; {RESTORE}")
-    return StoredTensor(found.file, found.data_start + start, entry.shape, dtype, nbytes)
+    offset = found.data_start + start
+    return StoredTensor(found.file, offset, entry.shape, _DTYPES[entry.dtype], end - start)
+
+
+def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], known: _Known) -> BadInput:
+    """Error for a tensor of the model that two of the files' tensors hold."""
+    first = next(
+        found for found in all_found if found.name != second.name and _holds(known.get(found), tensor)
+    )
+    return BadInput(
+        f"{second.file}: {second.name} and {first.name} in {first.file.name} are both {tensor} of the model; "
+        "remove one of them, or copy the checkpoint again"
+    )
+
+
+def _holds(stored: Published | None, tensor: str) -> bool:
+    return stored is not None and any(name == tensor for name, _ in stored.parts)
+
+
+def _require_counts(directory: Path, config: ModelConfig, found: Iterable[Found]) -> None:
+    """Refuse a configuration far beyond the files' contents, before tables of its size are built."""
+    stored = sum(math.prod(tensor.entry.shape) for tensor in found)
+    described, tensors = count_weights(config), count_tensors(config)
+    if described > 2 * stored or tensors > MOST_TENSORS:
+        raise BadInput(
+            f"{directory}: config.json describes {config.layers:,} layers with {config.experts:,} experts, "
+            f"{described:,} weights in {tensors:,} tensors, and the files hold {stored:,}; "
+            "copy all files of the checkpoint, or correct config.json"
+        )
 
 
 def _refuse_bias(found: Found) -> None:
@@ -252,8 +252,8 @@ def _require_shape(found: Found, shape: Shape) -> None:
         raise BadInput(f"{found.file}: {what}; use the config.json and the weights of one checkpoint")
 
 
-def _require_all(directory: Path, shapes: Iterable[str], tensors: dict[str, StoredTensor]) -> None:
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
-        count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
-        raise BadInput(f"{directory} lacks {count}; copy all files of the checkpoint, or correct config.json")
+def _missing(directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]) -> BadInput:
+    """Error for tensors of the model that the files lack."""
+    missing = [name for name in tensor_shapes(config) if name not in tensors]
+    count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
+    return BadInput(f"{directory} lacks {count}; copy all files of the checkpoint, or correct config.json")

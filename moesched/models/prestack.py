@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.models.checkpoint import (
-    INDEX_NAME,
-    RESTORE,
-    Checkpoint,
-    StoredTensor,
-    by_stored_name,
-    find_stored,
-    open_checkpoint,
-    parts_in,
-)
+from moesched.models.checkpoint import Checkpoint, StoredTensor, by_stored_name, open_checkpoint, parts_in
 from moesched.models.config import ITEM_BYTES
+from moesched.models.headers import RESTORE
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
+from moesched.models.shards import INDEX_NAME, read_shards
 from moesched.models.tensors import Shape
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
@@ -111,6 +104,7 @@ def prestack_model(
                     progress(done, total)
         weight_map = {array.name: name for name, arrays in files.items() for array in arrays}
         write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        checkpoint.require_unchanged()
     return Prestacked(
         target, by, len(stacked), max(array.nbytes for array in stacked), sum(each.nbytes for each in others)
     )
@@ -148,7 +142,7 @@ def _piece(stored: StoredTensor) -> _Piece:
 def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
     """Yield the tensors that belong to no expert, as they are stored."""
     known = by_stored_name(known_tensors(checkpoint.config))
-    for found in find_stored(checkpoint.directory):
+    for found in read_shards(checkpoint.directory).tensors:
         if parts := parts_in(found, known):
             if ".experts." in parts[0]:
                 continue

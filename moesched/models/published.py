@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.architectures.architecture import Stored
@@ -16,7 +20,7 @@ STANDARD_DEVIATION = 0.02
 StackedBy = Literal["expert", "layer"]
 
 
-class Published(NamedTuple):
+class Published(msgspec.Struct, frozen=True, gc=False):
     """A stored tensor, and the canonical tensors that it holds, one after the other."""
 
     shape: Shape
@@ -28,12 +32,23 @@ def published_tensors(config: ModelConfig) -> dict[str, Published]:
     return _with_shapes(config, ARCHITECTURES[config.form].tensors(config))
 
 
-def known_tensors(config: ModelConfig) -> dict[str, Published]:
-    """All tensors that `open_checkpoint` understands: those of published, fused and prestacked checkpoints."""
+def other_tensors(config: ModelConfig) -> dict[str, Published]:
+    """The tensors that replace some of these in fused and prestacked checkpoints."""
     others = _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
     for by in get_args(StackedBy):
         others |= stacked_tensors(config, by)
-    return others | published_tensors(config)
+    return others
+
+
+def known_tensors(config: ModelConfig) -> dict[str, Published]:
+    """All tensors that `open_checkpoint` understands: those of published, fused and prestacked checkpoints."""
+    return other_tensors(config) | published_tensors(config)
+
+
+def extra_names(config: ModelConfig) -> re.Pattern[str]:
+    """Matches the names, without "model.", of tensors in files that the model has no use for."""
+    patterns = ARCHITECTURES[config.form].extra_tensors(config)
+    return re.compile("|".join(fnmatch.translate(each.removeprefix("model.")) for each in patterns))
 
 
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
@@ -90,6 +105,8 @@ def _with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Pu
 
 
 def _published(parts: list[tuple[str, Shape]], stacks: int) -> Published:
+    if len(parts) == 1 and not stacks:  # most are so
+        return Published(parts[0][1], tuple(parts))
     rows = sum(shape[0] for _, shape in parts)
     shape = (rows, *parts[0][1][1:])
     return Published((stacks, rows // stacks, *shape[1:]) if stacks else shape, tuple(parts))

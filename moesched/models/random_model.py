@@ -22,14 +22,14 @@ from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.shapes import SHAPES
-from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
+from moesched.models.shards import INDEX_NAME
+from moesched.models.tensors import count_weights
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
 Progress = Callable[[int, int], None]
 
 CHUNK_VALUES = 1 << 20
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float32": "F32"}
-INDEX_NAME = "model.safetensors.index.json"
 
 
 class _Tensor(NamedTuple):
@@ -73,7 +73,9 @@ def write_random_model(
     """
     config = _resolve(shape, layers, dtype)
     target = Path(directory)
-    with new_folder(target, _weight_bytes(config), "ask for fewer layers") as folder:
+    with new_folder(
+        target, count_weights(config) * ITEM_BYTES[config.dtype], "ask for fewer layers"
+    ) as folder:
         shards = _plan_shards(config, shard_bytes)
         _write_shards(folder, shards, config.dtype, seed, progress)
         write_json(folder / INDEX_NAME, _index(shards))
@@ -100,13 +102,6 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
     for name, tensor in published_tensors(config).items():
         yield _Tensor(name, tensor.shape)
-
-
-def _weight_bytes(config: ModelConfig) -> int:
-    per_layer = sum(map(math.prod, dense_shapes(config, 0).values()))
-    per_layer += config.experts * sum(map(math.prod, expert_shapes(config, 0, 0).values()))
-    values = sum(map(math.prod, global_shapes(config).values())) + config.layers * per_layer
-    return values * ITEM_BYTES[config.dtype]
 
 
 def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:

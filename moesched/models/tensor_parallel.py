@@ -63,7 +63,7 @@ def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
             tensors[name] = _columns(stored, rank, ranks)
         else:
             tensors[name] = _rows(stored, rank, ranks)
-    return Checkpoint(config, checkpoint.directory, tensors)
+    return replace(checkpoint, config=config, tensors=tensors)
 
 
 def _cut_sizes(config: ModelConfig) -> dict[str, int]:

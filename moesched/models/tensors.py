@@ -10,6 +10,8 @@ Matrices are stored as (outputs, inputs), so that each row computes one output, 
 
 from __future__ import annotations
 
+import math
+
 from moesched.models.config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -74,3 +76,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         for expert in range(config.experts):
             shapes |= expert_shapes(config, layer, expert)
     return shapes
+
+
+def count_tensors(config: ModelConfig) -> int:
+    """Number of all tensors of the model, without a table of them."""
+    per_layer = len(dense_shapes(config, 0)) + config.experts * len(expert_shapes(config, 0, 0))
+    return len(global_shapes(config)) + config.layers * per_layer
+
+
+def count_weights(config: ModelConfig) -> int:
+    """Number of items in all tensors of the model, without a table of them."""
+    dense, expert, outside = (
+        sum(map(math.prod, shapes.values()))
+        for shapes in (dense_shapes(config, 0), expert_shapes(config, 0, 0), global_shapes(config))
+    )
+    return outside + config.layers * (dense + config.experts * expert)

@@ -31,6 +31,8 @@ class Architecture(NamedTuple):
         config_json: the inverse of `read`, without the keys common to all models.
         tensors: the tensors of published checkpoints.
         other_tensors: tensors that replace some of these in checkpoints saved in another form.
+        extra_tensors: name patterns, with *, of tensors in published checkpoints that the model has no use for. They
+            are skipped; any other unknown tensor is refused, since it says that the model is another one.
     """
 
     model_types: tuple[str, ...]
@@ -39,3 +41,4 @@ class Architecture(NamedTuple):
     config_json: Callable[[ModelConfig], dict[str, Any]]
     tensors: Callable[[ModelConfig], Iterator[Stored]]
     other_tensors: Callable[[ModelConfig], Iterator[Stored]]
+    extra_tensors: Callable[[ModelConfig], Iterator[str]]

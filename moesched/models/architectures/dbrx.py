@@ -135,6 +135,13 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
         yield Stored("lm_head.weight", ["lm_head"])
 
 
+def extra_tensors(config: ModelConfig) -> Iterator[str]:
+    """Yield the rotary frequencies, which are computed from rope_theta, and the copy of an embedding that is tied."""
+    yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
+    if config.tied_embeddings:
+        yield "lm_head.weight"
+
+
 SHAPES = (
     ModelConfig(
         name="dbrx",
@@ -168,4 +175,5 @@ DBRX = Architecture(
     config_json=config_json,
     tensors=tensors,
     other_tensors=lambda config: iter(()),
+    extra_tensors=extra_tensors,
 )

@@ -70,4 +70,5 @@ LLAMA = Architecture(
     config_json=config_json,
     tensors=tensors,
     other_tensors=lambda config: iter(()),
+    extra_tensors=llama_like.extra_tensors,
 )

@@ -89,6 +89,13 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
         yield Stored(block + "experts.down_proj", [expert + "down" for expert in experts], config.experts)
 
 
+def extra_tensors(config: ModelConfig) -> Iterator[str]:
+    """Yield the rotary frequencies, which are computed from rope_theta, and the copy of an embedding that is tied."""
+    yield "model.layers.*.self_attn.rotary_emb.inv_freq"
+    if config.tied_embeddings:
+        yield "lm_head.weight"
+
+
 def global_tensors(config: ModelConfig) -> Iterator[Stored]:
     """Yield the tensors outside the layers."""
     yield Stored("model.embed_tokens.weight", ["embedding"])

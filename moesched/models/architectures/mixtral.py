@@ -112,4 +112,5 @@ MIXTRAL = Architecture(
     config_json=config_json,
     tensors=tensors,
     other_tensors=llama_like.fused_tensors,
+    extra_tensors=llama_like.extra_tensors,
 )

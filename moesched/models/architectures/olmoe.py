@@ -98,4 +98,5 @@ OLMOE = Architecture(
     config_json=config_json,
     tensors=tensors,
     other_tensors=llama_like.fused_tensors,
+    extra_tensors=llama_like.extra_tensors,
 )

@@ -104,4 +104,5 @@ QWEN3_MOE = Architecture(
     config_json=config_json,
     tensors=tensors,
     other_tensors=llama_like.fused_tensors,
+    extra_tensors=llama_like.extra_tensors,
 )

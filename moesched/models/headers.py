@@ -1,0 +1,166 @@
+"""Headers of safetensors files, each validated against the file that it describes."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, BinaryIO, NamedTuple
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.models.file_identity import FileIdentity
+from moesched.models.unique_json import decode_unique
+
+LARGEST_JSON = 16 << 20
+"""Most bytes of a header or an index: 100,000 tensors in one file. The largest known models have that in all files."""
+MOST_TENSORS = 1 << 17
+"""Most tensors of a model, of which each takes memory before any is read; the largest known one has 70,000."""
+RESTORE = "copy the file again from where the checkpoint came from"
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+
+Length = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Entry(msgspec.Struct, gc=False):
+    """Entry of one tensor in a safetensors header; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[Length, ...]
+    data_offsets: tuple[int, int]
+
+
+class Found(msgspec.Struct, gc=False):
+    """A tensor found in a file, whose tensors begin at byte `data_start`."""
+
+    file: Path
+    name: str
+    entry: Entry
+    data_start: int
+
+
+class Header(NamedTuple):
+    """The tensors of a file, and its identity before they were read."""
+
+    tensors: list[Found]
+    identity: FileIdentity
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a safetensors file.
+
+    As the format demands, the tensors must follow each other without overlaps or holes from the end of the header to
+    the end of the file. So no bytes of it can be lost, belong to two tensors, or lie outside the file.
+
+    Raises:
+        BadInput: it is missing, no regular file, truncated, or not a valid safetensors file.
+    """
+    with open_regular(path, "as safetensors") as (file, identity):
+        text = _header_text(path, file, identity.size)
+    where = f"{path} has no valid safetensors header"
+    values = decode_unique(text, dict[str, object], where, RESTORE)
+    values.pop("__metadata__", None)
+    require_count(len(values), where)
+    try:
+        entries = msgspec.convert(values, dict[str, Entry])
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"{where}: {error}; {RESTORE}") from error
+    _require_layout(path, entries, 8 + len(text), identity.size)
+    return Header([Found(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity)
+
+
+def require_count(tensors: int, where: str) -> None:
+    """Raise BadInput where a file lists more tensors than any model has; `where` names it in the message."""
+    if tensors > MOST_TENSORS:
+        raise BadInput(
+            f"{where}: it has {tensors:,} tensors, no model has more than {MOST_TENSORS:,}; {RESTORE}"
+        )
+
+
+@contextmanager
+def open_regular(path: Path, form: str = "") -> Iterator[tuple[BinaryIO, FileIdentity]]:
+    """Open a file to read, and yield it with its identity. Pipes and devices, which might never answer, are refused.
+
+    Args:
+        form: the form that a missing file should have, for the error message.
+
+    Raises:
+        BadInput: the file is missing, cannot be read, or is not a regular one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise a pipe waits for a writer
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadInput(f"{path} is a folder, a pipe or a device; {RESTORE}")
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                yield file, FileIdentity.of(status)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing; {RESTORE}{form and ', '}{form}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
+
+
+def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
+    if size < 8:
+        raise BadInput(f"{path} is truncated: it has {size} bytes, its header alone needs more; {RESTORE}")
+    length = int.from_bytes(file.read(8), "little")
+    if length > LARGEST_JSON:
+        raise BadInput(
+            f"{path} is not a safetensors file: its header would have {length:,} bytes, "
+            f"more than {LARGEST_JSON:,}; {RESTORE}"
+        )
+    if 8 + length > size:
+        raise BadInput(
+            f"{path} is truncated: it has {size:,} bytes, its header ends at {8 + length:,}; {RESTORE}"
+        )
+    return file.read(length)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, size: int) -> None:
+    """Require that the tensors are all of the file behind its header, one after the other."""
+    for name, entry in entries.items():
+        if not name.isprintable():
+            raise BadInput(f"{path} has a tensor {name!r}, a name that cannot be shown; {RESTORE}")
+        _require_size(path, name, entry)
+    order = sorted(entries.items(), key=lambda each: each[1].data_offsets)
+    end, before = 0, "the header"
+    for name, entry in order:
+        start, stop = entry.data_offsets
+        if start < end:
+            raise BadInput(f"{path}: {name} overlaps {before}; {RESTORE}")
+        if start > end:
+            raise BadInput(f"{path}: {start - end:,} bytes before {name} belong to no tensor; {RESTORE}")
+        end, before = stop, name
+    if data_start + end > size:
+        has = f"it has {size:,} bytes, {before} ends at {data_start + end:,}"
+        raise BadInput(f"{path} is truncated: {has}; {RESTORE}")
+    if data_start + end < size:
+        unknown = size - data_start - end
+        raise BadInput(f"{path}: {unknown:,} bytes after {before} belong to no tensor; {RESTORE}")
+
+
+def _require_size(path: Path, name: str, entry: Entry) -> None:
+    """Require that offsets make sense and, where the dtype's size is known, that they fit the shape."""
+    start, stop = entry.data_offsets
+    size = _ITEM_BYTES.get(entry.dtype)
+    nbytes = stop - start if size is None else math.prod(entry.shape) * size
+    if start < 0 or stop - start != nbytes or nbytes < 0:
+        what = f"{name} of shape {list(entry.shape)} takes {nbytes:,} bytes"
+        raise BadInput(f"{path}: {what}, its header says {stop - start:,}; {RESTORE}")

@@ -1,0 +1,82 @@
+"""The files of a checkpoint: one, or several that an index lists."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.models.file_identity import FileIdentity
+from moesched.models.headers import LARGEST_JSON, RESTORE, Found, open_regular, read_header, require_count
+from moesched.models.unique_json import decode_unique
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Shards(NamedTuple):
+    """All tensors in the files of a checkpoint, and the identity of each file when its header was read."""
+
+    tensors: list[Found]
+    identities: dict[Path, FileIdentity]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_shards(directory: Path) -> Shards:
+    """Read the headers of a checkpoint's files.
+
+    An index must list the tensors of its files, no more and no fewer, and name files of the folder. These may be
+    links to anywhere, as in the caches of model hubs.
+
+    Raises:
+        BadInput: a file is missing or not a valid safetensors file, or the index does not fit the files.
+    """
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    shards = Shards([], {})
+    if single.is_file() or not index.is_file():
+        shards.tensors.extend(_read_into(shards, single))
+        return shards
+    by_shard: dict[str, set[str]] = {}
+    for name, shard in _read_index(index).items():
+        by_shard.setdefault(shard, set()).add(name)
+    for shard, listed in sorted(by_shard.items()):
+        path = directory / shard
+        found = _read_into(shards, path)
+        if missing := listed.difference(tensor.name for tensor in found):
+            raise BadInput(f"{path} lacks {min(missing)}, which {INDEX_NAME} puts there; {RESTORE}")
+        for tensor in found:
+            if tensor.name not in listed:
+                raise BadInput(f"{path} has {tensor.name}, which {INDEX_NAME} does not put there; {RESTORE}")
+        shards.tensors.extend(found)
+    return shards
+
+
+def _read_into(shards: Shards, path: Path) -> list[Found]:
+    """The tensors of a file, whose identity is noted."""
+    found, shards.identities[path] = read_header(path)
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the tensors' names."""
+    with open_regular(path) as (file, identity):
+        if identity.size > LARGEST_JSON:
+            raise BadInput(f"{path}: it has {identity.size:,} bytes, more than {LARGEST_JSON:,}; {RESTORE}")
+        text = file.read()
+    weight_map = decode_unique(text, _Index, str(path), RESTORE).weight_map
+    require_count(len(weight_map), str(path))
+    files = {shard: _within_folder(path, shard) for shard in set(weight_map.values())}
+    return {tensor: files[shard] for tensor, shard in weight_map.items()}
+
+
+def _within_folder(index: Path, shard: str) -> str:
+    """The name of a file in the index, in its shortest form."""
+    name = PurePosixPath(shard)
+    if not (name.parts and shard.isprintable()) or name.is_absolute() or ".." in name.parts:
+        raise BadInput(f"{index} names {shard!r}, which is no file of its folder; {RESTORE}")
+    return str(name)

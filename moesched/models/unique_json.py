@@ -1,0 +1,41 @@
+"""JSON whose objects have every key once; Python's and msgspec's decoders silently keep the last of equal keys."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, TypeVar
+
+import msgspec
+
+from moesched.errors import BadInput
+
+T = TypeVar("T")
+
+
+def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
+    """Decode JSON to a type.
+
+    Args:
+        where: names the file in messages, perhaps with what it should be.
+        remedy: ends the message.
+
+    Raises:
+        BadInput: it is not JSON, has a key twice, is not of that type, or is nested too deep.
+    """
+    try:
+        return msgspec.convert(_DECODER.decode(text.decode()), kind)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise BadInput(f"{where}: {reason}; {remedy}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it has {twice!r} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
