@@ -9,6 +9,7 @@ from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
 from moesched.analysis.sides import Measure, Side, read_side, replayed_side, trace_of
 from moesched.errors import BadInput
+from moesched.system.outputs import Output, require_outputs
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 
@@ -33,6 +34,8 @@ def compare(
     """
     if len(sides) + replayed < 2:
         raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
+    files = [side for side in sides if not isinstance(side, Side)]
+    require_outputs(Output("trace", trace), inputs=files)
     runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
     if replayed:
         runs.insert(1, replayed_side(runs[0]))

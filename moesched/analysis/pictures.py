@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.errors import BadInput
-from moesched.system.whole_file import require_writable, whole_file
+from moesched.system.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,17 +18,16 @@ FORMATS = (".png", ".svg")
 
 
 def require_picture(path: Path, option: str = "--out") -> None:
-    """Require that a picture can be written to this file.
+    """Require that a picture of this name can be drawn.
 
     Args:
         option: the command-line option that named the file, for the error message.
 
     Raises:
-        BadInput: the suffix is not .png or .svg, the file cannot be written, or matplotlib is not installed.
+        BadInput: the suffix is not .png or .svg, or matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise BadInput(f"cannot draw {path}: end its name in {' or '.join(FORMATS)}")
-    require_writable(path, "picture")
     require_matplotlib(option)
 
 

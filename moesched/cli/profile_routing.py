@@ -163,7 +163,7 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
     routing = given.routing
     if (given.prompts is None) == (routing is None):
         raise BadInput("say what to profile: give either --prompts or --routing")
-    _require_outputs(given.out, given.picture, traced=routing is None or routing.endswith(".npz"))
+    _require_outputs(model, given)
     settings = parse_settings(given.routing_settings, "--routing-set")
     trace: RoutingTrace | None
     if routing is not None:
@@ -229,12 +229,14 @@ def _known(
     return find_profile(routing, config, settings, seed), trace
 
 
-def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool) -> None:
+def _require_outputs(model: str, given: ProfileArguments) -> None:
     """Raise BadInput early if a file cannot be written."""
     from moesched.analysis.pictures import require_picture
-    from moesched.system.whole_file import require_writable
+    from moesched.inputs.lookup import machine_file
+    from moesched.system.outputs import Output, require_outputs
 
-    for path in out:
+    traced = given.routing is None or given.routing.endswith(".npz")
+    for path in given.out:
         if path.suffix not in (".csv", ".npz"):
             raise BadInput(
                 f"cannot write {path}: end its name in .csv for counts, or in .npz for every token"
@@ -243,9 +245,11 @@ def _require_outputs(out: Sequence[Path], picture: Path | None, *, traced: bool)
             raise BadInput(
                 f"cannot write {path}: only a run or a trace has the experts of single tokens; write a .csv"
             )
-        require_writable(path, "routing")
-    if picture is not None:
-        require_picture(picture, "--picture")
+    if given.picture is not None:
+        require_picture(given.picture, "--picture")
+    outputs = [Output("routing", path) for path in given.out]
+    inputs = (given.prompts, given.routing, machine_file(given.machine))
+    require_outputs(*outputs, Output("picture", given.picture), model=model, inputs=inputs)
 
 
 def _write(

@@ -65,13 +65,14 @@ def reproduce(
     """See HELP."""
     from moesched.cli.output import Bar, print_json
     from moesched.reproduce import reproduce as reproduce_paper
-    from moesched.reproduce.picture import draw_reproduction, require_folder
+    from moesched.reproduce.picture import draw_reproduction, picture_files, require_folder
     from moesched.reproduce.report import write_reproduction
-    from moesched.system.whole_file import require_writable
+    from moesched.system.outputs import Output, require_outputs
 
     if out is not None:
         require_folder(out)
-    require_writable(report, "report")
+    pictures = [] if out is None else picture_files(paper, out)
+    require_outputs(*(Output("picture", file) for file in pictures), Output("report", report))
     with Bar("reproducing") as bar:
         reproduction = reproduce_paper(paper, only, lambda what: bar.update(0, what=what))
         if report is not None:

@@ -50,8 +50,8 @@ from moesched.machines.local import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
+from moesched.system.outputs import Output, require_outputs
 from moesched.system.scratch import scratch_folder
-from moesched.system.whole_file import require_writable
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
@@ -180,7 +180,9 @@ def _launch(
     start: Start,
     given: ClusterOptions,
 ) -> ClusterReport:
-    require_writable(given.trace, "trace")
+    require_outputs(
+        Output("trace", given.trace, numbered=True), model=model, inputs=[cluster_file, given.machine]
+    )
     require_some(given.max_new_tokens, "--max-new-tokens")
     way_of(given.transport)  # before anything is started
     checkpoint = open_checkpoint(model)

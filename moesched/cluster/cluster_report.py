@@ -11,9 +11,10 @@ from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
 from moesched.cluster.roster import Roster
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
-from moesched.jobs.trace_file import numbered, write_recording
+from moesched.jobs.trace_file import write_recording
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
+from moesched.system.outputs import numbered
 from moesched.trace import Clock, Recording, merge_recordings
 
 
@@ -66,9 +67,7 @@ def write_traces(
                 for rank, clock in roster.clocks.items()
                 if rank in recordings
             }
-            file = numbered(path, number)
-            assert file is not None
-            write_recording(file, merged, report, listener, told)
+            write_recording(numbered(path, number), merged, report, listener, told)
             number += 1
 
 

@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
 from moesched.machines import Machine, load_machine
-from moesched.machines.local import local_machine, require_measured_here
+from moesched.machines.local import calibrated_file, local_machine, require_measured_here
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -55,6 +55,13 @@ def find_machine(machine: Machine | str, device: str | None = None, *, foreign: 
     if device and not foreign:
         require_measured_here(found)
     return found
+
+
+def machine_file(machine: Machine | str) -> Path | None:
+    """The file of a machine, where it is one that users write: "auto", or the path of a TOML file."""
+    if isinstance(machine, Machine):
+        return None
+    return calibrated_file() if machine == "auto" else Path(machine)
 
 
 def find_policy(name: str) -> type[Policy]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from moesched.inputs.defaults import MACHINE
-from moesched.inputs.lookup import find_machine
+from moesched.inputs.lookup import find_machine, machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
@@ -17,9 +17,9 @@ from moesched.jobs.job import Job
 from moesched.jobs.options import RunKeywords, RunOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.text_listener import TextListener
-from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
+from moesched.jobs.trace_file import recorder_of, write_job_trace
 from moesched.machines import Machine
-from moesched.models.checkpoint import open_checkpoint
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.sampling import Sampling
@@ -27,7 +27,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices
-from moesched.system.whole_file import require_writable
+from moesched.system.outputs import Output, numbered, require_outputs
 
 
 @takes(RunOptions)
@@ -42,8 +42,9 @@ def run_model(
     """Generate text on real hardware. More prompts than fit a batch run as successive batches.
 
     Ctrl-C ends it cleanly: the report then says `interrupted` and holds the tokens so far. Weights that cannot be read
-    and logits that are not finite end it as well, and `failure` of the report then says where. Any other error after
-    the run began has the report as its attribute `report`.
+    and logits that are not finite end it as well, and `failure` of the report then says where. If a file of weights
+    changes during a batch, no further one begins, and `failure` says that the tokens of this batch may be wrong. Any
+    other error after the run began has the report as its attribute `report`.
 
     Args:
         model: a Hugging Face folder.
@@ -58,7 +59,9 @@ def run_model(
         TaskFailed: a task raised on its lane.
     """
     given = options_from(RunOptions, "run_model", options, policy=policy, machine=machine)
-    require_writable(given.trace, "trace")
+    require_outputs(
+        Output("trace", given.trace, numbered=True), model=model, inputs=[machine_file(given.machine)]
+    )
     require_some(given.max_new_tokens, "--max-new-tokens")
     checkpoint = open_checkpoint(Path(model))
     config = checkpoint.config
@@ -72,28 +75,35 @@ def run_model(
     reports = BatchReports()
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
         listener.opened(devices.first)
-        sizes = job.sizes(lengths, given.max_new_tokens, devices.slot_bytes)
-        batches = list(batches_of(lengths, given.max_new_tokens, sizes))
-        if len(batches) > 1:
-            for batch in batches:
-                job.plan(batch, devices.slot_bytes)  # a batch that does not fit is refused before any runs
+        batches = _batches(job, lengths, given.max_new_tokens, devices)
+        checkpoint.require_unchanged()
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
             texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
             with suppress(KeyboardInterrupt):
-                reports.add(
-                    _run_batch, job, batch, devices, mine, sampling, texts, numbered(given.trace, number)
-                )
+                trace = numbered(given.trace, number) if given.trace else None
+                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, trace)
             texts.finish_all()
             if reports.ended_early(number):
                 break
     return reports.merge(requests=len(encoded), batches=len(batches))
 
 
+def _batches(job: Job, lengths: Sequence[int], new_tokens: int, devices: Devices) -> list[Batch]:
+    """The successive batches; one that does not fit is refused before any runs."""
+    sizes = job.sizes(lengths, new_tokens, devices.slot_bytes)
+    batches = list(batches_of(lengths, new_tokens, sizes))
+    if len(batches) > 1:
+        for batch in batches:
+            job.plan(batch, devices.slot_bytes)
+    return batches
+
+
 def _run_batch(
     job: Job,
     batch: Batch,
+    checkpoint: Checkpoint,
     devices: Devices,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -134,6 +144,7 @@ def _run_batch(
         dtype=job.layout.dtype,
         text=texts.texts,
         bytes_read=None if read is None or read_before is None else read - read_before,
+        change=checkpoint.change(),
     )
     if recorder is not None and trace is not None:
         write_job_trace(trace, recorder, finished, texts.listener)

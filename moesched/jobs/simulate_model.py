@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
-from moesched.inputs.lookup import find_machine, find_shape, find_workload
+from moesched.inputs.lookup import find_machine, find_shape, find_workload, machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report
-from moesched.jobs.trace_file import numbered, recorder_of, write_job_trace
+from moesched.jobs.trace_file import recorder_of, write_job_trace
 from moesched.machines import Machine
 from moesched.machines.networks import Network, load_network, network_names
 from moesched.models.config import ModelConfig
@@ -36,7 +36,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import lanes_contend
-from moesched.system.whole_file import require_writable
+from moesched.system.outputs import Output, numbered, require_outputs
 
 
 @takes(SimulationOptions)
@@ -63,7 +63,9 @@ def simulate_model(
         PolicyError: the policy submitted something illegal; raised at its own line.
     """
     given = options_from(SimulationOptions, "simulate_model", options, policy=policy, machine=machine)
-    require_writable(given.trace, "trace")
+    named = (each for each in (workload, given.network, given.routing) if isinstance(each, str))
+    inputs = [machine_file(given.machine), *named]
+    require_outputs(Output("trace", given.trace, numbered=True), model=model, inputs=inputs)
     config = find_shape(model)
     choices = find_choices(given.routing, config, given.routing_settings, given.seed)
     found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
@@ -80,8 +82,9 @@ def simulate_model(
         routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
         if choices is not None:
             routing = BatchRouting(choices, batch)
+        trace = numbered(given.trace, number) if given.trace else None
         with suppress(KeyboardInterrupt):
-            reports.add(_simulate_batch, job, given, batch, routing, numbered(given.trace, number))
+            reports.add(_simulate_batch, job, given, batch, routing, trace)
         if reports.ended_early(number):
             break
     return reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)

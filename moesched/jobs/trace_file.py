@@ -30,15 +30,6 @@ def recorder_of(plan: Plan) -> Recorder | LastSteps:
     return LastSteps(steps)
 
 
-def numbered(path: Path | str | None, number: int) -> Path | None:
-    """The file name of a batch's trace; the first batch has the given name."""
-    if path is None or number == 0:
-        return None if path is None else Path(path)
-    path = Path(path)
-    stem, dot, suffixes = path.name.partition(".")
-    return path.with_name(f"{stem}.batch{number + 1}{dot}{suffixes}")
-
-
 def write_job_trace(
     path: Path, recorder: Recorder | LastSteps, report: JobReport, listener: Listener
 ) -> None:

@@ -30,6 +30,15 @@ def require_folder(folder: Path) -> None:
     require_matplotlib()
 
 
+def picture_files(paper: str, folder: Path) -> list[Path]:
+    """The files of all pictures of a paper's sections; none where the paper is unknown."""
+    return [
+        _picture_file(paper, section, folder, ending)
+        for section in DRAWINGS.get(paper, {})
+        for ending in FORMATS
+    ]
+
+
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
     """Draw each section that is more than a table as PAPER-SECTION.png and .svg; returns the files.
 
@@ -45,10 +54,14 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
         with drawing():
             figure = draw(section)
             for ending in FORMATS:
-                path = folder / f"{report.paper}-{section.name}{ending}"
+                path = _picture_file(report.paper, section.name, folder, ending)
                 write_picture(figure, path)
                 written.append(path)
     return written
+
+
+def _picture_file(paper: str, section: str, folder: Path, ending: str) -> Path:
+    return folder / f"{paper}-{section}{ending}"
 
 
 def _tables(section: Section) -> Figure:

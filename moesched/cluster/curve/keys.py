@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,15 +46,18 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
         keys: by default a new pair.
 
     Raises:
-        BadInput: the folder holds keys already, or cannot be written to.
+        BadInput: the folder holds keys already, or cannot be written to; nothing is left behind.
     """
     keys = keys or make_keys()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in ((SECRET_NAME, keys.secret), (PUBLIC_NAME, keys.public)):
-            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(name))
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                file.write(text + "\n")
+        with ExitStack() as undo:
+            _make_folder(folder, undo)
+            for name, text in ((SECRET_NAME, keys.secret), (PUBLIC_NAME, keys.public)):
+                handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(name))
+                undo.callback((folder / name).unlink)
+                with os.fdopen(handle, "w", encoding="ascii") as file:
+                    file.write(text + "\n")
+            undo.pop_all()
     except FileExistsError as error:
         raise BadInput(
             f"{error.filename} exists already, and may be in use: name another folder with --out"
@@ -61,6 +65,14 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
     except OSError as error:
         raise BadInput(f"cannot write keys to {folder}: {error.strerror}: name another --out") from error
     return keys
+
+
+def _make_folder(folder: Path, undo: ExitStack) -> None:
+    """Make a folder and its parents; to undo that, only those are removed that did not exist before."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        undo.callback(each.rmdir)
 
 
 def public_key(secret: str) -> str:

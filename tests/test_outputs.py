@@ -1,0 +1,278 @@
+"""Outputs of commands: checked before the work, and never an input or another output, by whatever name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesched
+from clusters import cluster, host
+from commands import refused
+from moesched.cluster.cluster_file import cluster_toml
+from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, write_keys
+from moesched.errors import BadInput
+from moesched.jobs.report import write_report
+from moesched.system.outputs import Output, numbered, require_outputs
+from traces import largest_file
+
+Link = Callable[[Path, Path], object]
+
+
+@pytest.fixture
+def model(no_text: Path, tmp_path: Path) -> Path:
+    """A copy of a small model, which a failing test may damage."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in no_text.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+# ---------------------------------------------------------------- the check
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_an_output_that_is_an_input_by_a_link_is_refused(tmp_path: Path, link: Link) -> None:
+    read, written = tmp_path / "read.toml", tmp_path / "written.json"
+    read.write_text("input")
+    link(written, read)
+    with pytest.raises(
+        BadInput, match=f"^cannot write trace {written}: it is {read}, which this command reads"
+    ):
+        require_outputs(Output("trace", written), inputs=[None, "t4", read])
+
+
+def test_an_output_that_is_an_input_in_another_spelling_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "read.toml").write_text("input")
+    with pytest.raises(BadInput, match="which this command reads"):
+        require_outputs(Output("report", "folder/../read.toml"), inputs=[tmp_path / "read.toml"])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("second", ["out.json", "folder/../out.json", "link.json"])
+def test_two_outputs_in_one_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str, exists: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.json").symlink_to("out.json")
+    if exists:
+        (tmp_path / "out.json").write_text("old")
+    with pytest.raises(BadInput, match=f"^cannot write report {second}: the trace goes there"):
+        require_outputs(Output("trace", tmp_path / "out.json"), Output("report", second))
+
+
+def test_the_traces_of_later_batches_count(tmp_path: Path) -> None:
+    trace = Output("trace", tmp_path / "run.json.gz", numbered=True)
+    assert numbered(tmp_path / "run.json.gz", 9).name == "run.batch10.json.gz"
+    for name in ("run.batch2.json.gz", "run.batch10.json.gz"):
+        report = Output("report", tmp_path / name)
+        for outputs in ((trace, report), (report, trace)):
+            with pytest.raises(BadInput, match="goes there"):
+                require_outputs(*outputs)
+    require_outputs(trace, Output("report", tmp_path / "run.batch.json.gz"))
+    require_outputs(trace, Output("report", tmp_path / "other.batch2.json.gz"))
+    prompts = tmp_path / "run.batch3.json.gz"
+    prompts.write_text("input")
+    with pytest.raises(BadInput, match=f"^cannot write trace {prompts}: it is {prompts}, which"):
+        require_outputs(trace, inputs=[prompts])
+
+
+def test_a_folder_where_the_trace_of_a_later_batch_goes_is_noticed_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "run.batch2.json").mkdir()
+    with pytest.raises(BadInput, match=r"run\.batch2\.json: it is a folder"):
+        require_outputs(Output("trace", tmp_path / "run.json", numbered=True))
+
+
+@pytest.mark.parametrize("name", ["config.json", "new.json", "model.safetensors"])
+def test_nothing_is_written_into_the_folder_of_the_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    for folder in ("model", "link", "model/../link"):
+        with pytest.raises(BadInput, match="it is in the model's folder"):
+            require_outputs(Output("report", tmp_path / folder / name), model=tmp_path / "model")
+
+
+def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(BadInput, match=r"loop: it is a link that leads to itself"):
+        require_outputs(Output("trace", tmp_path / "loop"))
+    require_outputs(Output("trace", tmp_path / "trace.json"), inputs=[tmp_path / "loop"])
+
+
+def test_a_report_linked_to_where_the_trace_of_a_later_batch_goes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("run.batch2.json")
+    with pytest.raises(BadInput, match="the trace goes there"):
+        require_outputs(
+            Output("trace", tmp_path / "run.json", numbered=True), Output("report", tmp_path / "link.json")
+        )
+
+
+def test_a_file_that_the_models_folder_links_to_is_one_of_the_models(tmp_path: Path) -> None:
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "blob").write_text("weights")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(BadInput, match="it is in the model's folder"):
+        require_outputs(Output("trace", tmp_path / "blob"), model=tmp_path / "snapshot")
+
+
+def test_outputs_beside_the_model_in_its_subfolders_and_on_devices_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "model" / "out").mkdir(parents=True)
+    trace, report = Output("trace", "/dev/null", numbered=True), Output("report", "/dev/null")
+    require_outputs(trace, report, model=tmp_path / "model", inputs=["/dev/null"])
+    require_outputs(
+        Output("trace", tmp_path / "run.json"),
+        Output("report", tmp_path / "model" / "out" / "report.json"),
+        model=tmp_path / "model",
+    )
+    require_outputs(Output("trace", None, numbered=True), Output("report", None), model="mixtral-8x7b")
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder with every kind of input; but for the cluster file, contents are never read."""
+    for name in (
+        "prompts.jsonl",
+        "machine.toml",
+        "cluster.toml",
+        "routing.csv",
+        "net.toml",
+        "a.json",
+        "b.json",
+    ):
+        (tmp_path / name).write_text("input")
+    (tmp_path / "cluster.toml").write_text(cluster_toml(cluster(host(0), host(1))))
+    return tmp_path
+
+
+SIMULATE = ("simulate", "--model", "mixtral-0.8b", "--policy", "resident")
+RUN = ("run", "model", "--policy", "resident", "--prompts", "prompts.jsonl", "--machine", "machine.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*RUN, "--trace", "model/config.json"), "in the model's folder"),
+        ((*RUN, "--report", "model/model-00001-of-00001.safetensors"), "in the model's folder"),
+        ((*RUN, "--trace", "prompts.jsonl"), "is prompts.jsonl, which"),
+        ((*RUN, "--report", "machine.toml"), "is machine.toml, which"),
+        ((*RUN, "--trace", "t.json", "--report", "t.json"), "the trace goes there"),
+        ((*RUN, "--local", 2, "--report", "prompts.jsonl"), "is prompts.jsonl, which"),
+        (
+            ("launch", "model", "--policy", "resident", "--prompt-ids", "1", "--hosts", "cluster.toml")
+            + ("--trace", "cluster.toml"),
+            "is cluster.toml, which",
+        ),
+        (
+            (*SIMULATE, "--machine", "t4", "--workload", "prompts.jsonl", "--report", "prompts.jsonl"),
+            "is prompts.jsonl, which",
+        ),
+        (
+            (*SIMULATE, "--machine", "machine.toml", "--workload", "mtbench", "--trace", "machine.toml"),
+            "is machine.toml, which",
+        ),
+        (
+            (*SIMULATE, "--machine", "t4", "--workload", "mtbench", "--nodes", 2, "--network", "net.toml")
+            + ("--trace", "net.toml"),
+            "is net.toml, which",
+        ),
+        (
+            (*SIMULATE, "--machine", "t4", "--workload", "mtbench", "--routing", "routing.csv")
+            + ("--report", "routing.csv"),
+            "is routing.csv, which",
+        ),
+        (("compare", "a.json", "b.json", "--trace", "b.json"), "is b.json, which"),
+        (
+            ("profile-routing", "mixtral-8x7b", "--routing", "routing.csv", "--out", "routing.csv"),
+            "is routing.csv, which",
+        ),
+        (
+            ("profile-routing", "mixtral-8x7b", "--routing", "zipf", "--out", "x.csv", "--out", "./x.csv"),
+            "the routing goes there",
+        ),
+        (("calibrate", "--out", "model"), "cannot write machine file model: it is a folder"),
+    ],
+)
+def test_a_command_refuses_to_replace_what_it_reads(
+    command: Any, inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, said: str
+) -> None:
+    monkeypatch.chdir(inputs)
+    before = contents(inputs)
+    refused(command(*arguments), said)
+    assert contents(inputs) == before
+
+
+@pytest.mark.parametrize("command_name", ["roofline", "latencies"])
+def test_a_picture_does_not_replace_the_machine(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_name: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "machine.svg").write_text("input")
+    arguments = ("--model", "mixtral-8x7b", "--machine", "machine.svg", "--out", "machine.svg")
+    refused(command(command_name, *arguments), "is machine.svg, which")
+    assert (tmp_path / "machine.svg").read_text() == "input"
+
+
+def test_a_report_does_not_replace_a_picture_of_a_reproduction(command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "twiddler-beams.svg"
+    arguments = ("--only", "beams", "--out", tmp_path, "--report", report)
+    refused(command("reproduce", "twiddler", *arguments), "the picture goes there")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_runs_a_model_is_told_as_well(model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"policy": "resident", "trace": model / "config.json"}
+    with pytest.raises(BadInput, match="in the model's folder"):
+        moesched.run_model(model, [[1]], **given)
+    with pytest.raises(BadInput, match="in the model's folder"):
+        moesched.simulate_model(model, machine="t4", workload="mtbench", **given)
+
+
+# ---------------------------------------------------------------- full disks
+
+
+def test_a_report_on_a_full_disk_is_an_error_and_keeps_the_former_one(tmp_path: Path) -> None:
+    report = moesched.simulate_model(
+        "mixtral-0.8b", machine="t4", policy="cgopipe", workload="mtbench", batch_size=2, gen=2
+    )
+    file = tmp_path / "report.json"
+    file.write_text("former")
+    with largest_file(100), pytest.raises(BadInput, match=f"^cannot write report {file}: File too large"):
+        write_report(file, report)
+    assert file.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_keys_on_a_full_disk_leave_nothing_behind(tmp_path: Path) -> None:
+    with largest_file(0), pytest.raises(BadInput, match=r"cannot write keys to .*File too large"):
+        write_keys(tmp_path / "new" / "keys")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_that_cannot_be_written_leave_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / PUBLIC_NAME).write_text("in use")
+    with pytest.raises(BadInput, match="exists already"):
+        write_keys(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [PUBLIC_NAME]
+    assert (tmp_path / PUBLIC_NAME).read_text() == "in use"
+    (tmp_path / PUBLIC_NAME).unlink()
+    write_keys(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {PUBLIC_NAME, SECRET_NAME}
