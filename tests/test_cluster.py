@@ -28,6 +28,7 @@ from moesched.cluster.messages import JoinRequest, Quit, Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, NodeLost
+from moesched.runs.listeners import Listener
 from moesched.trace import read_trace
 from patience import PATIENCE_SECONDS
 from small_models import SMALL, small_model
@@ -106,6 +107,26 @@ def test_one_node_alone_runs_any_policy(
 ) -> None:
     arguments: dict[str, Any] = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
     assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
+
+
+def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    model = small_model(tmp_path / "model", config=MIXTRAL)
+    (weights,) = model.glob("*.safetensors")
+
+    class Appends(Listener):
+        def generated(self, request: int, token: int, text: str) -> None:
+            with weights.open("ab") as file:
+                file.write(b"more")
+
+    given: dict[str, Any] = {"policy": "ep_naive", "max_new_tokens": NEW_TOKENS, "listener": Appends()}
+    report = run_local(model, PROMPTS, nodes=2, start=server, **given)
+    assert report.tokens is not None
+    assert any(report.tokens)
+    assert report.failure is not None
+    assert report.failure.startswith(f"{weights} was changed from ")
+    assert "the tokens of requests 0 to 2 may be wrong" in report.failure
 
 
 def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class NodeJob:
         on_tokens: OnTokens = lambda *_: None,
     ) -> None:
         self._run = run
+        self._checkpoint = checkpoint
         self._on_loading, self._on_tokens = on_loading, on_tokens
         cls = find_policy(run.policy)
         self._make: Callable[[], Policy] = partial(
@@ -138,7 +139,12 @@ class NodeJob:
         raise problem
 
     def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
-        """Run the batches of an order with fixed sizes. The last report tells of a failure."""
+        """Run the batches of an order with fixed sizes. The last report tells of a failure.
+
+        Raises:
+            BadInput: a file of weights has changed since it was opened.
+        """
+        self._checkpoint.require_unchanged()
         sizes = self._batch_sizes(ask.sizes)
         self._device.join(ask.node, transport, self._device)
         for batch in self._batches(ask, sizes):
@@ -186,9 +192,16 @@ class NodeJob:
             ),
             ending,
         )
-        if held and not report.failure and not report.interrupted:
+        finished = job_report(
+            report,
+            plan,
+            kinds,
+            policy=self._run.policy,
+            dtype=self._layout.dtype,
+            change=self._checkpoint.change(),
+        )
+        if held and not finished.failure and not finished.interrupted:
             self._on_tokens(held, list(held))
-        finished = job_report(report, plan, kinds, policy=self._run.policy, dtype=self._layout.dtype)
         return NodeBatch(report=finished, recording=recorder.recording() if recorder else None, ending=ending)
 
     def _batches(self, ask: Ask, sizes: BatchSizes) -> Iterator[Batch]:
