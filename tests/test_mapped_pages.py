@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.file_lease import FileLease
 from moesched.devices.torch.mapped_pages import POPULATE_READ, MappedPages, system_takes
 from moesched.errors import MoeschedError
 from moesched.machines.local import local_machine
@@ -26,8 +28,22 @@ from moesched.runs.planning import plan_run
 from moesched.steps.memory import Memory, Pool, Slot
 from small_models import SMALL
 
+
+def gives_leases() -> bool:
+    """Whether the system gives a lease on a temporary file; some file systems do not know leases."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "file"
+        file.touch()
+        try:
+            FileLease(file).close()
+        except OSError:
+            return False
+    return True
+
+
 linux = pytest.mark.skipif(
-    not system_takes(POPULATE_READ), reason="needs Linux 5.14, which reads into mapped memory when asked"
+    not (system_takes(POPULATE_READ) and gives_leases()),
+    reason="needs Linux 5.14, which reads into mapped memory when asked, and a file system with leases",
 )
 
 POLICIES = ("layer_streaming", "cgopipe", "expert_streaming")
@@ -158,16 +174,40 @@ def test_no_more_is_mapped_than_what_the_slots_hold(tmp_path: Path) -> None:
 
 
 @linux
-def test_a_file_that_was_cut_short_is_told_before_it_is_used(checkpoint: Checkpoint) -> None:
-    (slot,) = slots(1)
-    with shown(checkpoint) as (pages, layout):
-        (file,) = checkpoint.directory.glob("*.safetensors")
-        last = max(layout.pages, key=lambda page: checkpoint.tensors[page.extents[0].tensor].offset)
+def test_a_file_that_was_cut_short_is_told_before_it_is_mapped(checkpoint: Checkpoint) -> None:
+    (file,) = checkpoint.directory.glob("*.safetensors")
+    layout = weight_layout(checkpoint.config, page_bytes=4096)
+    with PageReader(checkpoint, layout, direct=False) as reader:
         os.truncate(file, file.stat().st_size // 2)
         with pytest.raises(
             MoeschedError, match=rf"{file} ends at byte \d+, .* cut short since it was opened"
         ):
-            pages.bring(last, slot)
+            MappedPages(checkpoint, layout, reader)
+
+
+@linux
+def test_whoever_wants_to_write_to_a_mapped_file_waits_and_is_told_of(checkpoint: Checkpoint) -> None:
+    first, second = slots(2)
+    (file,) = checkpoint.directory.glob("*.safetensors")
+    with shown(checkpoint) as (pages, layout):
+        pages.bring(layout.pages[0], first)
+        with pytest.raises(BlockingIOError):
+            os.open(file, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK)
+        with pytest.raises(MoeschedError, match=f"another process writes to {file}, which this run uses"):
+            pages.bring(layout.pages[1], second)
+        assert all(
+            block.sum().isfinite() for blocks in pages.views(layout.pages[0]).values() for block in blocks
+        )
+    os.truncate(file, 0)
+
+
+@linux
+def test_files_that_someone_writes_to_are_copied_and_not_mapped(checkpoint: Checkpoint) -> None:
+    (file,) = checkpoint.directory.glob("*.safetensors")
+    with file.open("r+b"):
+        copied = generate(checkpoint.directory, "layer_streaming", direct=False)
+    assert copied.bytes_read == generate(checkpoint.directory, "layer_streaming", direct=True).bytes_read
+    assert as_bits(copied) == as_bits(generate(checkpoint.directory, "layer_streaming", direct=False))
 
 
 def mapped_bytes(directory: Path) -> int:

@@ -18,6 +18,7 @@ from moesched.steps.memory import Slot
 
 from ..shared.page_location import Run
 from ..shared.page_reader import DTYPES, PageReader
+from .file_lease import FileLease
 from .resident_pages import Weights
 
 POPULATE_READ = 22  # Python's mmap module has no name for it
@@ -31,18 +32,31 @@ class MappedPages:
     at most as much as the slots may hold, rounded up to the system's pages. A kernel that still reads a page that its
     slot has dropped gets the same bytes, a little later.
 
-    The files must not change meanwhile: a truncated file is reported when a page is brought in, but if it is truncated
-    later, the system ends a process that reads the missing part.
+    A process that reads a mapped part of a file after it was cut off is ended by the system. So a lease on each file
+    holds up whoever wants to write to it, and the next page that is brought in reports that. This holds as long as
+    pages are brought in more often than every 45 seconds, after which the system gives way to the writer.
 
     reader: locates the blocks of a page in the files.
     bytes_mapped: bytes of all pages that were brought into slots so far, in whole blocks.
+
+    Raises:
+        OSError: the system refuses a lease on a file.
+        MoeschedError: a file is shorter than it was.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, reader: PageReader) -> None:
         self.bytes_mapped = 0
         self._reader = reader
+        self._leases: dict[Path, FileLease] = {}
         self._files: dict[Path, torch.Tensor] = {}
-        self._views = {page.id: self._view(checkpoint, page, DTYPES[layout.dtype]) for page in layout.pages}
+        try:
+            self._hold_files(layout)
+            self._views = {
+                page.id: self._view(checkpoint, page, DTYPES[layout.dtype]) for page in layout.pages
+            }
+        except BaseException:
+            self._release()
+            raise
         self._shown: dict[Slot, Page] = {}
 
     @staticmethod
@@ -54,13 +68,13 @@ class MappedPages:
         """Map a page into a slot, and have the system read what its cache lacks; one thread at a time per slot.
 
         Raises:
-            MoeschedError: a file is shorter than it was, or the disk failed.
+            MoeschedError: another process writes to a file, or the disk failed.
         """
         before = self._shown.pop(slot, None)
         if before is not None:
             self._advise(before, DONT_NEED)
         for run in self._reader.location(page).runs:
-            run.file.require(run.offset, run.needed)
+            self._leases[run.file.path].require()
         self._shown[slot] = page
         self._advise(page, POPULATE_READ)
         self.bytes_mapped += sum(self._memory(run)[1] for run in self._reader.location(page).runs)
@@ -76,10 +90,24 @@ class MappedPages:
         self._shown.clear()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and let others write to them."""
         self.hide()
         self._views.clear()
         self._files.clear()
+        self._release()
+
+    def _hold_files(self, layout: WeightLayout) -> None:
+        """Take a lease on each file, and require that none is too short: from then on they stay as they are."""
+        runs = [run for page in layout.pages for run in self._reader.location(page).runs]
+        for path in sorted({run.file.path for run in runs}):
+            self._leases[path] = FileLease(path)
+        for run in runs:
+            run.file.require(run.offset, run.needed)
+
+    def _release(self) -> None:
+        for lease in self._leases.values():
+            lease.close()
+        self._leases.clear()
 
     def _view(self, checkpoint: Checkpoint, page: Page, dtype: torch.dtype) -> Weights:
         views: Weights = {}

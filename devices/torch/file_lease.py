@@ -1,0 +1,45 @@
+"""Leases on files, by which Linux holds up whoever wants to write to a file that is in use."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+from moesched.errors import MoeschedError
+
+
+class FileLease:
+    """A lease on a file that is only read.
+
+    While it is held, a process that opens the file to write to it, or truncates it, waits: until the lease is given up,
+    or by force after the seconds in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged
+    processes get one, of a local file that nobody has open to write to.
+
+    Raises:
+        OSError: the system refuses the lease.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        try:
+            # The signal that tells of a waiting process would end this one by default; SIGURG does not.
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def require(self) -> None:
+        """Raise MoeschedError if another process waits to write to the file, or has been let through."""
+        if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+            raise MoeschedError(
+                f"another process writes to {self._path}, which this run uses in the page cache: change it after the "
+                "run, or run with --device-set direct=true"
+            )
+
+    def close(self) -> None:
+        """Give up the lease."""
+        os.close(self._descriptor)
