@@ -222,6 +222,13 @@ def offload_disk(result: Result) -> Iterator[Claim]:
         yield Claim(f"disk offloading: {name}", f"{bar['value']:.3f}", limit, bar["reached"])
 
 
+def opening(result: Result) -> Iterator[Claim]:
+    """Of checkpoints with the headers of published ones."""
+    for each in result["checkpoints"]:
+        words = f"opening {each['checkpoint']}, {each['tensors_in_files']:,} tensors in {each['files']} files"
+        yield at_most(words, 1e3 * each["open_processor_seconds"], 1e3 * result["bar_seconds"], "{:,.0f} ms")
+
+
 def packing(result: Result) -> Iterator[Claim]:
     """Weights in many arrays beside weights in one."""
     where = "Metal" if result["metal"] else "no Metal, where no gap is expected"
@@ -304,8 +311,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, busy_tests, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated,
         engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate, leaks,
-        makespan, offload_disk, packing, peak_memory, plan_search, prediction, random_runs, reproduce, same_behaviour,
-        signals,
+        makespan, offload_disk, opening, packing, peak_memory, plan_search, prediction, random_runs, reproduce,
+        same_behaviour, signals,
     )
 }  # fmt: skip
 """By benchmark."""
