@@ -6,9 +6,10 @@ same lanes, with edges equally far back in program order), all later steps use i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+from moesched.drivers.policies import scheduled
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
 from moesched.seams import Policy
@@ -125,7 +126,7 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
 
     def submit(index: int) -> Template:
         step = Step(run_state, index, last=index == count - 1)
-        _run_through(policy.decode(step) if index else policy.prefill(step))
+        _run_through(scheduled(policy, step))
         step.close()
         return Template(engine.take(), engine.lanes, edges)
 
@@ -204,7 +205,7 @@ def _identity(task: Task) -> tuple[Any, ...]:
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
 
 
-def _run_through(main: Coroutine[Any, Any, Any]) -> None:
+def _run_through(main: Generator[Task, None, None]) -> None:
     try:
         main.send(None)
     except StopIteration:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import coroutine
 from typing import Any
 
 from moesched.errors import PolicyError, TaskCancelled
-from moesched.tasks import DONE, Task
+from moesched.seams import Policy
+from moesched.steps.step import Step
+from moesched.system.signal_origin import came_from_a_signal
+from moesched.tasks import DONE, Lane, Task
 
 
 class PolicyRun:
-    """One coroutine, with the handle that it awaits, and its result or error."""
+    """One coroutine, with the handle that it awaits, and its result or error.
 
-    def __init__(self, main: Coroutine[Task, Any, Any], rank: int = 0) -> None:
+    Args:
+        lanes: the lanes of its engine, on which the tasks are that it may await.
+    """
+
+    def __init__(self, main: Coroutine[Task, Any, Any], rank: int, lanes: Collection[Lane]) -> None:
         self.rank = rank
+        self._lanes = frozenset(lanes)
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -53,6 +63,10 @@ class PolicyRun:
                 return
             if not isinstance(awaited, Task):
                 self._pending = _awaits_a_stranger(repr(awaited))
+            elif awaited.id < 0 or awaited.lane not in self._lanes:
+                self._pending = PolicyError(
+                    f"{awaited!r} is no task of this run: await what its verbs return"
+                )
             elif awaited.state < DONE:
                 self.awaited = awaited
                 awaited.waiter = self
@@ -60,6 +74,63 @@ class PolicyRun:
                     return
                 # Another thread settled it meanwhile, perhaps before `waiter` was set.
                 self.awaited = None
+
+
+@coroutine
+def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
+    """Have a policy schedule a step; while it waits, and once it has ended, the step's verbs are refused.
+
+    Raises:
+        PolicyError: its method is not `async def`, or it raised something that is no `Exception`, such as SystemExit.
+    """
+    turn, thrown = step.turn, None
+    try:
+        turn.begin()
+        main: object = policy.decode(step) if step.index else policy.prefill(step)
+        if not isinstance(main, Coroutine):
+            raise PolicyError(
+                f"{step.kind} of {type(policy).__name__} gave {main!r}, no coroutine: define it `async def`"
+            )
+        while True:
+            awaited = main.send(None) if thrown is None else main.throw(thrown)
+            turn.pause()
+            try:
+                thrown = None
+                yield awaited
+            except BaseException as error:  # the driver's: the awaited task failed, or the run is over
+                thrown = error
+            turn.begin()
+    except StopIteration:
+        return
+    except BaseException as error:
+        if error is thrown:
+            raise
+        with policys_failures():
+            raise
+    finally:
+        turn.end()
+
+
+@contextmanager
+def policys_failures() -> Iterator[None]:
+    """Turn whatever a policy's code raises in this context, unless a signal did, into an `Exception`.
+
+    Otherwise a policy that raises SystemExit would end the process, without a word.
+
+    Raises:
+        PolicyError: the policy raised something that is no `Exception`.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if came_from_a_signal(error):
+            raise
+        failure = PolicyError(
+            f"the policy raised {error!r}: return to end a step, raise an Exception to fail"
+        )
+        raise failure.with_traceback(error.__traceback__) from error
 
 
 def results_of(runs: Sequence[PolicyRun]) -> list[Any]:

@@ -167,7 +167,10 @@ class RealtimeDriver:
         self.origin = self.clock()
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
-        self._runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
+        self._runs = [
+            PolicyRun(main, rank, engine.lanes)
+            for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
+        ]
         runners = list(dict.fromkeys(self._runners))
         with _quiet_interpreter():
             for runner in runners:

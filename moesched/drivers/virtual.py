@@ -77,7 +77,10 @@ class VirtualDriver:
         Raises:
             the first error of a coroutine, after all have ended.
         """
-        runs = [PolicyRun(main, rank) for rank, main in enumerate(mains)]
+        runs = [
+            PolicyRun(main, rank, engine.lanes)
+            for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
+        ]
         ready = deque(runs)
         with no_garbage_collection():
             while True:

@@ -298,12 +298,7 @@ class _Needs:
 def resident_bytes(plan: Plan) -> int:
     """Bytes of the weights that are in the accelerators' memories before the first step: resident, or in a cache."""
     fast = plan.accelerators
-    stay = sum(
-        slot.nbytes
-        for resident_share in plan.weights.resident
-        if resident_share.memory in fast
-        for slot in resident_share.slots
-    )
+    stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
     return stay + _filled_bytes(plan)
 
 
@@ -314,7 +309,7 @@ def _weight_bytes(plan: Plan) -> int:
 def _pool_bytes(plan: Plan) -> int:
     """Bytes of the slots that weights stream through, without slots of a cache that is filled before the first step."""
     fast = plan.memory("accelerator")
-    slots = sum(slot.nbytes for pool in plan.weights.pools if pool.memory is fast for slot in pool.slots)
+    slots = sum(pool.nbytes for pool in plan.weights.pools if pool.memory is fast)
     return slots - _filled_bytes(plan)
 
 
@@ -330,7 +325,7 @@ def _used(plan: Plan) -> dict[str, int]:
     """
     used = {name: memory.used for name, memory in plan.memories.items()}
     for pool in (*plan.weights.resident, *plan.weights.pools):
-        used[pool.memory.name] -= sum(slot.nbytes for slot in pool.slots)
+        used[pool.memory.name] -= pool.nbytes
     first, *others = (memory.name for memory in plan.accelerators)
     used[first] = max([used[first], *(used.pop(name) for name in others)])
     return used

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from moesched.drivers.policies import scheduled
 from moesched.requests.beams import Standing
 from moesched.seams import Policy
 from moesched.steps.micro_batch import MicroBatch
@@ -90,7 +91,7 @@ class Generation:
 
     async def _submit(self, index: int, *, last: bool) -> list[Sampled]:
         step = Step(self._run, index, last=last)
-        await (self._policy.decode(step) if index else self._policy.prefill(step))
+        await scheduled(self._policy, step)
         return step.close()
 
     async def _collect(self, samples: list[Sampled]) -> None:

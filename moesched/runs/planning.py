@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moesched.drivers.lanes import LaneKind
+from moesched.drivers.policies import policys_failures
 from moesched.errors import BadInput, OverBudget
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
@@ -37,7 +38,8 @@ def plan_run(
         _require_node(machine, layout, policy, nodes)
     try:
         plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node, pipelined=is_pipelined(policy))
-        policy.plan(plan)
+        with policys_failures():
+            policy.plan(plan)
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"

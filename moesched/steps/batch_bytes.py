@@ -16,9 +16,10 @@ from moesched.models.footprint import (
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch, cached_tokens
 from moesched.requests.chunks import Chunk
+from moesched.steps.read_only import ReadOnly
 
 
-class BatchBytes:
+class BatchBytes(ReadOnly):
     """Sizes of one batch on one model.
 
     Args:
@@ -50,6 +51,7 @@ class BatchBytes:
         self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
         self.host_workspace = expert_workspace_bytes(operations, most)
         self.hidden = most * operations.hidden_bytes
+        self._seal()
 
     def in_prefill(self, in_flight: int) -> int:
         """Activations within a layer of the `in_flight` largest micro-batches, in prefill."""

@@ -43,7 +43,7 @@ def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
         )
     if not 0 <= memory.used <= memory.peak <= memory.capacity or memory._fresh < 0:
         problems.append(f"{memory.name}: {memory.used:,} bytes used of {memory.capacity:,}")
-    for number, slot in memory.table.items():
+    for number, slot in memory._table.items():
         if slot.page is None or slot.page.id != number:
             problems.append(f"{memory.name}: page #{number} is not in {slot!r}, where the table has it")
         if slot.pool._held.get(number) is not slot:
@@ -64,7 +64,7 @@ def _pool_problems(pool: Pool) -> list[str]:
             f"pool {pool.name}: slots {sorted(empty)} empty and {sorted(held)} held are not its slots"
         )
     for number, slot in pool._held.items():
-        if pool.memory.table.get(number) is not slot:
+        if pool.memory._table.get(number) is not slot:
             problems.append(f"pool {pool.name}: holds page #{number}, but the table has it elsewhere")
     for slot in pool._empty:
         if slot.page is not None or slot.views:
@@ -77,7 +77,7 @@ def view_problems(views: Views[Any]) -> list[str]:
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):
-            if slot.page is not page or views.memory.table.get(page.id) is not slot:
+            if slot.page is not page or views.memory._table.get(page.id) is not slot:
                 problems.append(f"view {key} shows {slot.name}, which no longer holds its page")
             if not slot.fixed and view not in slot.views:
                 problems.append(f"view {key} reads {slot.name}, which does not list it")

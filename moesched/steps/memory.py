@@ -14,6 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
+from moesched.steps.model_pages import describe
+from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
 
 K = TypeVar("K", bound=Hashable)
@@ -21,22 +23,36 @@ K = TypeVar("K", bound=Hashable)
 Replacement = Literal["ring", "lru", "none"]
 
 
-class Memory:
-    """One tier of memory with a budget in bytes; `table` maps a page's id to the slot that holds the page."""
+class Memory(ReadOnly):
+    """One tier of memory with a budget in bytes, and a table of the slots that hold pages."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self.used = 0
-        self.peak = 0
-        self.table: dict[int, Slot] = {}
+        self._used = 0
+        self._peak = 0
+        self._table: dict[int, Slot] = {}
         self._fresh = capacity
         self._freed: deque[tuple[int, tuple[Task, ...]]] = deque()
+        self._seal()
+
+    def __contains__(self, page: Page) -> bool:
+        return page.id in self._table
+
+    @property
+    def used(self) -> int:
+        """Allocated bytes of the budget."""
+        return self._used
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated at once."""
+        return self._peak
 
     @property
     def free_bytes(self) -> int:
         """Unallocated bytes of the budget."""
-        return self.capacity - self.used
+        return self.capacity - self._used
 
     def allocate(self, name: str, nbytes: int) -> Block:
         """Allocate a block; its first writer waits for the last users of the bytes that it gets.
@@ -61,7 +77,7 @@ class Memory:
         users = tuple(block.readers)
         if block.writer is not None:
             users = (*users, block.writer)
-        self.used -= block.nbytes
+        self._used -= block.nbytes
         self._freed.append((block.nbytes, users))
         block.memory = ""
 
@@ -80,7 +96,7 @@ class Memory:
                 f"{what} need {nbytes:,} bytes of {self.name}, whose budget is {self.capacity:,}: "
                 f"{nbytes - self.capacity:,} bytes too few"
             )
-        self.peak = max(self.peak, nbytes)
+        self._peak = max(self._peak, nbytes)
 
     def require_free(self, what: str, nbytes: int, free: int) -> None:
         """Check that `nbytes` bytes fit in `free` bytes.
@@ -96,8 +112,8 @@ class Memory:
 
     def _take(self, what: str, nbytes: int) -> list[Task]:
         self.require_free(what, nbytes, self.free_bytes)
-        self.used += nbytes
-        self.peak = max(self.peak, self.used)
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
         fresh = min(nbytes, self._fresh)
         self._fresh -= fresh
         missing = nbytes - fresh
@@ -131,7 +147,7 @@ class Slot(Block):
         self.views.clear()
 
 
-class Pool:
+class Pool(ReadOnly):
     """Page slots of one size in one memory, allocated once for the whole run.
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
@@ -145,17 +161,23 @@ class Pool:
         self.memory = memory
         self.slot_bytes = slot_bytes
         self.replacement = replacement
-        self.slots = [Slot(self, index, slot_bytes) for index in range(slots)]
-        self._empty = deque(self.slots)
+        self._slots = [Slot(self, index, slot_bytes) for index in range(slots)]
+        self._empty = deque(self._slots)
         self._held: OrderedDict[int, Slot] = OrderedDict()
+        self._seal()
 
     def __contains__(self, page: Page) -> bool:
         return page.id in self._held
 
     @property
+    def slots(self) -> range:
+        """The numbers of its slots, from 0."""
+        return range(len(self._slots))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its slots."""
-        return len(self.slots) * self.slot_bytes
+        return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[tuple[str, int]]:
         """Name and bytes of each reservation that it needs; `free` bytes are available."""
@@ -182,7 +204,7 @@ class Pool:
     def assign(self, page: Page, engine: Engine) -> Slot:
         """Assign a slot to `page`; in program order, the page that it held is gone from here on."""
         number = page.id
-        table = self.memory.table
+        table = self.memory._table
         if number in table:
             _vacate_lost(page, table[number], engine)
         slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
@@ -254,7 +276,7 @@ class Pool:
             for view in list(slot.views):
                 view.close(engine)
         assert slot.page is not None
-        del self.memory.table[slot.page.id]
+        del self.memory._table[slot.page.id]
         del self._held[slot.page.id]
 
 
@@ -269,7 +291,7 @@ class Fixed(Pool):
     @property
     def nbytes(self) -> int:
         """Bytes of all its slots."""
-        return sum(slot.nbytes for slot in self.slots)
+        return sum(slot.nbytes for slot in self._slots)
 
     def claims(self, free: int) -> Iterable[tuple[str, int]]:
         """One reservation for all pages, or, where they do not fit, one for each."""
@@ -278,15 +300,15 @@ class Fixed(Pool):
             return [(f"{len(self.slots)} pages, kept in {self.memory.name}", total)]
         return [
             (f"page {describe(slot.page)}, kept in {self.memory.name}", slot.nbytes)
-            for slot in self.slots
+            for slot in self._slots
             if slot.page is not None
         ]
 
     def _hold(self, page: Page, size: int) -> None:
-        slot = Slot(self, len(self.slots), size, fixed=True)
+        slot = Slot(self, len(self._slots), size, fixed=True)
         slot.page = page
-        self.memory.table[page.id] = self._held[page.id] = slot
-        self.slots.append(slot)
+        self.memory._table[page.id] = self._held[page.id] = slot
+        self._slots.append(slot)
 
 
 class Home(Fixed):
@@ -358,7 +380,7 @@ class Views(Generic[K]):
         slots = []
         pages = self.pages_of(key)
         for page in pages:
-            slot = self.memory.table.get(page.id)
+            slot = self.memory._table.get(page.id)
             lost = None if slot is None else _lost(slot)
             if lost is not None:
                 engine.raise_failure()
@@ -376,10 +398,14 @@ class Views(Generic[K]):
         return view
 
 
-def describe(page: Page) -> str:
-    """A page in words: its layer, its expert or the dense part, and its index there."""
-    part = "dense" if page.expert < 0 else f"E{page.expert}"
-    return f"L{page.layer} {part} #{page.index}"
+def slots_of(pool: Pool) -> Sequence[Slot]:
+    """The slots of a pool, by number."""
+    return pool._slots
+
+
+def held_slot(page: Page, pool: Pool) -> Slot | None:
+    """The slot of a pool that holds a page; None where it does not hold it."""
+    return pool._held.get(page.id)
 
 
 def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ...]:
@@ -388,11 +414,11 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
     Raises:
         NotResident: it does not hold one of them; the message begins with the verb.
     """
-    table = source.memory.table
+    table = source._held
     held = []
     for page in pages:
         slot = table.get(page.id)
-        if slot is None or slot.pool is not source:
+        if slot is None:
             raise NotResident(
                 f"{verb}: page {describe(page)} is not in pool {source.name}: bring it there first"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
@@ -16,14 +17,16 @@ from moesched.machines.group import numbered, written_out
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
-from moesched.steps.memory import Fixed, Memory, Pool, Replacement, describe
+from moesched.requests.chunks import Chunk
+from moesched.steps.declarations import Declarations
+from moesched.steps.memory import Fixed, Memory, Pool, Replacement
+from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.node_experts import require_placement
 from moesched.steps.placed_weights import PlacedWeights
 from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations, Role
-from moesched.tasks import Discipline
 
 
-class Plan:
+class Plan(Declarations):
     """The declarations of a policy, and the facts that it bases them on.
 
     Args:
@@ -44,9 +47,8 @@ class Plan:
         operations: FLOPs and bytes of the model's operations, and sizes of their data.
         stages: the layers of each stage; one without a pipeline.
         slot_bytes: bytes of a page in a slot of the device.
-        discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         memories, accelerators: all memories by name; the accelerators' by stage.
-        declared, weights, reservations: for the framework: the declarations, and the bytes that they need.
+        weights, reservations: for the framework: the pages' places, and the bytes that everything needs.
     """
 
     def __init__(
@@ -65,32 +67,31 @@ class Plan:
         self.batch = batch
         self.layers = range(layout.config.layers)
         self.micro_batches = range(len(batch.micro_batches))
-        self.chunks = batch.chunks()
+        self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
         self.operations = Operations(layout.config, layout.dtype)
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
-        self.discipline: Discipline = "ready_first"
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
         self.stages = tuple(map(range, starts, starts[1:]))
         self.machine = written_out(machine, count) if pipelined else machine
-        self.memories = _memories(machine, self.machine, budgets or {})
-        self.accelerators = [self.memory("accelerator", stage) for stage in range(count)]
+        self.memories: Mapping[str, Memory] = MappingProxyType(
+            _memories(machine, self.machine, budgets or {})
+        )
+        self.accelerators = tuple(self.memory("accelerator", stage) for stage in range(count))
         self.weights = PlacedWeights()
-        self.declared = Declared(
-            in_flight=len(self.chunks),
-            kv_roles=(None,) * len(self.micro_batches),
-            nodes=NodeShare(nodes, node),
+        super().__init__(
+            Declared(
+                in_flight=len(self.chunks),
+                kv_roles=(None,) * len(self.micro_batches),
+                nodes=NodeShare(nodes, node),
+            )
         )
         self.reservations = Reservations(
             self.machine, layout, batch, self.chunks, self.operations, self.stages, self.slot_bytes
         )
+        self._seal()
 
     # -- what a policy reads -----------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> NodeShare:
-        """This node's part of a model whose experts several nodes share."""
-        return self.declared.nodes
 
     @property
     def kv(self) -> KVPlan:
@@ -248,6 +249,7 @@ class Plan:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's.
         """
         self._declare("pool", self.declared)
+        require_pages("pool", (*pages, *filled), self.layout)
         size = max((self.slot_bytes(page) for page in pages), default=0)
         pool = Pool(name, self._memory_for(pages, role), slots, size, replacement)
         self.weights.add_pool(pool, filled)
@@ -261,8 +263,9 @@ class Plan:
                 in that memory already.
         """
         self._declare("keep", self.declared)
+        require_pages("keep", pages, self.layout)
         memory = self._memory_for(pages, role)
-        if twice := next((page for page in pages if page.id in memory.table), None):
+        if twice := next((page for page in pages if page in memory), None):
             raise PolicyError(f"keep: page {describe(twice)} stays in {memory.name} already: keep each once")
         return self.weights.keep(memory, pages, list(map(self.slot_bytes, pages)))
 
@@ -284,7 +287,7 @@ class Plan:
         for memory, what, nbytes in self.reservations.of(declared):
             self.memories[memory].reserve(what, nbytes)
         self.weights.reserve()
-        self.declared = replace(declared, settled=True)
+        self._declared = replace(declared, settled=True)
         host, pages = self.memory("host"), self.nodes.pages(self.layout)
         if self.nodes.placement:
             self.weights.hold(self.memory("accelerator"), pages, list(map(self.slot_bytes, pages)))
@@ -295,11 +298,6 @@ class Plan:
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _declare(self, verb: str, declared: Declared) -> None:
-        if self.declared.settled:
-            raise PolicyError(f"{verb}: the plan is made and its memory reserved: declare it in Policy.plan")
-        self.declared = declared
 
     def _memory_for(self, pages: Sequence[Page], role: Role) -> Memory:
         """The memory of a role for these pages; for accelerators, that of the pages' stage."""

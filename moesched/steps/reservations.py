@@ -14,6 +14,8 @@ from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.batch_bytes import BatchBytes
+from moesched.steps.read_only import ReadOnly
+from moesched.tasks import Discipline
 
 Role = Literal["accelerator", "host", "pinned"]
 
@@ -73,6 +75,7 @@ class Declared:
         experts_on_host: the host runs experts too.
         resident_experts_on_host: the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
+        discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         settled: the memory is reserved, and nothing more can be declared.
     """
 
@@ -82,6 +85,7 @@ class Declared:
     experts_on_host: bool = False
     resident_experts_on_host: bool = False
     nodes: NodeShare = NodeShare()
+    discipline: Discipline = "ready_first"
     settled: bool = False
 
 
@@ -108,7 +112,7 @@ class KVPlan(NamedTuple):
         return len(self.held_by("accelerator")) / len(self.roles)
 
 
-class Reservations:
+class Reservations(ReadOnly):
     """Sizes of everything that a plan's declarations need, and the memories that hold it.
 
     Args:
@@ -138,6 +142,7 @@ class Reservations:
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
         fast, self._host = machine.accelerator.memory, machine.host.memory
         self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
+        self._seal()
 
     def of(self, declared: Declared) -> list[Reservation]:
         """All reservations, in the order in which they are made."""

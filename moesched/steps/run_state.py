@@ -9,7 +9,7 @@ from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
-from moesched.steps.memory import Fixed, Slot
+from moesched.steps.memory import Fixed, Slot, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
 from moesched.steps.pipeline_stages import PipelineStage
@@ -112,7 +112,7 @@ class RunState:
         """Submit the transfers that fill kept pages from where the weights come from."""
         return [
             self._bring(page, slot, "load")
-            for page, slot in zip(resident.pages(), resident.slots, strict=True)
+            for page, slot in zip(resident.pages(), slots_of(resident), strict=True)
         ]
 
     def fill(self) -> list[PageTransfer]:
@@ -131,7 +131,7 @@ class RunState:
         self.engine.forget()
         plan = self.plan
         for pool in (*plan.weights.pools, *plan.weights.resident):
-            for slot in pool.slots:
+            for slot in slots_of(pool):
                 slot.forget()
         for stage in self.stages:
             for views in stage.views:

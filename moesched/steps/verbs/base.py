@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from sys import _getframe
+from threading import get_ident
 from typing import Any, TypeVar
 
 from moesched.errors import OutOfOrder
 from moesched.steps.memory import View, Views
 from moesched.steps.micro_batch import MicroBatch
+from moesched.steps.plan import Plan
+from moesched.steps.read_only import ReadOnly
 from moesched.steps.run_state import RunState
+from moesched.steps.turn import Turn
 from moesched.steps.verbs.table import PROGRESS, STRIDE, VERBS, Verb
 from moesched.steps.works import Kind
 from moesched.tasks import Block, Task
@@ -20,15 +24,12 @@ NEVER = -1 << 62
 K = TypeVar("K", bound=Hashable)
 
 
-class Verbs:
-    """The part of `Step` that all verbs use; `Step` describes the attributes."""
+class StepFacts(ReadOnly):
+    """The public attributes of `Step`, which describes them."""
 
-    def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
-        plan = run_state.plan
-        self._state = run_state
-        self._submit = run_state.submit
-        self._batches = run_state.batches(index)
-        self._base = index * run_state.stride
+    _remedy = "loop over a part of it, or keep your own numbers in attributes of the policy"
+
+    def __init__(self, plan: Plan, index: int, *, last: bool) -> None:
         self.nodes, self.node = plan.nodes.count, plan.nodes.index
         self.attends = plan.nodes.attends
         self.kind: Kind = "decode" if index else "prefill"
@@ -36,13 +37,30 @@ class Verbs:
         self.last = last
         self.chunked = not index and plan.batch.chunked
         self.layers = plan.layers
-        self.micro_batches = range(len(self._batches))
+        self.micro_batches = plan.micro_batches if index else range(len(plan.chunks))
+
+
+class Verbs(StepFacts):
+    """The part of `Step` that all verbs use.
+
+    Attributes:
+        turn: the times at which the policy may call verbs; for the framework.
+    """
+
+    def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
+        super().__init__(run_state.plan, index, last=last)
+        self.turn = Turn(f"{self.kind} step {index}")
+        self._state = run_state
+        self._submit = run_state.submit
+        self._batches = run_state.batches(index)
+        self._base = index * run_state.stride
         self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]
         self._left = [self._base + self._offset(verb) + verb.leaves for verb in VERBS]
         run_state.size(index)
         if not self.attends:
             for batch in self._batches:
                 batch.progress += batch.progress == self._base - 1  # there is no `embed`
+        self._seal()
 
     def _offset(self, verb: Verb) -> int:
         """The progress to add to that of a verb's layer; `sample` has layer -1, and comes after all others."""
@@ -59,7 +77,10 @@ class Verbs:
 
         Raises:
             OutOfOrder: it has another progress.
+            PolicyError: it is not the policy's turn.
         """
+        if self.turn.thread != get_ident():
+            raise self.turn.refusal(verb.name)
         batch = self._batches[micro_batch]
         if batch.progress != self._needed[verb.number] + layer * STRIDE or (
             verb.saved and batch.kv.unsaved >= 0
@@ -72,7 +93,10 @@ class Verbs:
 
         Raises:
             OutOfOrder: it comes too early or too late, or the model has no such layer.
+            PolicyError: it is not the policy's turn.
         """
+        if self.turn.thread != get_ident():
+            raise self.turn.refusal(verb.name)
         if layer not in self.layers:
             raise OutOfOrder(
                 f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"

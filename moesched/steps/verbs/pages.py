@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.memory import Pool, Slot, describe, held_slots
+from moesched.steps.memory import Pool, Slot, held_slot, held_slots
+from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.verbs.base import Verbs
 from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
@@ -54,6 +56,7 @@ class PageVerbs(Verbs):
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
         """Make the transfers of these pages urgent, unless they have started."""
+        self._require_own("promote", pool)
         for slot in held_slots("promote", pages, pool):
             if slot.writer is not None:
                 self._state.engine.promote(slot.writer, DEMAND)
@@ -68,13 +71,15 @@ class PageVerbs(Verbs):
             NotResident: a page is not in the pool.
             PolicyError: they are not the pages of one fetch, or a submitted task uses one of them.
         """
+        self._require_own("cancel", pool)
         return pool.cancel(pages, self._state.engine)
 
     def evict(self, pages: Sequence[Page], pool: Pool) -> None:
         """Drop pages; their slots are free for the next fetch."""
+        self._require_own("evict", pool)
         for page in pages:
-            slot = pool.memory.table.get(page.id)
-            if slot is None or slot.pool is not pool:
+            slot = held_slot(page, pool)
+            if slot is None:
                 raise NotResident(f"evict: page {describe(page)} is not in pool {pool.name}")
             if slot.fixed:
                 raise PolicyError(
@@ -82,12 +87,30 @@ class PageVerbs(Verbs):
                 )
             pool.vacate(slot, self._state.engine)
 
+    def _require_own(self, verb: str, pool: Pool) -> None:
+        """Check that it is the policy's turn, and that a pool is one of its own plan.
+
+        Raises:
+            PolicyError: one of the two is not so.
+        """
+        if self.turn.thread != get_ident():
+            raise self.turn.refusal(verb)
+        if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
+            raise PolicyError(
+                f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
+            )
+
     def _transfer(
         self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
     ) -> tuple[PageTransfer, tuple[Slot, ...]]:
         """The task that moves pages into slots of a pool, and the slots that it reads them from."""
+        self._require_own(verb, pool)
+        if source is not None:
+            self._require_own(verb, source)
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
+        plan = self._state.plan
+        require_pages(verb, pages, plan.layout)
         reads = () if source is None else held_slots(verb, pages, source)
         if len(pages) > len(pool.slots):
             raise OverBudget(
@@ -97,7 +120,7 @@ class PageVerbs(Verbs):
         nbytes = 0
         for page in pages:
             nbytes += page.nbytes
-        origin = self._state.plan.machine.roles.weights if source is None else source.memory.name
+        origin = plan.machine.roles.weights if source is None else source.memory.name
         lane, work = self._state.works.move(origin, pool.memory.name, nbytes, len(slots))
         first = pages[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)

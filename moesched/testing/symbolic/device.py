@@ -9,6 +9,7 @@ from moesched.drivers.lanes import LaneKind
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
 from moesched.seams import Device, Transport
+from moesched.steps.memory import slots_of
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.testing.symbolic.batch import SymbolicBatch
@@ -61,7 +62,7 @@ class SymbolicDevice:
         batch = SymbolicBatch(plan)
         self._data = Data()
         self._data.values.update(batch.prompts())
-        for slot in plan.weights.home.slots if plan.weights.home else ():
+        for slot in slots_of(plan.weights.home) if plan.weights.home else ():
             self._data.values[slot] = slot.page.id if slot.page is not None else 0
         self._verbs = verbs_of(plan, batch, self._board)
 

@@ -1,0 +1,36 @@
+"""Objects that policies see and cannot change by mistake: a later assignment is an error at the policy's own line."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from moesched.errors import PolicyError
+
+
+class ReadOnly:
+    """Base of classes whose public attributes are set in `__init__`, which ends with `_seal()`, and never again.
+
+    Names with an underscore are the object's own state, and can always be set.
+    """
+
+    _sealed = False
+    _assignable: ClassVar[frozenset[str]] = frozenset()
+    """Properties with a setter that checks."""
+    _remedy: ClassVar[str] = "keep what you need in attributes of the policy"
+
+    def _seal(self) -> None:
+        self._sealed = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._sealed and not name.startswith("_") and name not in self._assignable:
+            raise self._is_read_only(name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._sealed and not name.startswith("_"):
+            raise self._is_read_only(name)
+        object.__delattr__(self, name)
+
+    def _is_read_only(self, name: str) -> PolicyError:
+        kind = type(self).__name__
+        return PolicyError(f"{name} of a {kind} cannot be changed: {self._remedy}")

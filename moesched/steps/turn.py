@@ -1,0 +1,54 @@
+"""The times at which a policy may call the verbs of a step: while it runs, and only on the thread that runs it."""
+
+from __future__ import annotations
+
+from threading import current_thread, get_ident
+
+from moesched.errors import PolicyError
+
+NOBODY = 0
+"""The identifier of no thread."""
+
+
+class Turn:
+    """The policy's turn in a step.
+
+    Attributes:
+        thread: the identifier of the thread that runs the policy; `NOBODY` while the policy waits and once the step is
+            over. Each verb compares it with the identifier of its own thread.
+    """
+
+    __slots__ = ("_home", "_over", "_step", "thread")
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._over = False
+        self._home = self.thread = get_ident()
+
+    def begin(self) -> None:
+        """Let this thread call verbs."""
+        self.thread = get_ident()
+
+    def pause(self) -> None:
+        """Let no thread call verbs until the policy goes on."""
+        self.thread = NOBODY
+
+    def end(self) -> None:
+        """Let no thread call verbs any more."""
+        self._over = True
+        self.thread = NOBODY
+
+    def refusal(self, verb: str) -> PolicyError:
+        """The error of a verb that is called at another time or on another thread."""
+        own = "use the step that this prefill or decode was called with"
+        if self._home != get_ident():
+            thread = current_thread().name
+            return PolicyError(
+                f"{verb}: called on thread {thread}, which does not run the policy of {self._step}: call verbs in "
+                "prefill and decode themselves"
+            )
+        if self._over:
+            return PolicyError(f"{verb}: {self._step} is over: {own}")
+        return PolicyError(
+            f"{verb}: the policy of {self._step} is not running, and this is another one: {own}"
+        )
