@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moesched.drivers.validation import CheckedEngine
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
 from moesched.models.layout import Page
-from moesched.steps.memory import Memory, Pool, Views
+from moesched.steps.memory import Memory, Pool, Views, held_slots
 from moesched.tasks import (
     Block,
     Collective,
@@ -237,7 +237,8 @@ class Rank:
 
     def _evict(self) -> None:
         page = self.choose.choice(self.pool.pages())
-        self.pool.vacate(self.pool.memory.table[page.id], self.engine)
+        [slot] = held_slots("evict", [page], self.pool)
+        self.pool.vacate(slot, self.engine)
 
     def _expect_refusal(self, memory: Memory, nbytes: int) -> None:
         used = memory.used

@@ -42,6 +42,7 @@ from moesched.tasks import (
     Task,
     Work,
     priority,
+    read_only,
     story_of,
 )
 
@@ -209,9 +210,12 @@ class Engine:
     # -- called by drivers -------------------------------------------------------------------------
 
     def finish(self, task: Task, value: object = None) -> None:
-        """Settle a running task that succeeded. Tasks that may start now are appended to `started`."""
+        """Settle a running task that succeeded. Tasks that may start now are appended to `started`.
+
+        A dict or list becomes read-only: verbs rely on the value after the policy has seen it.
+        """
         if value is not None:
-            task.value = value
+            task.value = read_only(value)
         lane = task.lane
         if not lane.simple:
             self._end_on_device(task)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping
 from heapq import heapify, heappop
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -311,6 +311,13 @@ def priority(link_class: int, task_id: int) -> int:
 def link_class(key: int) -> int:
     """The link class that `priority` put into a key."""
     return key >> CLASS_SHIFT
+
+
+def read_only(value: object) -> object:
+    """A task's value as everybody sees it: dicts and lists cannot be changed."""
+    if isinstance(value, dict):
+        return MappingProxyType(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _line_of(code: CodeType, instruction: int) -> int:

@@ -79,7 +79,7 @@ def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
     assert (shared.declared.in_flight, each.declared.in_flight) == (2, 16)
     reserved = [
         plan.memory("accelerator").used
-        - sum(slot.nbytes for pool in (*plan.weights.pools, *plan.weights.resident) for slot in pool.slots)
+        - sum(pool.nbytes for pool in (*plan.weights.pools, *plan.weights.resident))
         for plan in (shared, each)
     ]
     in_decode = 16 * layer_bytes(OPERATIONS, 4)

@@ -141,7 +141,7 @@ def test_each_memory_reserves_the_cache_that_it_holds_and_no_other(
 def without_weights(plan: Plan) -> int:
     pools = (*plan.weights.pools, *plan.weights.resident)
     fast = plan.memory("accelerator")
-    return fast.used - sum(slot.nbytes for pool in pools if pool.memory is fast for slot in pool.slots)
+    return fast.used - sum(pool.nbytes for pool in pools if pool.memory is fast)
 
 
 @settings(max_examples=30, deadline=None)

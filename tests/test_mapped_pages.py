@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.steps.memory import Memory, Pool, Slot
+from moesched.steps.memory import Memory, Pool, Slot, slots_of
 from small_models import SMALL
 
 
@@ -75,8 +75,8 @@ def shown(
         pages.close()
 
 
-def slots(count: int) -> list[Slot]:
-    return Pool("shown", Memory("host", 10**9), count, 8192).slots
+def slots(count: int) -> Sequence[Slot]:
+    return slots_of(Pool("shown", Memory("host", 10**9), count, 8192))
 
 
 def generate(model: Path, policy: str, *, direct: bool, dtype: str | None = None) -> TorchDevice:

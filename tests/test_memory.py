@@ -11,7 +11,7 @@ from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.models.layout import Page
 from moesched.steps.ledger import ledger_problems, view_problems
-from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Views
+from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Slot, Views, held_slot, slots_of
 from moesched.tasks import Block, Kernel, PageTransfer, Task
 
 PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]
@@ -46,7 +46,13 @@ class Bench:
 
     def evict(self, number: int) -> None:
         """Give a page up."""
-        self.pool.vacate(self.memory.table[number], self.engine)
+        self.pool.vacate(self.slot(number), self.engine)
+
+    def slot(self, number: int) -> Slot:
+        """The slot that holds a page."""
+        slot = held_slot(PAGES[number], self.pool)
+        assert slot is not None
+        return slot
 
     def held(self) -> list[int]:
         """The pages in the pool, the next to be replaced first."""
@@ -254,7 +260,7 @@ def test_kept_pages_take_a_slot_of_their_own_size_and_need_no_edges() -> None:
     views: Views[tuple[int, ...]] = Views(memory, lambda key: tuple(PAGES[n] for n in key))
     view = views.show((0, 1), Script(gpu="ready_first").engine)
     assert memory.used == 30
-    assert view.slots == tuple(kept.slots)
+    assert view.slots == tuple(slots_of(kept))
     assert view.reads == ()
     assert ledger_problems(memory, [kept]) == []
 
@@ -330,7 +336,7 @@ def test_kernels_that_a_lost_page_cancelled_hold_nothing_up() -> None:
 
 def test_the_checking_mode_notices_bytes_that_went_missing() -> None:
     bench = Bench()
-    bench.memory.used += 10
+    bench.memory._used += 10
     with pytest.raises(BrokenRule, match="gpu: 30 bytes used, 80 fresh and 0 freed are not its 100"):
         bench.engine.check_over()
 
@@ -338,7 +344,7 @@ def test_the_checking_mode_notices_bytes_that_went_missing() -> None:
 def test_the_checking_mode_notices_a_slot_that_lost_its_page() -> None:
     bench = Bench()
     bench.fetch(0)
-    bench.memory.table[0].page = None
+    bench.slot(0).page = None
     bench.script.finish("fetch (0,)")
     with pytest.raises(BrokenRule, match="page #0"):
         bench.engine.check_over()

@@ -11,6 +11,7 @@ import pytest
 
 from moesched.engine import Engine
 from moesched.plugins import make_policy
+from moesched.steps.memory import slots_of
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
 from moesched.trace import About, Recorder, check_trace, critical_path, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, Run, realtime_run, virtual_run
@@ -87,7 +88,7 @@ def test_pages_held_grow_with_the_slots_that_are_filled_and_stay_when_they_are_o
     slots = [
         slot
         for pool in [*streamed_run.plan.weights.resident, *streamed_run.plan.weights.pools]
-        for slot in pool.slots
+        for slot in slots_of(pool)
         if slot.memory == "gpu"
     ]
     assert held[0] == 0

@@ -122,6 +122,11 @@ def policys_failures() -> Iterator[None]:
     """
     try:
         yield
+    except (AttributeError, TypeError) as error:
+        if "'mappingproxy' object" not in str(error):
+            raise
+        failure = PolicyError(f"a policy sees this read-only: copy it first, with dict(...): {error}")
+        raise failure.with_traceback(error.__traceback__) from error
     except Exception:
         raise
     except BaseException as error:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.micro_batch import MicroBatch
+from moesched.steps.turn import NOBODY
 from moesched.steps.verbs.attention import AttentionVerbs
 from moesched.steps.verbs.experts import ExpertVerbs
 from moesched.steps.verbs.pages import PageVerbs
@@ -108,7 +109,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
+            PolicyError: the policy called it.
         """
+        if self.turn.thread != NOBODY:
+            raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")
         samples = []
         for batch in self._batches:
             if batch.progress != self._base + self._state.stride - 1 or batch.last is None:

@@ -23,7 +23,8 @@ class Turn:
     def __init__(self, step: str) -> None:
         self._step = step
         self._over = False
-        self._home = self.thread = get_ident()
+        self._home = get_ident()
+        self.thread = NOBODY
 
     def begin(self) -> None:
         """Let this thread call verbs."""

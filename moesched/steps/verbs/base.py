@@ -44,7 +44,7 @@ class Verbs(StepFacts):
     """The part of `Step` that all verbs use.
 
     Attributes:
-        turn: the times at which the policy may call verbs; for the framework.
+        turn: the times at which the policy may call verbs, which the framework sets.
     """
 
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
