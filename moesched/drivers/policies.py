@@ -10,6 +10,7 @@ from typing import Any
 from moesched.errors import PolicyError, TaskCancelled
 from moesched.seams import Policy
 from moesched.steps.step import Step
+from moesched.steps.verbs.base import turn_of
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.tasks import DONE, Lane, Task
 
@@ -83,7 +84,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
     Raises:
         PolicyError: its method is not `async def`, or it raised something that is no `Exception`, such as SystemExit.
     """
-    turn, thrown = step.turn, None
+    turn, thrown = turn_of(step), None
     try:
         turn.begin()
         main: object = policy.decode(step) if step.index else policy.prefill(step)
@@ -125,7 +126,9 @@ def policys_failures() -> Iterator[None]:
     except (AttributeError, TypeError) as error:
         if "'mappingproxy' object" not in str(error):
             raise
-        failure = PolicyError(f"a policy sees this read-only: copy it first, with dict(...): {error}")
+        failure = PolicyError(
+            f"what a plan or a task gives is read-only: copy it first, with dict(...): {error}"
+        )
         raise failure.with_traceback(error.__traceback__) from error
     except Exception:
         raise

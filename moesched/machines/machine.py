@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines.networks import Network
@@ -244,3 +246,24 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         raise BadInput(
             f"machine {self.name} has no link from {source} to {destination}: add one to its [[links]]"
         )
+
+
+def read_only(machine: Machine) -> Machine:
+    """A copy of a machine whose dicts and lists cannot be changed, for code that does not own it."""
+    group = machine.accelerator_group
+    if group.interconnect is not None:
+        paths = tuple(group.interconnect.paths)
+        group = replace(group, interconnect=replace(group.interconnect, paths=paths))
+    processors = {
+        name: replace(processor, flops=MappingProxyType(dict(processor.flops)))
+        for name, processor in machine.processors.items()
+    }
+    return replace(
+        machine,
+        processors=MappingProxyType(processors),
+        memories=MappingProxyType(dict(machine.memories)),
+        links=tuple(machine.links),
+        accelerator_group=group,
+        cost_table=tuple(machine.cost_table),
+        contention=tuple(machine.contention),
+    )

@@ -9,6 +9,7 @@ An amount also lists the operations that it consists of, so that a table of meas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import ne
 from typing import NamedTuple
 
@@ -159,6 +160,7 @@ class ExpertOperations(TensorSizes):
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
     """All operations of one model in one dtype; defines those outside the layers and those that combine others."""
 

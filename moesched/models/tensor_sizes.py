@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -14,24 +16,40 @@ class ResidentShare(NamedTuple):
     experts: float = 0.0
 
 
+NOTHING_RESIDENT = ResidentShare()
+
+
+@dataclass(frozen=True, eq=False)
 class TensorSizes:
     """Widths in elements and bytes per token of one model in one dtype.
 
     Attributes:
         resident: shares of the weights that stay in the accelerator's memory.
-        element: bytes per element.
-        query_width, key_width: heads times head_dim.
-        expert_bytes: bytes of the weights of one expert.
     """
 
-    def __init__(self, config: ModelConfig, dtype: str, resident: ResidentShare = ResidentShare()) -> None:  # noqa: B008
-        self.config = config
-        self.resident = resident
-        self.dtype = dtype
-        self.element = ITEM_BYTES[dtype]
-        self.query_width = config.heads * config.head_dim
-        self.key_width = config.kv_heads * config.head_dim
-        self.expert_bytes = 3 * config.hidden * config.intermediate * self.element
+    config: ModelConfig
+    dtype: str
+    resident: ResidentShare = NOTHING_RESIDENT
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes per element."""
+        return ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def query_width(self) -> int:
+        """Heads of queries times head_dim."""
+        return self.config.heads * self.config.head_dim
+
+    @cached_property
+    def key_width(self) -> int:
+        """Heads of keys times head_dim."""
+        return self.config.kv_heads * self.config.head_dim
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of one expert."""
+        return 3 * self.config.hidden * self.config.intermediate * self.element
 
     @property
     def hidden_bytes(self) -> int:

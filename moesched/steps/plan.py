@@ -14,6 +14,7 @@ from types import MappingProxyType
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
+from moesched.machines.machine import read_only
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
@@ -73,7 +74,7 @@ class Plan(Declarations):
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
         self.stages = tuple(map(range, starts, starts[1:]))
-        self.machine = written_out(machine, count) if pipelined else machine
+        self.machine = read_only(written_out(machine, count) if pipelined else machine)
         self.memories: Mapping[str, Memory] = MappingProxyType(
             _memories(machine, self.machine, budgets or {})
         )

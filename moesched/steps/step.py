@@ -111,7 +111,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
             OutOfOrder: a micro-batch was not sampled.
             PolicyError: the policy called it.
         """
-        if self.turn.thread != NOBODY:
+        if self._turn.thread != NOBODY:
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")
         samples = []
         for batch in self._batches:

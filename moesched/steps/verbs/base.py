@@ -41,15 +41,11 @@ class StepFacts(ReadOnly):
 
 
 class Verbs(StepFacts):
-    """The part of `Step` that all verbs use.
-
-    Attributes:
-        turn: the times at which the policy may call verbs, which the framework sets.
-    """
+    """The part of `Step` that all verbs use."""
 
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
         super().__init__(run_state.plan, index, last=last)
-        self.turn = Turn(f"{self.kind} step {index}")
+        self._turn = Turn(f"{self.kind} step {index}")
         self._state = run_state
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
@@ -79,8 +75,8 @@ class Verbs(StepFacts):
             OutOfOrder: it has another progress.
             PolicyError: it is not the policy's turn.
         """
-        if self.turn.thread != get_ident():
-            raise self.turn.refusal(verb.name)
+        if self._turn.thread != get_ident():
+            raise self._turn.refusal(verb.name)
         batch = self._batches[micro_batch]
         if batch.progress != self._needed[verb.number] + layer * STRIDE or (
             verb.saved and batch.kv.unsaved >= 0
@@ -95,8 +91,8 @@ class Verbs(StepFacts):
             OutOfOrder: it comes too early or too late, or the model has no such layer.
             PolicyError: it is not the policy's turn.
         """
-        if self.turn.thread != get_ident():
-            raise self.turn.refusal(verb.name)
+        if self._turn.thread != get_ident():
+            raise self._turn.refusal(verb.name)
         if layer not in self.layers:
             raise OutOfOrder(
                 f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"
@@ -198,3 +194,8 @@ class Verbs(StepFacts):
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )
+
+
+def turn_of(step: Verbs) -> Turn:
+    """The times at which the policy may call a step's verbs."""
+    return step._turn

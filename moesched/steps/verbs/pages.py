@@ -93,8 +93,8 @@ class PageVerbs(Verbs):
         Raises:
             PolicyError: one of the two is not so.
         """
-        if self.turn.thread != get_ident():
-            raise self.turn.refusal(verb)
+        if self._turn.thread != get_ident():
+            raise self._turn.refusal(verb)
         if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
             raise PolicyError(
                 f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"

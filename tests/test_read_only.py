@@ -1,0 +1,525 @@
+"""What a policy sees cannot be changed, and verbs cannot be called at a wrong time: neither leads to wrong tokens."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any, ClassVar
+
+import pytest
+
+from moesched.cli.failures import policy_line
+from moesched.drivers.interrupts import came_from_a_signal
+from moesched.errors import PolicyError
+from moesched.machines import load_machine
+from moesched.models.layout import Page
+from moesched.runs.hardware import run
+from moesched.steps.memory import Pool
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+from moesched.tasks import Task
+from moesched.testing import Case, run_on_symbols
+from moesched.testing.policy_checks import Clock
+from moesched.testing.symbolic import SymbolicDevice
+
+CASE = Case(name="seen", machine=load_machine("t4"), layers=3, weights=1.2)
+CLOCKS: tuple[Clock, ...] = ("virtual", "real")
+
+
+class Everything:
+    """Keeps all weights; runs expert by expert."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        self.resident = plan.keep(plan.layout.pages[:-1])
+        last = plan.layout.pages[-1:]
+        self.pool = plan.pool("accelerator", "last", 1, last, filled=last)
+        self.declared = plan
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                await self.run_experts(step, i, j)
+                step.combine(i, j)
+            step.sample(j)
+
+    decode = prefill
+
+    async def run_experts(self, step: Step, i: int, j: int) -> None:
+        for expert in await step.route(i, j):
+            step.run_expert(i, expert, j)
+
+
+Mistake = Callable[[Step, Plan], object]
+
+
+class Meddling(Everything):
+    """Makes a mistake at the start of the first decode step."""
+
+    def __init__(self, mistake: Mistake) -> None:
+        self.mistake = mistake
+
+    async def decode(self, step: Step) -> None:
+        if step.index == 1:
+            self.mistake(step, self.declared)
+        await self.prefill(step)
+
+
+def refused(policy: Any, clock: Clock = "virtual", case: Case = CASE) -> PolicyError:
+    """The error of a policy, raised by a line of this file."""
+    with pytest.raises(PolicyError) as caught:
+        run_on_symbols(policy, case.plan(policy), clock)
+    assert policy_line(caught.value).startswith(f"{__file__}:"), caught.value
+    return caught.value
+
+
+# -- what is read-only -----------------------------------------------------------------------------
+
+
+def set_layers(step: Step, plan: Plan) -> None:
+    step.layers = step.layers[:2]
+
+
+def set_micro_batches(step: Step, plan: Plan) -> None:
+    step.micro_batches = step.micro_batches[:1]
+
+
+def say_it_is_the_last(step: Step, plan: Plan) -> None:
+    step.last = True
+
+
+def forget_the_layers(step: Step, plan: Plan) -> None:
+    del step.layers
+
+
+def replace_a_verb(step: Step, plan: Plan) -> None:
+    step.attention = lambda i, j: None  # type: ignore[method-assign, assignment, misc]
+
+
+def set_layers_of_the_plan(step: Step, plan: Plan) -> None:
+    plan.layers = plan.layers[:2]
+
+
+def raise_a_budget(step: Step, plan: Plan) -> None:
+    plan.memory("accelerator").capacity *= 2
+
+
+def forget_a_memory(step: Step, plan: Plan) -> None:
+    plan.memories.clear()  # type: ignore[attr-defined]
+
+
+def make_a_kernel_free(step: Step, plan: Plan) -> None:
+    plan.machine.processors["gpu"].flops["bfloat16"] = 1e30
+
+
+def change_the_order_of_lanes(step: Step, plan: Plan) -> None:
+    plan.discipline = "in_order"
+
+
+def keep_more(step: Step, plan: Plan) -> None:
+    plan.keep(plan.layout.pages[:1])
+
+
+def close_the_step(step: Step, plan: Plan) -> None:
+    step.close()
+
+
+MISTAKES: list[tuple[Mistake, str]] = [
+    (set_layers, "layers of a Step cannot be changed: loop over a part of it"),
+    (set_micro_batches, "micro_batches of a Step cannot be changed"),
+    (say_it_is_the_last, "last of a Step cannot be changed"),
+    (forget_the_layers, "layers of a Step cannot be changed"),
+    (replace_a_verb, "attention of a Step cannot be changed"),
+    (set_layers_of_the_plan, "layers of a Plan cannot be changed: declare with the plan's methods"),
+    (raise_a_budget, "capacity of a Memory cannot be changed"),
+    (forget_a_memory, r"read-only: copy it first, with dict\(\.\.\.\): .* no attribute 'clear'"),
+    (make_a_kernel_free, "read-only: copy it first"),
+    (change_the_order_of_lanes, "discipline: the plan is made"),
+    (keep_more, "keep: the plan is made and its memory reserved"),
+    (close_the_step, "close: a step is closed once prefill or decode has ended: return instead"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "says"), MISTAKES, ids=[each.__name__ for each, _ in MISTAKES])
+def test_a_policy_that_changes_what_it_sees_is_refused_at_its_own_line(mistake: Mistake, says: str) -> None:
+    error = refused(Meddling(mistake))
+    assert error.__traceback__ is not None
+    with pytest.raises(PolicyError, match=says):
+        raise error
+    first_line = mistake.__code__.co_firstlineno  # type: ignore[attr-defined]
+    assert policy_line(error) == f"{__file__}:{first_line + 1}"
+
+
+def test_a_plan_whose_layers_are_cut_while_it_is_made_is_refused() -> None:
+    class Cuts(Everything):
+        def plan(self, plan: Plan) -> None:
+            super().plan(plan)
+            plan.layers = plan.layers[:2]
+
+    assert "layers of a Plan cannot be changed" in str(refused(Cuts()))
+
+
+def test_a_discipline_that_does_not_exist_is_refused() -> None:
+    class Hasty(Everything):
+        def plan(self, plan: Plan) -> None:
+            plan.discipline = "hasty"  # type: ignore[assignment]
+
+    assert "discipline is 'hasty': assign 'in_order' or 'ready_first'" in str(refused(Hasty()))
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_the_chosen_experts_cannot_be_taken_out_while_they_run(clock: Clock) -> None:
+    class TakesOut(Everything):
+        async def run_experts(self, step: Step, i: int, j: int) -> None:
+            routed: Any = await step.route(i, j)
+            while routed:
+                step.run_expert(i, routed.popitem()[0], j)
+
+    assert "read-only: copy it first, with dict(...)" in str(refused(TakesOut(), clock))
+
+
+def test_sampled_tokens_cannot_be_changed() -> None:
+    class Improves(Everything):
+        async def prefill(self, step: Step) -> None:
+            for j in step.micro_batches:
+                step.embed(j)
+                for i in step.layers:
+                    step.pre_attention(i, j)
+                    step.attention(i, j)
+                    step.post_attention(i, j)
+                tokens: Any = await step.sample(j)
+                tokens[0] = 7
+
+        decode = prefill
+
+    with pytest.raises(TypeError, match="'tuple' object does not support item assignment"):
+        run_on_symbols(policy := Improves(), CASE.plan(policy))
+
+
+LEAVES = (int, float, str, bytes, bool, type(None), range, type, FunctionType, type(len))
+
+
+def reachable(root: object, name: str) -> Iterator[tuple[str, object]]:
+    """Everything that public names lead to, each once; handles of tasks belong to the engine."""
+    found: set[int] = set()
+    left = deque([(name, root)])
+    while left:
+        name, each = left.popleft()
+        if isinstance(each, LEAVES) or id(each) in found or isinstance(each, Task):
+            continue
+        found.add(id(each))
+        yield name, each
+        if isinstance(each, Mapping):
+            left += [(f"{name}[{key!r}]", value) for key, value in each.items()]
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            left += [(f"{name}[{number}]", value) for number, value in enumerate(each)]
+        left += [(f"{name}.{key}", getattr(each, key)) for key in attributes(each)]
+
+
+def attributes(seen: object) -> list[str]:
+    """Names of its public attributes that are no methods."""
+    if isinstance(seen, (Mapping, list, set, frozenset, deque)):
+        return []
+    names = [name for name in dir(seen) if not name.startswith("_")]
+    return [name for name in names if not callable(getattr(seen, name)) or name == "slot_bytes"]
+
+
+def test_nothing_that_public_names_lead_to_can_be_changed() -> None:
+    open_to_changes: list[str] = []
+    seen: list[str] = []
+
+    def look(step: Step, plan: Plan) -> None:
+        for root, called in (
+            (plan, "plan"),
+            (step, "step"),
+            (policy.pool, "pool"),
+            (policy.resident, "kept"),
+        ):
+            for name, each in reachable(root, called):
+                seen.append(name)
+                if isinstance(each, (dict, list, set, deque)):
+                    open_to_changes.append(f"{name} is a {type(each).__name__}")
+                for key in attributes(each):
+                    try:
+                        setattr(each, key, getattr(each, key))
+                    except (AttributeError, PolicyError, TypeError):
+                        continue
+                    open_to_changes.append(f"{name}.{key}")
+
+    policy = Meddling(look)
+    ended = run_on_symbols(policy, CASE.plan(policy))
+    assert ended.tokens == ended.expected
+    assert not open_to_changes
+    assert {"plan.machine.links", "plan.weights.resident", "plan.reservations.sizes", "pool.memory"} <= {
+        *seen
+    }
+    assert len(seen) > 100
+
+
+# -- when verbs may be called ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_verb_called_from_another_thread_is_refused_there(clock: Clock) -> None:
+    errors: list[Exception] = []
+
+    class Delegates(Everything):
+        async def decode(self, step: Step) -> None:
+            def work() -> None:
+                try:
+                    step.embed(0)
+                except PolicyError as error:
+                    errors.append(error)
+
+            helper = threading.Thread(target=work, name="helper")
+            helper.start()
+            helper.join()
+            await self.prefill(step)
+
+    policy = Delegates()
+    ended = run_on_symbols(policy, CASE.plan(policy), clock)
+    assert ended.tokens == ended.expected, "a refused call leaves no trace"
+    assert len(errors) == CASE.new_tokens - 1
+    assert str(errors[0]) == (
+        "embed: called on thread helper, which does not run the policy of decode step 1: call verbs in prefill and "
+        "decode themselves"
+    )
+    assert policy_line(errors[0]).startswith(f"{__file__}:")
+
+
+class Remembers(Everything):
+    """Keeps its first step, and calls a verb of it later."""
+
+    kept: ClassVar[list[Step]] = []
+    pools: ClassVar[list[Pool]] = []
+    pages: ClassVar[list[Page]] = []
+
+    def __init__(self, use: Callable[[Remembers, Step], Awaitable[object]]) -> None:
+        self.use = use
+
+    async def prefill(self, step: Step) -> None:
+        if not self.kept:
+            self.kept.append(step)
+            self.pools.append(self.pool)
+            self.pages.append(step.pages(0)[0])
+        await super().prefill(step)
+
+    async def decode(self, step: Step) -> None:
+        await self.use(self, step)
+        await super().decode(step)
+
+
+@pytest.fixture
+def remembered() -> Iterator[None]:
+    lists: list[list[Any]] = [Remembers.kept, Remembers.pools, Remembers.pages]
+    for each in lists:
+        each.clear()
+    yield
+    for each in lists:
+        each.clear()
+
+
+async def old_embed(policy: Remembers, step: Step) -> None:
+    policy.kept[0].embed(0)
+
+
+async def old_evict(policy: Remembers, step: Step) -> None:
+    policy.kept[0].evict(step.pages(2)[-1:], policy.pool)
+
+
+async def old_promote(policy: Remembers, step: Step) -> None:
+    policy.kept[0].promote(step.pages(2)[-1:], policy.pool)
+
+
+async def old_cancel(policy: Remembers, step: Step) -> None:
+    policy.kept[0].cancel(step.pages(2)[-1:], policy.pool)
+
+
+async def old_fetch(policy: Remembers, step: Step) -> None:
+    policy.kept[0].fetch(step.pages(2)[-1:], policy.pool)
+
+
+async def old_offload(policy: Remembers, step: Step) -> None:
+    policy.kept[0].offload_kv(0, 0)
+
+
+@pytest.mark.usefixtures("remembered")
+@pytest.mark.parametrize("use", [old_embed, old_evict, old_promote, old_cancel, old_fetch, old_offload])
+def test_a_verb_of_a_step_that_is_over_is_refused(use: Any) -> None:
+    assert "prefill step 0 is over: use the step that this" in str(refused(Remembers(use)))
+
+
+@pytest.mark.usefixtures("remembered")
+def test_a_step_of_another_run_is_refused_while_its_policy_waits() -> None:
+    others: list[Step] = []
+
+    class Shares(Everything):
+        expert_parallel = True
+
+        def plan(self, plan: Plan) -> None:
+            plan.place_kv("accelerator")
+            plan.place_experts([range(4)] * 2)
+
+        async def run_experts(self, step: Step, i: int, j: int) -> None:
+            others.append(step)
+            routed = await step.route(i, j)
+            for other in others:
+                if other.node != step.node:
+                    other.sample(0)
+            step.assign(i, j, dict.fromkeys(routed, 0))
+
+    case = Case(name="two", machine=load_machine("t4"), nodes=2, prompts=(3,))
+    nodes = [Shares(), Shares()]
+    (plan, policy), peer = [(case.plan(each, number), each) for number, each in enumerate(nodes)]
+    with pytest.raises(PolicyError, match="sample: the policy of prefill step 0 is not running, and this is"):
+        run_on_symbols(policy, plan, peers=[peer])
+
+
+async def foreign_pool(policy: Remembers, step: Step) -> None:
+    step.fetch(step.pages(2)[-1:], policy.pools[0])
+
+
+async def foreign_page(policy: Remembers, step: Step) -> None:
+    step.fetch(policy.pages, policy.pool)
+
+
+@pytest.mark.usefixtures("remembered")
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (foreign_pool, "fetch: pool last belongs to another run: use a pool that this run's plan made"),
+        (
+            foreign_page,
+            "fetch: page L0 dense #0 belongs to another model or layout: take pages from plan.layout",
+        ),
+    ],
+)
+def test_what_belongs_to_another_run_is_refused(use: Any, says: str) -> None:
+    async def nothing(policy: Remembers, step: Step) -> None:
+        """The first run is as it should be."""
+
+    other = Case(name="other", machine=CASE.machine, layers=3, weights=1.2, experts=8)
+    run_on_symbols(policy := Remembers(nothing), other.plan(policy))
+    assert says in str(refused(Remembers(use)))
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_task_that_was_never_submitted_cannot_be_awaited(clock: Clock) -> None:
+    class Invents(Everything):
+        async def decode(self, step: Step) -> None:
+            done = step.embed(0)
+            await Task(done.lane, done.work, "mine")
+
+    assert "is no task of this run: await what its verbs return" in str(refused(Invents(), clock))
+
+
+def test_a_method_that_is_not_async_is_refused() -> None:
+    class Plain(Everything):
+        def decode(self, step: Step) -> None:  # type: ignore[override]
+            """It forgot `async`."""
+
+    with pytest.raises(PolicyError, match=r"decode of Plain gave None, no coroutine: define it `async def`"):
+        run_on_symbols(policy := Plain(), CASE.plan(policy))
+
+
+# -- what a policy raises --------------------------------------------------------------------------
+
+
+class Shutdown(BaseException):
+    """An exception that is no Exception."""
+
+
+ENDS = [SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), GeneratorExit(), Shutdown()]
+
+
+class Raises(Everything):
+    def __init__(self, error: BaseException, *, planning: bool = False) -> None:
+        self.error = error
+        self.planning = planning
+
+    def plan(self, plan: Plan) -> None:
+        if self.planning:
+            raise self.error
+        super().plan(plan)
+
+    async def decode(self, step: Step) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("planning", [False, True], ids=["in a step", "in the plan"])
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+def test_an_exception_that_would_end_the_process_is_the_policys_failure(
+    error: BaseException, clock: Clock, planning: bool
+) -> None:
+    said = refused(Raises(error.with_traceback(None), planning=planning), clock)
+    assert str(said).startswith(f"the policy raised {error!r}: return to end a step")
+    assert said.__cause__ is error
+
+
+def test_sys_exit_fails_the_run_too() -> None:
+    def leave(step: Step, plan: Plan) -> None:
+        sys.exit(0)
+
+    assert "the policy raised SystemExit(0)" in str(refused(Meddling(leave)))
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM as in a script of one's own: the first as Python has it, the second leaves."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, leave)
+    yield
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_that_comes_while_a_policy_decides_stays_what_it_is(
+    number: signal.Signals, raised: type[BaseException]
+) -> None:
+    def decide(step: Step, plan: Plan) -> None:
+        signal.raise_signal(number)
+        for _ in range(1000):
+            """The signal interrupts this."""
+
+    policy = Meddling(decide)
+    with pytest.raises(raised):
+        run_on_symbols(policy, CASE.plan(policy))
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_on_hardware_ends_the_run_with_a_report() -> None:
+    def decide(step: Step, plan: Plan) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    policy = Meddling(decide)
+    assert run(CASE.plan(policy), policy, SymbolicDevice(), []).interrupted
+
+
+def test_a_signal_that_was_handled_by_a_method_or_a_partial_is_known(interrupts: None) -> None:
+    """Handlers come as functions, methods and partials: asyncio's is the last."""
+
+    class Server:
+        def leave(self, *_: object) -> None:
+            raise SystemExit(1)
+
+    for handler in (Server().leave, partial(Server.leave, Server())):
+        signal.signal(signal.SIGTERM, handler)
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        assert came_from_a_signal(caught.value)
