@@ -1,22 +1,40 @@
-"""Policies with one verb call damaged: dropped, repeated, made too late, or made for something else."""
+"""Policies with one verb call damaged, or that change what they see, or call verbs at a wrong time."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from random import Random
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+import _meddling
+from _meddling import meddle
 
 from moesched.errors import PolicyError
 from moesched.seams import Policy
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.tasks import DONE, Decision, Task
 
-Kind = Literal["drop", "repeat", "swap", "exchange", "mistake", "insist"]
-KINDS: tuple[Kind, ...] = ("drop", "repeat", "swap", "exchange", "mistake", "insist")
+Kind = Literal[
+    "drop",
+    "repeat",
+    "swap",
+    "exchange",
+    "mistake",
+    "insist",
+    "assign",
+    "mutate",
+    "replan",
+    "thread",
+    "late",
+    "leave",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MEANINGS = {
     "drop": "the call was left out",
     "repeat": "the call was made twice",
@@ -24,7 +42,17 @@ MEANINGS = {
     "exchange": "the call named another micro-batch, and the next such call of the same verb the first one",
     "mistake": "the call named another layer, another expert, or the pages of another layer",
     "insist": "six random calls were made before it, and refusals ignored: a call that is refused must leave no trace",
+    "assign": "an attribute of something that plan, step, pools or values show was assigned before it",
+    "mutate": "a container of something that plan, step, pools or values show was changed before it",
+    "replan": "an attribute or a container that the plan shows was changed at the end of planning",
+    "thread": "a random call was made on another thread before it, which has to be refused and leave no trace",
+    "late": "a random call of this step was made in the next one, which has to be refused and leave no trace",
+    "leave": "SystemExit, KeyboardInterrupt, GeneratorExit or the like was raised instead of it",
 }
+LEAVING = (SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), GeneratorExit(), BaseException("mine"))
+SEES = ("assign", "mutate")
+CHANGES = (*SEES, "thread", "late", "leave", "replan")
+MADE_BY_A_DATACLASS = "<string>"
 VERBS = (
     "embed",
     "pre_attention",
@@ -78,10 +106,18 @@ class Damaged:
         self._held: Late | None = None
         self._exchange: tuple[str, Any, Any] | None = None
         self._pools: list[Pool] = []
+        self._late: Step | None = None
+        self._handles: list[Task] = []
+        self._plan: Plan
 
     def plan(self, plan: Plan) -> None:
         """The policy's own plan."""
+        self._plan = plan
         self.policy.plan(plan)
+        if self.damage.kind == "replan":
+            self.struck = "plan"
+            choose = Random(self.damage.call)
+            meddle(choose, {"plan": plan}, choose.choice(SEES))
 
     async def prefill(self, step: Step) -> None:
         """The policy's prefill, with its calls counted."""
@@ -95,12 +131,17 @@ class Damaged:
         """Make a call, or whatever the damage makes of it."""
         self.calls.append(verb)
         self._pools += [each for each in (*arguments, *named.values()) if isinstance(each, Pool)]
+        if self._late is not None and self._late is not step:
+            late, self._late = self._late, None
+            self._require_refusal(late)
         if len(self.calls) - 1 == self.damage.call:
             return self._strike(step, verb, arguments, named)
         result = getattr(step, verb)(*self._exchanged(verb, arguments), **named)
         if self._held is not None:
             held, self._held = self._held, None
             held.make()
+        if isinstance(result, Decision):
+            self._handles.append(result)
         return result
 
     def _strike(self, step: Step, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -118,6 +159,9 @@ class Damaged:
             for number in range(6):
                 self._intrude(step, 6 * self.damage.call + number)
             return method(*arguments, **named)
+        if self.damage.kind in CHANGES:
+            self._change(step)
+            return method(*arguments, **named)
         if self.damage.kind == "mistake":
             return method(*_mistaken(step, verb, arguments), **named)
         position = micro_batch_position(verb)
@@ -128,7 +172,29 @@ class Damaged:
         self._exchange = (verb, other, mine)
         return method(*arguments[:position], other, *arguments[position + 1 :], **named)
 
-    def _intrude(self, step: Step, seed: int) -> None:
+    def _change(self, step: Step) -> None:
+        """Change what the policy sees, or call a verb where none may be called, or leave."""
+        choose = Random(self.damage.call)
+        if self.damage.kind in SEES:
+            values = {f"value {n}": task.value for n, task in enumerate(self._handles) if task.state == DONE}
+            pools = {pool.name: pool for pool in self._pools}
+            meddle(choose, {"step": step, "plan": self._plan, **pools, **values}, self.damage.kind)
+        elif self.damage.kind == "thread":
+            elsewhere(lambda: self._require_refusal(step))
+        elif self.damage.kind == "late":
+            self._late = step
+        elif self.damage.kind == "leave":
+            raise choose.choice(LEAVING).with_traceback(None)
+
+    def _require_refusal(self, step: Step) -> None:
+        """Make a random call that has to be refused."""
+        try:
+            self._intrude(step, self.damage.call, forgiven=())
+        except PolicyError:
+            return
+        raise AssertionError("the call was not refused")
+
+    def _intrude(self, step: Step, seed: int, forgiven: tuple[type[Exception], ...] = (PolicyError,)) -> None:
         """Make a random call; the policy does not care whether it is refused."""
         choose = Random(seed)
         i, j = choose.choice(step.layers), choose.choice(step.micro_batches)
@@ -143,7 +209,7 @@ class Damaged:
         elif verb == "run_expert":
             arguments = (i, choose.choice(step.pages(i)).expert, j)
             named = {"at": choose.choice(("accelerator", "host"))}
-        with suppress(PolicyError):
+        with suppress(*forgiven):
             getattr(step, verb)(*arguments, **named)
 
     def _exchanged(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,6 +235,12 @@ class DamagedStep:
         if name not in VERBS:
             return getattr(self._step, name)
         return lambda *arguments, **named: self._damaged.call(self._step, name, arguments, named)
+
+
+def elsewhere(call: Callable[[], object]) -> None:
+    """Make a call on another thread; raises what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 class Late:
@@ -212,10 +284,13 @@ def end_of(damaged: Damaged, run: Callable[[], bool]) -> End:
     """Run a damaged policy; `run` says whether it came to the right tokens."""
     try:
         return End("harmless") if run() else End("wrong", f"{damaged.damage} of {damaged.struck}")
-    except Exception as error:
+    except BaseException as error:
         what = f"{type(error).__name__}: {error}"
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        trace = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in trace if frame.filename != MADE_BY_A_DATACLASS]
         own = {inspect.getfile(cls) for cls in type(damaged.policy).__mro__ if cls is not object}
+        if damaged.damage.kind in CHANGES and not isinstance(error, AssertionError):
+            own |= {__file__, _meddling.__file__}
         if files[-1] in own or (own.intersection(files) and isinstance(error, PolicyError)):
             return End("raised", what)
         if not isinstance(error, PolicyError):

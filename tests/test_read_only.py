@@ -6,12 +6,12 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from types import FunctionType
 from typing import Any, ClassVar
 
 import pytest
+from _meddling import attributes, reachable
 
 from moesched.cli.failures import policy_line
 from moesched.drivers.interrupts import came_from_a_signal
@@ -101,7 +101,7 @@ def forget_the_layers(step: Step, plan: Plan) -> None:
 
 
 def replace_a_verb(step: Step, plan: Plan) -> None:
-    step.attention = lambda i, j: None  # type: ignore[method-assign, assignment, misc]
+    step.attention = step.cpu_attention  # type: ignore[method-assign]  # as a policy without types would
 
 
 def set_layers_of_the_plan(step: Step, plan: Plan) -> None:
@@ -202,34 +202,6 @@ def test_sampled_tokens_cannot_be_changed() -> None:
 
     with pytest.raises(TypeError, match="'tuple' object does not support item assignment"):
         run_on_symbols(policy := Improves(), CASE.plan(policy))
-
-
-LEAVES = (int, float, str, bytes, bool, type(None), range, type, FunctionType, type(len))
-
-
-def reachable(root: object, name: str) -> Iterator[tuple[str, object]]:
-    """Everything that public names lead to, each once; handles of tasks belong to the engine."""
-    found: set[int] = set()
-    left = deque([(name, root)])
-    while left:
-        name, each = left.popleft()
-        if isinstance(each, LEAVES) or id(each) in found or isinstance(each, Task):
-            continue
-        found.add(id(each))
-        yield name, each
-        if isinstance(each, Mapping):
-            left += [(f"{name}[{key!r}]", value) for key, value in each.items()]
-        elif isinstance(each, (list, tuple, set, frozenset, deque)):
-            left += [(f"{name}[{number}]", value) for number, value in enumerate(each)]
-        left += [(f"{name}.{key}", getattr(each, key)) for key in attributes(each)]
-
-
-def attributes(seen: object) -> list[str]:
-    """Names of its public attributes that are no methods."""
-    if isinstance(seen, (Mapping, list, set, frozenset, deque)):
-        return []
-    names = [name for name in dir(seen) if not name.startswith("_")]
-    return [name for name in names if not callable(getattr(seen, name)) or name == "slot_bytes"]
 
 
 def test_nothing_that_public_names_lead_to_can_be_changed() -> None:
@@ -423,7 +395,7 @@ def test_a_task_that_was_never_submitted_cannot_be_awaited(clock: Clock) -> None
 
 def test_a_method_that_is_not_async_is_refused() -> None:
     class Plain(Everything):
-        def decode(self, step: Step) -> None:  # type: ignore[override]
+        def decode(self, step: Step) -> Any:
             """It forgot `async`."""
 
     with pytest.raises(PolicyError, match=r"decode of Plain gave None, no coroutine: define it `async def`"):

@@ -12,7 +12,7 @@ from moesched.seams import Policy
 from moesched.steps.step import Step
 from moesched.steps.verbs.base import turn_of
 from moesched.system.signal_origin import came_from_a_signal
-from moesched.tasks import DONE, Lane, Task
+from moesched.tasks import DONE, Join, Lane, Task
 
 
 class PolicyRun:
@@ -64,7 +64,7 @@ class PolicyRun:
                 return
             if not isinstance(awaited, Task):
                 self._pending = _awaits_a_stranger(repr(awaited))
-            elif awaited.id < 0 or awaited.lane not in self._lanes:
+            elif awaited.id < 0 or (awaited.lane not in self._lanes and not isinstance(awaited, Join)):
                 self._pending = PolicyError(
                     f"{awaited!r} is no task of this run: await what its verbs return"
                 )
@@ -98,8 +98,10 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
             try:
                 thrown = None
                 yield awaited
-            except BaseException as error:  # the driver's: the awaited task failed, or the run is over
-                thrown = error
+            except (
+                BaseException
+            ) as error:  # the driver threw it: the policy awaits something else, or the run ends
+                thrown = error.with_traceback(None)
             turn.begin()
     except StopIteration:
         return
