@@ -72,6 +72,8 @@ def load(target: str, title: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise BadInput(f"{title} cannot be loaded: {error}") from error
+    except SystemExit as error:
+        raise BadInput(f"{title} cannot be loaded: {module_name} raised {error!r}") from error
 
 
 def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
@@ -85,6 +87,8 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
         return make(**(settings or {}))
     except TypeError as error:
         raise BadInput(f"policy {name} does not take these settings: {error}") from None
+    except SystemExit as error:
+        raise BadInput(f"policy {name} cannot be made: it raised {error!r}") from error
 
 
 def problem(kind: Kind, name: str) -> str | None:

@@ -50,6 +50,11 @@ class Sleeps(Resident):
         await asyncio.sleep(1)  # asleep
 
 
+class Leaves(Resident):
+    async def decode(self, step):
+        raise SystemExit(0)  # silently
+
+
 class Stumbles(Resident):
     async def decode(self, step):
         raise KeyError("what nobody foresaw")
@@ -85,6 +90,7 @@ def test_a_policy_of_ones_own_runs_by_module_and_class(command: Any, job: list[A
     [
         ("Swaps", "# before pre_attention", r"OutOfOrder: attention\(L0, mb0\) needs mb0 at .*"),
         ("Sleeps", "# asleep", "PolicyError: a policy may await the handles of its tasks only"),
+        ("Leaves", "# silently", r"PolicyError: the policy raised SystemExit\(0\): return to end a step"),
     ],
 )
 def test_an_illegal_policy_is_told_at_its_own_line(

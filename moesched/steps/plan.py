@@ -24,7 +24,7 @@ from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.node_experts import require_placement
 from moesched.steps.placed_weights import PlacedWeights
-from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations, Role
+from moesched.steps.reservations import KV_ROLES, ROLES, Declared, KVPlan, NodeShare, Reservations, Role
 
 
 class Plan(Declarations):
@@ -104,7 +104,10 @@ class Plan(Declarations):
 
         Raises:
             BadInput: the machine has no pinned memory.
+            PolicyError: there is no such role.
         """
+        if role not in ROLES:
+            raise PolicyError(f"no memory is {role!r}: it is 'accelerator', 'host' or 'pinned'")
         roles = self.machine.roles
         if role == "pinned":
             if roles.pinned is None:
@@ -166,10 +169,16 @@ class Plan(Declarations):
         In a pipeline, each accelerator holds the cache of its own layers; otherwise a micro-batch's cache is undivided.
 
         Raises:
-            PolicyError: one of them has a place already.
+            PolicyError: one of them has a place already, or does not exist, or the memory holds no KV caches.
         """
+        if role not in KV_ROLES:
+            raise PolicyError(f"place_kv: a KV cache lives on 'accelerator' or 'host', not {role!r}")
         roles = list(self.declared.kv_roles)
         for number in self.micro_batches if micro_batches is None else micro_batches:
+            if number not in self.micro_batches:
+                raise PolicyError(
+                    f"place_kv: there is no mb{number}: micro-batches go from 0 to {len(roles) - 1}"
+                )
             if roles[number] is not None:
                 raise PolicyError(
                     f"place_kv: the KV cache of mb{number} is the {roles[number]}'s already: place each once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
@@ -18,6 +18,8 @@ from moesched.steps.read_only import ReadOnly
 from moesched.tasks import Discipline
 
 Role = Literal["accelerator", "host", "pinned"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
 
 KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 """The memories that may hold a KV cache."""
