@@ -1,9 +1,10 @@
-"""Deliberately damaged policies: one verb call dropped, repeated or swapped. None may end with wrong tokens, or hang.
+"""Deliberately damaged policies. None may end with wrong tokens, or hang.
 
-Each shipped policy, damaged at a random call, runs on real threads with a small random model on the CPU (half of them
-on a machine with one memory, half with an accelerator's memory beside the host's) and on the virtual clock of the t4
-profile on symbols. It must raise PolicyError at the policy's own line or, where the damage does no harm (two calls that
-commute were swapped), end with exactly the right tokens.
+One verb call is dropped, repeated or swapped; or the policy changes what it sees, calls verbs on another thread or of a
+step that is over, or raises SystemExit. Each shipped policy, damaged at a random call, runs on real threads with a
+small random model on the CPU (half of them on a machine with one memory, half with an accelerator's memory beside the
+host's) and on the virtual clock of the t4 profile on symbols. It must raise an error at the policy's own line or, where
+the damage does no harm (two calls that commute were swapped), end with exactly the right tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ CLOCKS = ("real threads", "virtual clock")
 BENCHMARK = Benchmark(
     __doc__,
     "damaged_policies",
-    measures=("benchmarks/_damage.py", *EXECUTION),
+    measures=("benchmarks/_damage.py", "benchmarks/_meddling.py", *EXECUTION),
     packages=("torch",),
     parts=CLOCKS,
     rounds=1000,

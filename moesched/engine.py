@@ -215,7 +215,7 @@ class Engine:
         A dict or list becomes read-only: verbs rely on the value after the policy has seen it.
         """
         if value is not None:
-            task.value = read_only(value)
+            task._value = read_only(value)
         lane = task.lane
         if not lane.simple:
             self._end_on_device(task)

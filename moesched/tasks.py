@@ -221,7 +221,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     after: list[Task] | None = None
     released: list[Task] | None = None
     waiter: Any = None
-    value: Any = None
+    _value: Any = None
     cause: BaseException | None = None
     code: CodeType | None = None
     instruction: int = -1
@@ -233,7 +233,12 @@ class Task(msgspec.Struct, eq=False, gc=False):
         if self.state != DONE:
             assert self.cause is not None
             raise self.cause
-        return self.value
+        return self._value
+
+    @property
+    def value(self) -> Any:
+        """The result of a task that is done; dicts and lists are read-only."""
+        return self._value
 
     @property
     def label(self) -> str:

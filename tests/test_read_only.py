@@ -212,6 +212,17 @@ def test_the_chosen_experts_cannot_be_taken_out_while_they_run(clock: Clock) -> 
     assert "read-only: copy it first, with dict(...)" in str(refused(TakesOut(), clock))
 
 
+def test_the_value_of_a_task_cannot_be_replaced() -> None:
+    class Replaces(Everything):
+        async def run_experts(self, step: Step, i: int, j: int) -> None:
+            routing: Any = step.route(i, j)
+            await routing
+            routing.value = {}
+
+    with pytest.raises(AttributeError, match="property 'value' of 'Decision' object has no setter"):
+        run_on_symbols(policy := Replaces(), CASE.plan(policy))
+
+
 def test_sampled_tokens_cannot_be_changed() -> None:
     class Improves(Everything):
         async def prefill(self, step: Step) -> None:

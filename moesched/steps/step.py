@@ -51,6 +51,8 @@ from moesched.tasks import HostKernel, Kernel, Task
 class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
     """One prefill or decode step, as a policy sees it.
 
+    Its attributes cannot be changed. Verbs may be called while `prefill` or `decode` runs, and only on its thread.
+
     Attributes:
         kind: "prefill" or "decode".
         index: 0 for prefill, then 1, 2, ... for the decode steps.
