@@ -193,6 +193,18 @@ def test_a_memory_or_micro_batch_that_does_not_exist_is_refused(
     assert says in str(refused(Declares()))
 
 
+def test_a_layer_beyond_the_last_is_refused() -> None:
+    class GoesOn(Everything):
+        async def prefill(self, step: Step) -> None:
+            step.embed(0)
+            for i in range(len(step.layers) + 1):
+                step.pre_attention(i, 0)
+                step.attention(i, 0)
+                step.post_attention(i, 0)
+
+    assert "there are no weights of layer 3: loop over step.layers" in str(refused(GoesOn()))
+
+
 def test_a_discipline_that_does_not_exist_is_refused() -> None:
     class Hasty(Everything):
         def plan(self, plan: Plan) -> None:

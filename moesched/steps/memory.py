@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from moesched.engine import Engine
-from moesched.errors import NotResident, OverBudget, PolicyError
+from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.model_pages import describe
 from moesched.steps.read_only import ReadOnly
@@ -376,9 +376,12 @@ class Views(Generic[K]):
 
         Raises:
             NotResident: one of them is not.
+            OutOfOrder: the model has no such pages.
         """
         slots = []
         pages = self.pages_of(key)
+        if not pages:
+            raise OutOfOrder(f"there are no weights of layer {key}: loop over step.layers")
         for page in pages:
             slot = self.memory._table.get(page.id)
             lost = None if slot is None else _lost(slot)
