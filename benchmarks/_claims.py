@@ -78,7 +78,7 @@ def command_times(result: Result) -> Iterator[Claim]:
 
 
 def damaged_policies(result: Result) -> Iterator[Claim]:
-    """Policies with a call dropped, repeated or swapped."""
+    """Policies with a wrong call, or that change what they see."""
     total = sum(count for ends in result["ends"].values() for count in ends.values())
     yield none_of("damaged policies that end with wrong tokens or hang", len(result["problems"]), total)
 

@@ -79,7 +79,7 @@ BENCHMARK = Benchmark(
     measures=("benchmarks/_damage.py", "benchmarks/_meddling.py", *EXECUTION),
     packages=("torch",),
     parts=CLOCKS,
-    rounds=1000,
+    rounds=2500,
     rounds_help="damaged policies, one by seed",
     by_machine=False,
 )

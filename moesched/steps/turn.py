@@ -42,14 +42,14 @@ class Turn:
     def refusal(self, verb: str) -> PolicyError:
         """The error of a verb that is called at another time or on another thread."""
         own = "use the step that this prefill or decode was called with"
+        if self._over:
+            return PolicyError(f"{verb}: {self._step} is over: {own}")
         if self._home != get_ident():
             thread = current_thread().name
             return PolicyError(
                 f"{verb}: called on thread {thread}, which does not run the policy of {self._step}: call verbs in "
                 "prefill and decode themselves"
             )
-        if self._over:
-            return PolicyError(f"{verb}: {self._step} is over: {own}")
         return PolicyError(
             f"{verb}: the policy of {self._step} is not running, and this is another one: {own}"
         )
