@@ -15,8 +15,7 @@ A task that was cancelled, or whose input failed, stays `waiting` until all task
 only then becomes `cancelled`. So a task that overwrites its storage still waits for the earlier users of that storage.
 Edges to `followers` pass a failure on if they carry data, not if they only order.
 
-`finish` and `_settle` run for every task. For speed they inline `_next`, `_unblock` and `_enqueue`: change both
-together.
+`finish` and `_settle` run for every task, so they inline `_next`, `_unblock` and `_enqueue`: change both together.
 """
 
 from __future__ import annotations
@@ -210,10 +209,7 @@ class Engine:
     # -- called by drivers -------------------------------------------------------------------------
 
     def finish(self, task: Task, value: object = None) -> None:
-        """Settle a running task that succeeded. Tasks that may start now are appended to `started`.
-
-        A dict or list becomes read-only: verbs rely on the value after the policy has seen it.
-        """
+        """Settle a running task that succeeded. Tasks that may start now are appended to `started`."""
         if value is not None:
             task._value = read_only(value)
         lane = task.lane

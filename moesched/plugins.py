@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
 from moesched.seams import Device, Policy, Transport
+from moesched.system.signal_origin import came_from_a_signal
 
 Kind = Literal["policies", "devices", "transports"]
 
@@ -73,6 +74,8 @@ def load(target: str, title: str) -> Any:
     except (ImportError, AttributeError, SyntaxError) as error:
         raise BadInput(f"{title} cannot be loaded: {error}") from error
     except SystemExit as error:
+        if came_from_a_signal(error):
+            raise
         raise BadInput(f"{title} cannot be loaded: {module_name} raised {error!r}") from error
 
 
@@ -88,6 +91,8 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     except TypeError as error:
         raise BadInput(f"policy {name} does not take these settings: {error}") from None
     except SystemExit as error:
+        if came_from_a_signal(error):
+            raise
         raise BadInput(f"policy {name} cannot be made: it raised {error!r}") from error
 
 

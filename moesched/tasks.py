@@ -319,7 +319,7 @@ def link_class(key: int) -> int:
 
 
 def read_only(value: object) -> object:
-    """A task's value as everybody sees it: dicts and lists cannot be changed."""
+    """A task's value as everybody sees it: dicts and lists cannot be changed, since verbs rely on them later."""
     if isinstance(value, dict):
         return MappingProxyType(value)
     return tuple(value) if isinstance(value, list) else value

@@ -15,7 +15,6 @@ import pytest
 from _meddling import attributes, reachable
 
 from moesched.cli.failures import policy_line
-from moesched.drivers.interrupts import came_from_a_signal
 from moesched.errors import PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import Page
@@ -23,6 +22,7 @@ from moesched.runs.hardware import run
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.system.signal_origin import came_from_a_signal
 from moesched.tasks import Task
 from moesched.testing import Case, run_on_symbols
 from moesched.testing.policy_checks import Clock

@@ -112,6 +112,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
             raise
     finally:
         turn.end()
+        thrown = None  # its traceback refers to this frame
 
 
 @contextmanager
