@@ -30,7 +30,7 @@ from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput, MoeschedError
 from moesched.machines import Machine, Tier
-from moesched.machines.local import available_memory
+from moesched.machines.system_memory import available_memory
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES

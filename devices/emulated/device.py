@@ -17,7 +17,7 @@ from moesched.drivers.pricing import nanoseconds
 from moesched.errors import BadInput
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.cost import cost_model
-from moesched.machines.local import available_memory
+from moesched.machines.system_memory import available_memory
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling

@@ -39,13 +39,8 @@ from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
 from moesched.machines.cost import Surface
-from moesched.machines.local import (
-    available_memory,
-    calibrated_file,
-    this_processor,
-    unified_machine,
-    usable_cores,
-)
+from moesched.machines.local import calibrated_file, this_processor, unified_machine, usable_cores
+from moesched.machines.system_memory import available_memory
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
 from moesched.system.cache import cache_folder

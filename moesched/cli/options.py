@@ -73,7 +73,9 @@ Budgets = Annotated[
         metavar="MEM=BYTES",
         negative="",
         show_default=False,
-        help="Limit on the bytes used of a memory, such as host=600MB; repeatable. By default its whole size.",
+        help="Limit on the bytes of weights, KV cache and buffers in a memory, such as host=600MB; "
+        "repeatable. By default its whole size. Python and libraries need about 350 MB more; process=1GB "
+        "limits the resident memory of the whole process.",
     ),
 ]
 BatchSize = Annotated[

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.runs.outcome import Emulation
+    from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
 WIDE = 250
@@ -110,13 +111,33 @@ def print_report(report: JobReport) -> None:
         for name, peak in report.peak_bytes.items()
         if peak
     ]
+    process = report.process_bytes
+    if process is not None and process.measured is not None:
+        limit = "" if process.limit is None else format_bytes(process.limit)
+        memories.append(["process", format_bytes(process.measured), limit])
     print_table(["memory", "peak", "budget"], memories, figures=2)
+    if process is not None and process.predicted is not None:
+        print(f"\n{_process(process)}")
     if report.emulation is not None:
         print()
         _print_emulation(report.emulation)
     if isinstance(report, ClusterReport):
         print()
         _print_members(report.members)
+
+
+def _process(process: ProcessBytes) -> str:
+    """The parts of the process's predicted memory, in words."""
+    from moesched.units import format_bytes
+
+    parts = {
+        "weights, KV cache and buffers": process.plan,
+        "Python and libraries": process.runtime,
+        "released memory that the allocator keeps": process.allocator,
+        "code of kernels": process.kernels,
+    }
+    listed = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
+    return f"process: {format_bytes(process.predicted or 0)} predicted at peak: {listed}"
 
 
 def _kv_cache(on_gpu: float) -> str:
@@ -134,12 +155,18 @@ def _print_members(members: Sequence[NodeReport]) -> None:
         [
             f"{member.rank}: {member.name}",
             format_seconds(member.load_seconds),
-            ", ".join(f"{name} {format_bytes(peak)}" for name, peak in member.peak_bytes.items() if peak),
+            ", ".join(f"{name} {format_bytes(peak)}" for name, peak in _peaks(member).items() if peak),
             "there to the end" if member.lost is None else f"lost: {member.lost}",
         ]
         for member in members
     ]
     print_table(["node", "load", "peak", ""], rows)
+
+
+def _peaks(member: NodeReport) -> dict[str, int]:
+    """The peak of each of a node's memories, and of its process."""
+    process = member.process_bytes
+    return {**member.peak_bytes, "process": 0 if process is None else process.measured or 0}
 
 
 def _print_emulation(emulation: Emulation) -> None:

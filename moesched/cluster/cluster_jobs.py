@@ -46,7 +46,7 @@ from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
-from moesched.machines.local import available_memory
+from moesched.machines.system_memory import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener

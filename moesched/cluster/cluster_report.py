@@ -15,6 +15,7 @@ from moesched.jobs.trace_file import write_recording
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
 from moesched.system.outputs import numbered
+from moesched.runs.process_bytes import largest
 from moesched.trace import Clock, Recording, merge_recordings
 
 
@@ -80,6 +81,7 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
         name=host.name,
         load_seconds=sum(each.load_seconds for each in reports),
         peak_bytes={memory: max(each.peak_bytes[memory] for each in reports) for memory in memories},
+        process_bytes=largest([each.process_bytes for each in reports if each.process_bytes]),
         clock_ahead_seconds=None if clock is None else clock.offset / 1e9,
         clock_error_seconds=None if clock is None else clock.error / 1e9,
         lost=roster.lost.get(host.rank),

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.budgets import PROCESS, within_process
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine, find_policy
 from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
@@ -30,6 +31,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter
 from moesched.runs.planning import plan_run
+from moesched.runs.ranks import process_of
 from moesched.seams import JoinsRanks, Policy, StandsBy, Transport
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
@@ -110,9 +112,11 @@ class NodeJob:
         # Its costs may be those of another number of cores; they are not used, since no sizes are planned here.
         machine = find_machine(run.machine, run.device, foreign=True)
         budgets = run.budgets or {}
-        if memory is not None:
+        if memory is not None and PROCESS not in budgets:
             budgets = {machine.accelerator.memory: memory, **budgets}
-        whole, self._machine, self._budgets = cut_over_ranks(checkpoint.config, machine, budgets, 1, cls)
+        whole, self._machine, budgets = cut_over_ranks(
+            checkpoint.config, machine, budgets, 1, cls, here=run.machine == MACHINE
+        )
         self._layout = weight_layout(whole, run.dtype)
         with signals_held():
             kind = plugins.find("devices", run.device)
@@ -120,6 +124,9 @@ class NodeJob:
             raise BadInput(f"device {run.device} cannot be one of several nodes: choose another one")
         settings = check_settings(kind, f"device {run.device}", run.device_settings or {})
         self._device = kind(checkpoint, self._layout, **settings)
+        self._budgets, self._process = within_process(
+            budgets, self._machine, process_of([self._device], self._machine), 1
+        )
 
     def prepare(self, ask: Ask) -> tuple[SizeOptions, list[list[int]]]:
         """The largest batch sizes that fit, with fixed ones kept, and the experts of each node.
@@ -219,6 +226,7 @@ class NodeJob:
             self._device.slot_bytes,
             nodes=ask.nodes,
             node=ask.node,
+            process=self._process,
         )
         return plan, policy
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moesched.errors import BadInput
+from moesched.inputs.budgets import read_budgets
 from moesched.machines import Machine
 from moesched.machines.rank import rank_share
 from moesched.models.config import ModelConfig
 from moesched.models.tensor_parallel import cut_config
 from moesched.seams import Policy, is_pipelined
-from moesched.units import parse_bytes
 
 
 def cut_over_ranks(
@@ -19,6 +19,8 @@ def cut_over_ranks(
     budgets: Mapping[str, int | str] | None,
     ranks: int | None,
     policy: type[Policy] | None = None,
+    *,
+    here: bool = False,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
     """Each accelerator's share of model, machine and budgets.
 
@@ -26,12 +28,13 @@ def cut_over_ranks(
 
     Args:
         ranks: number of accelerators that share the model; by default all of the machine.
+        here: whether the machine is this one.
 
     Raises:
         BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, or `ranks` is given
-            for a pipelined policy.
+            for a pipelined policy, or a budget is more than the machine has.
     """
-    given = {memory: parse_bytes(size) for memory, size in (budgets or {}).items()}
+    given = read_budgets(budgets, machine, here=here)
     if policy is not None and is_pipelined(policy):
         if ranks is not None:
             raise BadInput(

@@ -93,8 +93,9 @@ class MachineOptions:
 
     Attributes:
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
-        budgets: bytes by memory, as numbers or text such as "600MB"; by default the machine's capacity. A budget of a
-            memory that accelerators share is for all of them.
+        budgets: bytes of weights, KV cache and buffers by memory, as numbers or text such as "600MB"; by default the
+            machine's capacity. A budget of a memory that accelerators share is for all of them. "process" instead of
+            the host's memory limits the process's resident bytes, with Python and libraries.
     """
 
     machine: Machine | str

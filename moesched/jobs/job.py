@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.budgets import within_process
+from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_policy
 from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
@@ -23,6 +25,7 @@ from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
+from moesched.steps.process import Process
 
 
 class Job:
@@ -53,10 +56,21 @@ class Job:
         cls = find_policy(options.policy)
         self.make = partial(cls, **check_settings(cls, f"policy {options.policy}", options.settings or {}))
         cut, self.machine, self.budgets = cut_over_ranks(
-            config, machine, options.budgets, options.tensor_parallel, cls
+            config, machine, options.budgets, options.tensor_parallel, cls, here=options.machine == MACHINE
         )
+        self._process: Process | None = None
         self.splits_kv = splits_kv(cls, self.machine)
         self.layout = weight_layout(cut, options.dtype)
+
+    def use_process(self, process: Process) -> None:
+        """Plan for a process with these bytes beside its plans; call before `sizes` and `plan`.
+
+        Raises:
+            BadInput: the budget of the process leaves nothing for plans.
+        """
+        self.budgets, self._process = within_process(
+            self.budgets, self.machine, process, self.layout.config.ranks
+        )
 
     def sizes(
         self,
@@ -90,6 +104,7 @@ class Job:
             beams=self.beams,
             prefill_chunk=self.options.prefill_chunk,
             nodes=self.nodes,
+            process=self._process,
         )
         try:
             sizes = choose_sizes(setting, self.options.sizes, successive=successive)
@@ -112,7 +127,17 @@ class Job:
             raise self._with_width(error, batch, slot_bytes) from error
 
     def _plan(self, policy: Policy, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> Plan:
-        return plan_run(self.machine, self.layout, batch, policy, self.budgets, slot_bytes, self.nodes, node)
+        return plan_run(
+            self.machine,
+            self.layout,
+            batch,
+            policy,
+            self.budgets,
+            slot_bytes,
+            self.nodes,
+            node,
+            process=self._process,
+        )
 
     def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
         """The same error; with beam search, it also gives the largest width that fits."""

@@ -19,6 +19,7 @@ from moesched.runs.outcome import (
     Report,
     bytes_of_all_ranks,
 )
+from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.steps.plan import Plan
 from moesched.system.whole_file import whole_file
 from moesched.trace.summary import KindUse
@@ -71,6 +72,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_bytes: peak use of each memory.
+        process_bytes: peak resident memory of its process; None if it did not report.
         clock_ahead_seconds: seconds that its clock was ahead of the launcher's; None if it was not measured.
         clock_error_seconds: bound of the error of `clock_ahead_seconds`.
         lost: reason that it was lost; None if it was there at the end.
@@ -80,6 +82,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     load_seconds: float
     peak_bytes: dict[str, int]
+    process_bytes: ProcessBytes | None
     clock_ahead_seconds: float | None
     clock_error_seconds: float | None
     lost: str | None
@@ -190,7 +193,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         throughput_tokens_per_second=_rate(sum(counts), running),
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
-        process_bytes=max((each.process_bytes for each in reports if each.process_bytes), default=None),
+        process_bytes=largest([each.process_bytes for each in reports if each.process_bytes]),
         lanes={
             name: _merge_lane([report.lanes[name] for report in reports if name in report.lanes], running)
             for name in first.lanes

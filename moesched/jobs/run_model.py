@@ -26,7 +26,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
-from moesched.runs.ranks import Devices, Rank, open_devices
+from moesched.runs.ranks import Devices, Rank, open_devices, process_of
 from moesched.system.outputs import Output, numbered, require_outputs
 
 
@@ -75,6 +75,7 @@ def run_model(
     reports = BatchReports()
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
         listener.opened(devices.first)
+        job.use_process(process_of(devices.all, job.machine))
         batches = _batches(job, lengths, given.max_new_tokens, devices)
         checkpoint.require_unchanged()
         for number, batch in enumerate(batches):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine, find_shape, find_workload, machine_file
+from moesched.inputs.budgets import assumed_process
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
@@ -75,6 +76,7 @@ def simulate_model(
     _require_context(lengths, new_tokens, config)
     joined = _joined(find_machine(given.machine), given.nodes, given.network)
     job = Job(given, config, joined, beams=given.beams, nodes=given.nodes or 1)
+    job.use_process(assumed_process(job.machine))
     sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
     reports = BatchReports()

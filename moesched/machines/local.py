@@ -7,9 +7,12 @@ import platform
 import shutil
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
 from moesched.system.cache import cache_folder
+from moesched.machines.system_memory import available_memory, total_memory
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
 ASSUMED_DISK_BANDWIDTH = 1e9
@@ -24,12 +27,18 @@ def calibrated_file() -> Path:
 def local_machine() -> Machine:
     """This machine's calibrated profile; without one, the assumed profile.
 
+    The host has no more memory than there is now: since the calibration, a control group may have limited it.
+
     Raises:
         BadInput: the calibrated profile is broken or of an older version.
     """
-    if calibrated_file().is_file():
-        return parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
-    return assumed_machine()
+    if not calibrated_file().is_file():
+        return assumed_machine()
+    machine = parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
+    host, most = machine.memories[machine.host.memory], total_memory()
+    if host.nbytes <= most:
+        return machine
+    return replace(machine, memories=machine.memories | {machine.host.memory: replace(host, capacity=most)})
 
 
 def assumed_machine() -> Machine:
@@ -103,14 +112,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def available_memory() -> int:
-    """Bytes of physical memory that are free or can be freed."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -21,6 +21,7 @@ from moesched.dispatch.node_placement import (
     parts_for,
 )
 from moesched.errors import BadInput
+from moesched.inputs.budgets import read_budgets
 from moesched.inputs.lookup import find_machine, find_shape
 from moesched.machines import Machine
 from moesched.machines.networks import Network, load_network
@@ -28,7 +29,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
 from moesched.planner.node_bound import NodeShare, TokenBound, token_bound
-from moesched.units import format_bytes, format_seconds, parse_bytes
+from moesched.units import format_bytes, format_seconds
 
 AUTHORS = "ep_router_aided"
 BALANCED = "ep_balanced"
@@ -353,4 +354,4 @@ def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
     for name in budgets or {}:
         if name != memory:
             raise BadInput(f"--budget names {name!r}: with --nodes experts stay in {memory!r}, so give that")
-    return parse_bytes((budgets or {}).get(memory, machine.memories[memory].nbytes))
+    return read_budgets(budgets, machine).get(memory, machine.memories[memory].nbytes)

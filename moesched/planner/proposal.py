@@ -11,7 +11,8 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
-from moesched.inputs.defaults import WORKLOAD
+from moesched.inputs.budgets import assumed_process, within_process
+from moesched.inputs.defaults import MACHINE, WORKLOAD
 from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.inputs.options import (
     CutKeywords,
@@ -143,8 +144,14 @@ def plan_model(
     given = options_from(PlanOptions, "plan_model", options, machine=machine)
     cls = None if policy is None else find_policy(policy)
     config, described, shares = cut_over_ranks(
-        find_shape(model), find_machine(machine), given.budgets, given.tensor_parallel, cls
+        find_shape(model),
+        find_machine(machine),
+        given.budgets,
+        given.tensor_parallel,
+        cls,
+        here=machine == MACHINE,
     )
+    shares, process = within_process(shares, described, assumed_process(described), config.ranks)
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
     if new_tokens < 1:
@@ -159,6 +166,7 @@ def plan_model(
         settings=given.settings,
         budgets=shares,
         slot_bytes=room_for,
+        process=process,
         on_progress=on_progress,
     )
     return Proposal(

@@ -17,6 +17,7 @@ from moesched.planner.candidate import NEAR, Candidate, Seen
 from moesched.planner.resources import Gain, gains
 from moesched.planner.traits import KV_SHARE, Setting, splits_kv
 from moesched.settings import check_settings
+from moesched.steps.process import Process
 
 POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
 """The policies to choose from where none is named."""
@@ -63,6 +64,7 @@ def plan_best(
     settings: Mapping[str, Any] | None = None,
     budgets: Mapping[str, int] | None = None,
     slot_bytes: Callable[[Page], int] | None = None,
+    process: Process | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Best:
     """Search for the plan with the most tokens per second.
@@ -70,6 +72,7 @@ def plan_best(
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: names, or package.module:Class, which all take `settings`.
+        process: the process that would run the plan.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -91,6 +94,7 @@ def plan_best(
             slot_bytes=slot_bytes,
             splits_kv=splits_kv(policy, machine),
             kv_on_gpu=(settings or {}).get(KV_SHARE),
+            process=process,
         )
         try:
             candidates.append(Candidate(name, setting))

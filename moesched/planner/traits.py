@@ -22,6 +22,7 @@ from moesched.runs.planning import make_lanes, plan_run
 from moesched.seams import CostModel, Policy
 from moesched.settings import takes_setting
 from moesched.steps.plan import Plan
+from moesched.steps.process import Process
 from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
@@ -45,6 +46,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         beams: sequences of each request in decode.
         prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
         nodes: number of such machines that share the experts.
+        process: the process that will run the plans.
     """
 
     make: Callable[..., Policy]
@@ -60,6 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     beams: int = 1
     prefill_chunk: int | None = None
     nodes: int = 1
+    process: Process | None = None
 
     def batch(self, micro_batches: int, size: int) -> Batch:
         """A batch of the first requests, in full micro-batches and a last one of the rest."""
@@ -83,7 +86,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         for node in range(self.nodes):
             policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
             plan = plan_run(
-                self.machine, self.layout, batch, policy, budgets, self.slot_bytes, self.nodes, node
+                self.machine,
+                self.layout,
+                batch,
+                policy,
+                budgets,
+                self.slot_bytes,
+                self.nodes,
+                node,
+                process=self.process,
             )
             found.append((plan, policy))
         return found[0]

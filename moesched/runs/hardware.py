@@ -21,7 +21,7 @@ from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, HasOwnBytes, KeepsTime, Observer, Policy
+from moesched.seams import Device, Emulates, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.system.signals import stopped_by
 from moesched.trace import LastSteps, Recorder
@@ -82,7 +82,6 @@ def run(
         interrupted=ending.interrupted or hardware.interrupted,
         failure=ending.failure,
         emulation=device.emulation() if isinstance(device, Emulates) else None,
-        own_bytes=plan.layout.config.ranks * device.own_bytes if isinstance(device, HasOwnBytes) else 0,
         peers=[each.plan for each in peers],
     )
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):

@@ -7,15 +7,10 @@ from statistics import fmean
 
 import msgspec
 
+from moesched.runs.process_bytes import ProcessBytes, process_bytes_of
 from moesched.seams import Policy
 from moesched.steps.memory import Memory
 from moesched.steps.plan import Plan
-
-ALLOCATOR_BYTES = 32_000_000
-ALLOCATOR_WORKSPACES = 1.5
-"""Memory that the C library keeps after kernels released it, in bytes and in workspaces, since each thread has its own
-pool. Measured with glibc; returning large pieces at once made kernels two to three times slower.
-"""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +112,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
         failure: reason for an early end of the generation; None for a complete one.
-        process_bytes: expected peak memory of this process, beyond its memory before the run: the plan's bytes,
-            released bytes that the allocator keeps, and the device's own; None if not all memories are the host's.
+        process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
     """
 
     measured: bool
@@ -145,7 +139,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     emulation: Emulation | None = None
     tensor_parallel: int = 1
     nodes: int = 1
-    process_bytes: int | None = None
+    process_bytes: ProcessBytes | None = None
 
 
 def make_report(
@@ -158,13 +152,9 @@ def make_report(
     interrupted: bool = False,
     failure: str | None = None,
     emulation: Emulation | None = None,
-    own_bytes: int = 0,
     peers: Sequence[Plan] = (),
 ) -> Report:
-    """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own.
-
-    own_bytes: bytes of all devices of this process beyond those that plans reserve.
-    """
+    """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own."""
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
@@ -193,7 +183,7 @@ def make_report(
         },
         tensor_parallel=plan.layout.config.ranks,
         nodes=plan.nodes.count,
-        process_bytes=_process_bytes(plan) + own_bytes if plan.machine.unified or emulation else None,
+        process_bytes=process_bytes_of(plan, measured=measured),
         lanes={
             name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
             for name, nanoseconds in outcome.busy.items()
@@ -212,12 +202,6 @@ def make_report(
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
     """Bytes of a memory for all ranks, of which this one takes `nbytes`: ranks share all memories but accelerators'."""
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
-
-
-def _process_bytes(plan: Plan) -> int:
-    """Expected peak memory of a process, beyond its memory before the run, if all memories are the host's."""
-    kept_back = ALLOCATOR_BYTES + round(ALLOCATOR_WORKSPACES * plan.reservations.sizes.workspace)
-    return plan.layout.config.ranks * (sum(memory.peak for memory in plan.memories.values()) + kept_back)
 
 
 def _plan_report(plan: Plan) -> PlanReport:

@@ -14,6 +14,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
 from moesched.seams import Policy, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
+from moesched.steps.process import Process
 from moesched.tasks import Lane
 
 
@@ -26,8 +27,13 @@ def plan_run(
     slot_bytes: Callable[[Page], int] | None = None,
     nodes: int = 1,
     node: int = 0,
+    *,
+    process: Process | None = None,
 ) -> Plan:
     """Have a policy plan a batch, for one of several nodes if they share the experts.
+
+    Args:
+        process: the process that will run the plan.
 
     Raises:
         BadInput: the plan does not fit a budget (the message names the memory and the missing bytes), or the policy or
@@ -37,7 +43,17 @@ def plan_run(
     if nodes > 1:
         _require_node(machine, layout, policy, nodes)
     try:
-        plan = Plan(machine, layout, batch, budgets, slot_bytes, nodes, node, pipelined=is_pipelined(policy))
+        plan = Plan(
+            machine,
+            layout,
+            batch,
+            budgets,
+            slot_bytes,
+            nodes,
+            node,
+            pipelined=is_pipelined(policy),
+            process=process,
+        )
         with policys_failures():
             policy.plan(plan)
         plan.check()

@@ -11,13 +11,16 @@ import anyio
 from moesched import plugins
 from moesched.drivers.lanes import Execute, Issued, Streams
 from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.machines.system_memory import resident_bytes
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
-from moesched.seams import CountsReads, Device, JoinsRanks, Observer, Policy
+from moesched.seams import CountsReads, Device, Emulates, HasOwnBytes, JoinsRanks, Observer, Policy
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
+from moesched.steps.process import Process
 from moesched.tasks import Lane, Task
 
 TRANSPORT = "inproc"
@@ -60,6 +63,15 @@ class Devices(NamedTuple):
     def slot_bytes(self, page: Page) -> int:
         """Bytes of a page's slot on every rank: the largest, as their files are aligned differently and plans equal."""
         return max(device.slot_bytes(page) for device in self.all)
+
+
+def process_of(devices: Sequence[Device], machine: Machine) -> Process:
+    """This process before its first batch, when its devices are open and hold no weights."""
+    return Process(
+        runtime=resident_bytes(),
+        kernels=sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes)),
+        whole=machine.unified or isinstance(devices[0], Emulates),
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.node_experts import require_placement
 from moesched.steps.placed_weights import PlacedWeights
 from moesched.steps.reservations import KV_ROLES, ROLES, Declared, KVPlan, NodeShare, Reservations, Role
+from moesched.steps.process import Process
 
 
 class Plan(Declarations):
@@ -40,6 +41,7 @@ class Plan(Declarations):
         pipelined: cut the layers into stages, one for each of the machine's equal accelerators. Layer i of L belongs to
             stage i S // L of S. A page goes to the accelerator of its layer's stage, and a micro-batch's hidden state
             moves on with the first verb of a stage.
+        process: the process that will run the plan; None where that is not known.
 
     Attributes:
         machine: with several stages, each accelerator with a memory and links of its own.
@@ -63,6 +65,7 @@ class Plan(Declarations):
         node: int = 0,
         *,
         pipelined: bool = False,
+        process: Process | None = None,
     ) -> None:
         self.layout = layout
         self.batch = batch
@@ -70,6 +73,7 @@ class Plan(Declarations):
         self.micro_batches = range(len(batch.micro_batches))
         self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
         self.operations = Operations(layout.config, layout.dtype)
+        self.process = process
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
@@ -88,7 +92,14 @@ class Plan(Declarations):
             )
         )
         self.reservations = Reservations(
-            self.machine, layout, batch, self.chunks, self.operations, self.stages, self.slot_bytes
+            self.machine,
+            layout,
+            batch,
+            self.chunks,
+            self.operations,
+            self.stages,
+            self.slot_bytes,
+            keeps_workspace=process is not None and process.limit is not None,
         )
         self._seal()
 

@@ -1,0 +1,98 @@
+"""Budgets as users give them: bytes of a machine's memories, or of the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.machines.system_memory import total_memory
+from moesched.steps.process import ALLOCATOR_BYTES, Process
+from moesched.units import format_bytes, parse_bytes
+
+PROCESS = "process"
+"""The budget of a process's resident memory."""
+
+ASSUMED_RUNTIME = 360_000_000
+"""Bytes of a process beside its plan, as a prediction assumes them: Python, torch on the CPU, a tokenizer, and the code
+of kernels. Measured with torch 2 on Linux: 300 MB, and 56 MB of code on processors with bfloat16 instructions."""
+
+
+def read_budgets(
+    given: Mapping[str, int | str] | None, machine: Machine, *, here: bool = False
+) -> dict[str, int]:
+    """Budgets in bytes, each at most what the machine has.
+
+    Args:
+        here: whether the machine is this one, whose host may have more memory than was free when it was described.
+
+    Raises:
+        BadInput: a budget is more than the machine has, or limits both the process and the memory that it uses.
+    """
+    budgets = {memory: parse_bytes(size) for memory, size in (given or {}).items()}
+    host = machine.host.memory
+    capacities = {name: tier.nbytes for name, tier in machine.memories.items()}
+    if here:
+        capacities[host] = max(capacities[host], total_memory())
+    capacities.setdefault(PROCESS, capacities[host])
+    for name, nbytes in budgets.items():
+        if name in capacities and nbytes > capacities[name]:
+            raise BadInput(
+                f"--budget {name}={format_bytes(nbytes)} is more than machine {machine.name} has, "
+                f"{format_bytes(capacities[name])}: lower it, or omit it"
+            )
+    if PROCESS in budgets and host in budgets:
+        raise BadInput(
+            f"--budget limits both {PROCESS} and {host}, where {PROCESS} is {host} with Python and libraries: give one"
+        )
+    return budgets
+
+
+def assumed_process(machine: Machine) -> Process:
+    """The process of a run on a machine, as a prediction assumes it."""
+    return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
+
+
+def within_process(
+    budgets: Mapping[str, int], machine: Machine, process: Process, ranks: int
+) -> tuple[dict[str, int], Process]:
+    """Budgets of memories, where one limits the process: the host has what the process's other bytes leave.
+
+    Args:
+        budgets: of each of the ranks that share the process.
+        process: without a limit.
+
+    Returns:
+        The budgets of memories, and the process with its limit.
+
+    Raises:
+        BadInput: nothing is left for the host, or an accelerator's driver has unknown bytes in the process.
+    """
+    rest = {name: nbytes for name, nbytes in budgets.items() if name != PROCESS}
+    if PROCESS not in budgets:
+        return rest, process
+    host, limit = machine.host.memory, budgets[PROCESS] * ranks
+    if not process.whole:
+        raise BadInput(
+            f"--budget {PROCESS} cannot be kept on machine {machine.name}, whose accelerator has a driver and a memory "
+            f"of its own: give {host} instead"
+        )
+    beside = process.runtime + process.kernels + ranks * ALLOCATOR_BYTES
+    claims = {f"{format_bytes(beside)} for Python, libraries and what the allocator keeps": beside}
+    for name in _memories_beside(machine):
+        nbytes = rest.get(name, machine.memories[name].nbytes) * ranks
+        claims[f"{format_bytes(nbytes)} for {name}"] = nbytes
+    left = limit - sum(claims.values())
+    if left <= 0:
+        raise BadInput(
+            f"--budget {PROCESS}={format_bytes(limit)} leaves nothing for weights, KV cache and buffers in {host} beside "
+            f"{' and '.join(claims)}: raise it, or lower the others"
+        )
+    return {**rest, host: left // ranks}, process._replace(limit=limit)
+
+
+def _memories_beside(machine: Machine) -> list[str]:
+    """The memories that are in the process beside the host's: an emulated accelerator's, and the pinned one."""
+    roles = machine.roles
+    named = [machine.accelerator.memory, *([roles.pinned] if roles.pinned else [])]
+    return [name for name in named if name != machine.host.memory]

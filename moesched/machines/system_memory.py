@@ -1,0 +1,102 @@
+"""The memory of this machine, of the control groups that limit it, and of this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class GroupMemory(NamedTuple):
+    """A control group's limit, and the bytes of it that are in use and cannot be freed."""
+
+    limit: int
+    used: int
+
+
+def total_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that processes here can have: those of the machine, or the smallest limit of a control group."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([_meminfo("MemTotal", root) or physical, *(group.limit for group in control_groups(root))])
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that are free or can be freed, on the machine and in each control group."""
+    free = _meminfo("MemAvailable", root) or total_memory(root)
+    return min([free, *(max(0, group.limit - group.used) for group in control_groups(root))])
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process; at least, where the system only tells its peak, as macOS does."""
+    return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most resident bytes that this process ever had."""
+    peak = _kilobytes(Path("/proc/self/status"), "VmHWM")
+    if peak is not None:
+        return peak
+    import resource  # not on every system
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
+    """The memory of this process's control group, and of each group around it, that have a limit.
+
+    Version 1 has a tree of groups for memory alone, version 2 one for all resources. In a container the tree may begin
+    at the process's own group, whose path outside does not exist here.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if not controllers:
+            yield from _groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _groups(root / "sys/fs/cgroup/memory", path, *names)
+
+
+def _groups(top: Path, path: str, limit: str, usage: str, freeable: str) -> Iterator[GroupMemory]:
+    """The groups with a limit, from the process's own to the top one."""
+    own = top / path.lstrip("/")
+    inside = [own, *own.parents] if own.is_relative_to(top) and ".." not in own.parts else [top]
+    for folder in inside:
+        if folder.is_relative_to(top):
+            most = _number(folder / limit)
+            if most is not None:
+                files = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+                cached = files.get(freeable, "0")
+                used = (_number(folder / usage) or 0) - (int(cached) if cached.isdigit() else 0)
+                yield GroupMemory(most, max(0, used))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none, as in "max"."""
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _meminfo(name: str, root: Path) -> int | None:
+    return _kilobytes(root / "proc/meminfo", name)
+
+
+def _kilobytes(file: Path, name: str) -> int | None:
+    """Bytes from the line "name: N kB" of a file in /proc; None where there is none."""
+    for line in _lines(file):
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; none where it cannot be read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

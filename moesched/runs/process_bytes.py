@@ -1,0 +1,61 @@
+"""Resident memory of the process that runs a plan: predicted by its parts, and measured."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moesched.machines.system_memory import peak_resident_bytes
+from moesched.steps.plan import Plan
+from moesched.steps.process import ALLOCATOR_BYTES, kept_workspace
+
+
+class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Peak resident memory of the process of a run, in bytes.
+
+    Attributes:
+        predicted: sum of the parts below; None where an accelerator's driver takes memory of unknown size.
+        measured: the peak since the process started; None for a prediction.
+        limit: the user's limit; None for none.
+        runtime: part that was there before the first batch: Python, libraries, prompts. A simulation assumes it.
+        plan: part of the plan: weights, KV cache and buffers.
+        allocator: part that kernels released, and that the allocator keeps.
+        kernels: part of the kernels' own code.
+    """
+
+    predicted: int | None
+    measured: int | None
+    limit: int | None
+    runtime: int
+    plan: int
+    allocator: int
+    kernels: int
+
+
+def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
+    """The memory of the process that ran a plan, or would run it; None where nothing is known."""
+    process = plan.process
+    if process is None or not (measured or process.whole):
+        return None
+    ranks = plan.layout.config.ranks
+    kept = kept_workspace(plan.reservations.sizes.workspace)
+    counted = kept if process.limit is not None else 0
+    planned = ranks * (sum(memory.peak for memory in plan.memories.values()) - counted)
+    allocator = ranks * (ALLOCATOR_BYTES + kept)
+    return ProcessBytes(
+        predicted=process.runtime + planned + allocator + process.kernels if process.whole else None,
+        measured=peak_resident_bytes() if measured else None,
+        limit=process.limit,
+        runtime=process.runtime,
+        plan=planned,
+        allocator=allocator,
+        kernels=process.kernels,
+    )
+
+
+def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
+    """The largest prediction of successive batches, and the largest measured peak; None without batches."""
+    if not parts:
+        return None
+    most = max(parts, key=lambda each: each.predicted or 0)
+    measured = [each.measured for each in parts if each.measured is not None]
+    return msgspec.structs.replace(most, measured=max(measured, default=None))

@@ -1,0 +1,34 @@
+"""The process that runs a plan: memory that it takes beside the plan's weights, KV cache and buffers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ALLOCATOR_BYTES = 32_000_000
+ALLOCATOR_WORKSPACES = 1.5
+"""Memory that the C library keeps after kernels released it, in bytes and in workspaces, since each thread has its own
+pool. Measured with glibc; returning large pieces at once made kernels two to three times slower.
+"""
+
+
+class Process(NamedTuple):
+    """Resident bytes of a process beside those of its plans.
+
+    Attributes:
+        runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.
+        kernels: bytes that kernels take for their own code, on all devices of this process.
+        whole: whether all memories of the machine are in this process; otherwise its peak cannot be predicted, since an
+            accelerator's driver takes memory too.
+        limit: the user's limit of the process's resident bytes; None for none. The plan then also counts the workspace
+            that the allocator keeps.
+    """
+
+    runtime: int
+    kernels: int = 0
+    whole: bool = True
+    limit: int | None = None
+
+
+def kept_workspace(workspace: int) -> int:
+    """Bytes that the allocator keeps of kernels' workspace after its release."""
+    return round(ALLOCATOR_WORKSPACES * workspace)
