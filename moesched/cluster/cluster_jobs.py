@@ -39,6 +39,7 @@ from moesched.cluster.node_transports import way_of
 from moesched.cluster.roster import Roster
 from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
+from moesched.inputs.budgets import read_budgets
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
@@ -46,6 +47,7 @@ from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
+from moesched.machines.local import local_machine
 from moesched.machines.system_memory import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
@@ -87,6 +89,8 @@ def run_local(
     if not 1 <= nodes <= MOST_LOCAL:
         raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
     given = options_from(ClusterOptions, "run_local", options, policy=policy, machine=machine)
+    if machine == MACHINE:
+        read_budgets(given.budgets, local_machine(), here=True, processes=nodes)
     with scratch_folder() as folder:
         keys, cluster = _local_cluster(folder, nodes)
         return _launch(cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), given)

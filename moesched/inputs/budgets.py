@@ -19,12 +19,13 @@ of kernels. Measured with torch 2 on Linux: 300 MB, and 56 MB of code on process
 
 
 def read_budgets(
-    given: Mapping[str, int | str] | None, machine: Machine, *, here: bool = False
+    given: Mapping[str, int | str] | None, machine: Machine, *, here: bool = False, processes: int = 1
 ) -> dict[str, int]:
     """Budgets in bytes, each at most what the machine has.
 
     Args:
         here: whether the machine is this one, whose host may have more memory than was free when it was described.
+        processes: number of processes that have such budgets each.
 
     Raises:
         BadInput: a budget is more than the machine has, or limits both the process and the memory that it uses.
@@ -35,10 +36,11 @@ def read_budgets(
     if here:
         capacities[host] = max(capacities[host], total_memory())
     capacities.setdefault(PROCESS, capacities[host])
+    each = f" for each of {processes} processes" if processes > 1 else ""
     for name, nbytes in budgets.items():
-        if name in capacities and nbytes > capacities[name]:
+        if name in capacities and processes * nbytes > capacities[name]:
             raise BadInput(
-                f"--budget {name}={format_bytes(nbytes)} is more than machine {machine.name} has, "
+                f"--budget {name}={format_bytes(nbytes)}{each} is more than machine {machine.name} has, "
                 f"{format_bytes(capacities[name])}: lower it, or omit it"
             )
     if PROCESS in budgets and host in budgets:
@@ -85,8 +87,8 @@ def within_process(
     left = limit - sum(claims.values())
     if left <= 0:
         raise BadInput(
-            f"--budget {PROCESS}={format_bytes(limit)} leaves nothing for weights, KV cache and buffers in {host} beside "
-            f"{' and '.join(claims)}: raise it, or lower the others"
+            f"--budget {PROCESS}={format_bytes(limit)} leaves nothing for weights, KV cache and buffers beside "
+            f"{' and '.join(claims)}: give more than {format_bytes(limit - left)}"
         )
     return {**rest, host: left // ranks}, process._replace(limit=limit)
 

@@ -25,7 +25,7 @@ from moesched.inputs.options import (
     takes,
 )
 from moesched.machines import Machine
-from moesched.models.layout import room_for, weight_layout
+from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.candidate import Seen
 from moesched.planner.resources import Gain
 from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
@@ -169,13 +169,17 @@ def plan_model(
         process=process,
         on_progress=on_progress,
     )
+    return _proposal(best, described.name, chosen.name, new_tokens, layout)
+
+
+def _proposal(best: Best, machine: str, workload: str, new_tokens: int, layout: WeightLayout) -> Proposal:
     return Proposal(
-        model=config.name,
-        machine=described.name,
-        workload=chosen.name,
+        model=layout.config.name,
+        machine=machine,
+        workload=workload,
         new_tokens=new_tokens,
         dtype=layout.dtype,
-        tensor_parallel=config.ranks,
+        tensor_parallel=layout.config.ranks,
         plan=_sizes(best),
         predicted=_predicted(best),
         gains=best.gains,

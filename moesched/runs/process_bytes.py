@@ -13,7 +13,8 @@ class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Peak resident memory of the process of a run, in bytes.
 
     Attributes:
-        predicted: sum of the parts below; None where an accelerator's driver takes memory of unknown size.
+        predicted: sum of the parts below, or the peak before the first batch if that is higher; None where an
+            accelerator's driver takes memory of unknown size.
         measured: the peak since the process started; None for a prediction.
         limit: the user's limit; None for none.
         runtime: part that was there before the first batch: Python, libraries, prompts. A simulation assumes it.
@@ -33,7 +34,7 @@ class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
     """The memory of the process that ran a plan, or would run it; None where nothing is known."""
-    process = plan.process
+    process = plan.reservations.process
     if process is None or not (measured or process.whole):
         return None
     ranks = plan.layout.config.ranks
@@ -41,8 +42,9 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
     counted = kept if process.limit is not None else 0
     planned = ranks * (sum(memory.peak for memory in plan.memories.values()) - counted)
     allocator = ranks * (ALLOCATOR_BYTES + kept)
+    total = max(process.runtime + planned + allocator + process.kernels, process.peak)
     return ProcessBytes(
-        predicted=process.runtime + planned + allocator + process.kernels if process.whole else None,
+        predicted=total if process.whole else None,
         measured=peak_resident_bytes() if measured else None,
         limit=process.limit,
         runtime=process.runtime,

@@ -12,7 +12,7 @@ from moesched import plugins
 from moesched.drivers.lanes import Execute, Issued, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.machines.system_memory import resident_bytes
+from moesched.machines.system_memory import peak_resident_bytes, resident_bytes
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
@@ -69,6 +69,7 @@ def process_of(devices: Sequence[Device], machine: Machine) -> Process:
     """This process before its first batch, when its devices are open and hold no weights."""
     return Process(
         runtime=resident_bytes(),
+        peak=peak_resident_bytes(),
         kernels=sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes)),
         whole=machine.unified or isinstance(devices[0], Emulates),
     )

@@ -73,7 +73,6 @@ class Plan(Declarations):
         self.micro_batches = range(len(batch.micro_batches))
         self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
         self.operations = Operations(layout.config, layout.dtype)
-        self.process = process
         self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
@@ -99,7 +98,7 @@ class Plan(Declarations):
             self.operations,
             self.stages,
             self.slot_bytes,
-            keeps_workspace=process is not None and process.limit is not None,
+            process=process,
         )
         self._seal()
 

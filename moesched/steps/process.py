@@ -16,6 +16,7 @@ class Process(NamedTuple):
 
     Attributes:
         runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.
+        peak: the most resident bytes so far: the first run on a machine times kernels, which takes 200 MB for a second.
         kernels: bytes that kernels take for their own code, on all devices of this process.
         whole: whether all memories of the machine are in this process; otherwise its peak cannot be predicted, since an
             accelerator's driver takes memory too.
@@ -24,6 +25,7 @@ class Process(NamedTuple):
     """
 
     runtime: int
+    peak: int = 0
     kernels: int = 0
     whole: bool = True
     limit: int | None = None

@@ -14,9 +14,9 @@ from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.batch_bytes import BatchBytes
+from moesched.steps.process import Process, kept_workspace
 from moesched.steps.read_only import ReadOnly
 from moesched.tasks import Discipline
-from moesched.steps.process import kept_workspace
 
 Role = Literal["accelerator", "host", "pinned"]
 
@@ -123,7 +123,7 @@ class Reservations(ReadOnly):
         chunks: the micro-batches of prefill, by number.
         stages: the layers of each stage of a pipeline; one without.
         slot_bytes: bytes of a page in a slot of the device.
-        keeps_workspace: whether to count what the allocator keeps of the kernels' workspace.
+        process: the process that will run the plan; where it is limited, what its allocator keeps counts too.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Reservations(ReadOnly):
         stages: Sequence[range],
         slot_bytes: Callable[[Page], int],
         *,
-        keeps_workspace: bool = False,
+        process: Process | None = None,
     ) -> None:
+        self.process = process
         self._machine = machine
         self._layout = layout
         self._batch = batch
         self._stages = stages
         self._slot_bytes = slot_bytes
-        self._keeps_workspace = keeps_workspace
         self._operations = operations
         self._chunks = chunks
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
@@ -173,7 +173,7 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "embedding, final norm and LM head", nbytes * nodes.attends)
             yield Reservation(fast, "hidden states of all micro-batches", sizes.staying)
             yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
-        if self._keeps_workspace:
+        if self.process is not None and self.process.limit is not None:
             kept = kept_workspace(sizes.workspace)
             yield Reservation(self._host, "workspace that the allocator keeps", kept)
 

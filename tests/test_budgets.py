@@ -1,0 +1,202 @@
+"""Budgets: of memories and of the whole process, never more than the machine has; the memory of control groups."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import moesched
+from moesched.errors import BadInput
+from moesched.inputs.budgets import ASSUMED_RUNTIME, assumed_process, read_budgets, within_process
+from moesched.machines import Machine, load_machine
+from moesched.machines.system_memory import (
+    available_memory,
+    control_groups,
+    peak_resident_bytes,
+    resident_bytes,
+    total_memory,
+)
+from moesched.steps.process import ALLOCATOR_BYTES, Process
+
+MB = 1_000_000
+UNIFIED = load_machine("cpu-nvme")
+T4 = load_machine("t4")
+MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
+
+
+# -- the memory of this machine --------------------------------------------------------------------------------
+
+
+def system(root: Path, files: Mapping[str, str]) -> Path:
+    """A system of 64 GB with 48 GB free, as a folder, with these files."""
+    memory = "MemTotal:       64000000 kB\nMemFree: 1 kB\nMemAvailable:   48000000 kB\n"
+    for name, text in {"proc/meminfo": memory, **files}.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_without_control_groups_the_memory_is_the_machine_s(tmp_path: Path) -> None:
+    root = system(tmp_path, {})
+    assert total_memory(root) == 64_000_000 * 1024
+    assert available_memory(root) == 48_000_000 * 1024
+
+
+def test_of_nested_control_groups_the_smallest_limit_counts(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/system.slice/job"
+    root = system(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/system.slice/job/step\n",
+            f"{group}/step/memory.max": "max\n",
+            f"{group}/step/memory.current": "1000\n",
+            f"{group}/memory.max": "4000000000\n",
+            f"{group}/memory.current": "3000000000\n",
+            f"{group}/memory.stat": "anon 1000000000\ninactive_file 1500000000\n",
+            "sys/fs/cgroup/system.slice/memory.max": "8000000000\n",
+        },
+    )
+    assert total_memory(root) == 4_000_000_000
+    assert available_memory(root) == 2_500_000_000, "cached pages that can be freed count as free"
+
+
+def test_control_groups_of_version_1_count_beside_those_of_version_2(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/job"
+    root = system(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
+            f"{group}/memory.limit_in_bytes": "3000000000\n",
+            f"{group}/memory.usage_in_bytes": "1000000000\n",
+            f"{group}/memory.stat": "total_inactive_file 200000000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert total_memory(root) == 3_000_000_000
+    assert available_memory(root) == 2_200_000_000
+
+
+@pytest.mark.parametrize("path", ["/docker/1f2e", "/../outside"])
+def test_in_a_container_the_tree_begins_at_its_own_group(tmp_path: Path, path: str) -> None:
+    root = system(tmp_path, {"proc/self/cgroup": f"0::{path}\n", "sys/fs/cgroup/memory.max": "2000000000\n"})
+    assert [group.limit for group in control_groups(root)] == [2_000_000_000]
+
+
+def test_this_process_has_a_peak_at_least_as_high_as_its_present_size() -> None:
+    assert 10 * MB < resident_bytes() <= peak_resident_bytes() <= total_memory()
+
+
+# -- budgets of memories ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "budgets", "said"),
+    [
+        (T4, {"gpu": "20GB"}, "--budget gpu=20 GB is more than machine t4 has, 16 GB"),
+        (T4, {"host": "1e99GB"}, "--budget host=.* is more than machine t4 has, 192 GB"),
+        (UNIFIED, {"process": "10TB"}, "--budget process=10 TB is more than machine cpu-nvme has"),
+        (UNIFIED, {"process": "1GB", "host": "1GB"}, "--budget limits both process and host, .*: give one"),
+    ],
+)
+def test_budgets_beyond_the_machine_are_refused(machine: Machine, budgets: dict[str, str], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        read_budgets(budgets, machine)
+
+
+def test_here_a_budget_may_exceed_what_was_free_at_the_calibration_but_not_what_there_is() -> None:
+    tier = UNIFIED.memories["host"]
+    machine = replace(UNIFIED, memories=UNIFIED.memories | {"host": replace(tier, capacity=1)})
+    assert read_budgets({"host": total_memory()}, machine, here=True) == {"host": total_memory()}
+    with pytest.raises(BadInput, match="is more than machine"):
+        read_budgets({"host": total_memory() + 1}, machine, here=True)
+
+
+def test_budgets_of_several_processes_are_added_up() -> None:
+    half = UNIFIED.memories["host"].nbytes // 2
+    assert read_budgets({"host": half}, UNIFIED, processes=2) == {"host": half}
+    with pytest.raises(BadInput, match="for each of 2 processes is more than machine"):
+        read_budgets({"host": half + 1}, UNIFIED, processes=2)
+
+
+# -- budgets of the process ------------------------------------------------------------------------------------
+
+
+def test_the_budget_of_the_process_leaves_the_host_what_its_own_bytes_do_not_take() -> None:
+    process = Process(runtime=300 * MB, kernels=50 * MB)
+    budgets, limited = within_process({"process": 1000 * MB, "disk": 7}, UNIFIED, process, 1)
+    assert budgets == {"disk": 7, "host": 650 * MB - ALLOCATOR_BYTES}
+    assert limited == process._replace(limit=1000 * MB)
+    assert within_process({"host": 7}, UNIFIED, process, 1) == ({"host": 7}, process)
+
+
+def test_memories_of_an_emulated_machine_share_the_budget_of_the_process() -> None:
+    process = Process(runtime=300 * MB)
+    given = {"process": 1000 * MB, "gpu": 400 * MB, "pinned": 100 * MB}
+    budgets, _ = within_process(given, T4, process, 1)
+    assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES
+
+
+@pytest.mark.parametrize(
+    ("machine", "process", "said"),
+    [
+        (UNIFIED, Process(runtime=500 * MB), "leaves nothing for weights.* 532 MB for Python.*: give more than 532 MB"),
+        (T4, Process(runtime=MB), r"leaves nothing .* and 16 GB for gpu and 16 GB for pinned: give more than"),
+        (T4, Process(runtime=MB, whole=False), "cannot be kept on machine t4, .*: give host instead"),
+    ],
+)  # fmt: skip
+def test_a_process_budget_that_cannot_be_kept_is_refused(
+    machine: Machine, process: Process, said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        within_process({"process": 500 * MB}, machine, process, 1)
+
+
+def test_a_simulation_keeps_the_budget_of_an_assumed_process() -> None:
+    report = moesched.simulate_model(
+        "mixtral-0.8b",
+        machine="cpu-nvme",
+        policy="cgopipe",
+        workload=[[1] * 20] * 4,
+        gen=2,
+        budgets={"process": "1.4GB"},
+    )
+    parts = report.process_bytes
+    assert parts is not None and parts.predicted is not None
+    assert parts.measured is None
+    assert parts.runtime == ASSUMED_RUNTIME
+    assert parts.predicted == parts.runtime + parts.plan + parts.allocator + parts.kernels
+    assert 0.9 * 1400 * MB < parts.predicted <= parts.limit == 1400 * MB
+    assert report.budget_bytes["host"] == 1400 * MB - ASSUMED_RUNTIME - ALLOCATOR_BYTES
+
+
+def test_no_process_is_predicted_where_an_accelerator_has_a_driver_of_its_own() -> None:
+    assert not assumed_process(T4).whole
+    report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy="cgopipe", workload=[[1]], gen=1)
+    assert report.process_bytes is None
+
+
+def test_a_run_stays_below_the_budget_of_its_process() -> None:
+    limit = 450 * MB
+    command = [
+        sys.executable,
+        "-m",
+        "moesched",
+        "run",
+        MODEL,
+        "--policy",
+        "cgopipe",
+        "--prompt",
+        "Return the",
+    ]
+    command += ["--max-new-tokens", "4", "--budget", f"process={limit}", "--json"]
+    command += ["--device-set", "kernel=torch"]  # the first run on a machine times the other kernels
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    process = json.loads(done.stdout)["process_bytes"]
+    assert 100 * MB < process["measured"] <= process["predicted"] <= process["limit"] == limit
