@@ -3,7 +3,8 @@
 Each run is a process of its own. It imports everything, opens a random model of some hundred MB (written to the cache
 folder once), and notes how much memory the system has given it; that is the baseline. Then it sets the system's
 high-water mark back (Linux: 5 into /proc/self/clear_refs), runs, and reads the mark. Predicted is the
-report's `process_bytes` without the runtime's. The bar: never below the mark less the baseline, and at most 5 % and 64 MB above it.
+report's `process_bytes` without the runtime's. The bar: never below the mark less the baseline, and at most 5 % and
+64 MB above it.
 About three minutes.
 """
 

@@ -2,7 +2,8 @@
 
 MoeschedError
 ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line
-│   └── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
+│   ├── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
+│   └── OutOfMemory     the system has less memory left than the plan takes
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
 │   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
@@ -16,6 +17,7 @@ MoeschedError
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 
@@ -39,6 +41,10 @@ class BadInput(MoeschedError):
 
 class NotFinite(BadInput):
     """The logits of a step are not finite; the message names the step and the first tensor with such values."""
+
+
+class OutOfMemory(BadInput):
+    """The system gave no more memory, or no more threads; the message tells what the plan takes."""
 
 
 class PolicyError(MoeschedError):
@@ -96,3 +102,30 @@ class NodeLost(RankLost):
 
 class TaskCancelled(MoeschedError):
     """A task never ran, because a task that it depends on failed or was cancelled."""
+
+
+_REFUSALS = (
+    "not enough memory",
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)
+"""Parts of messages by which torch, Python and the dynamic linker tell that the system gave no memory."""
+
+
+def memory_refusal(error: BaseException | None) -> str | None:
+    """The reason in words if the system refused memory, in this error or in one that it came from; None otherwise."""
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            return next(filter(None, map(memory_refusal, error.exceptions)), None)
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return "cannot allocate memory"
+        text = str(error).lower()
+        if isinstance(error, RuntimeError | ImportError):
+            for part in _REFUSALS:
+                if part in text:
+                    return part
+        error = error.__cause__ or error.__context__
+    return None

@@ -11,7 +11,15 @@ from contextlib import suppress
 from signal import SIGINT, Signals
 from types import TracebackType
 
-from moesched.errors import BadInput, MoeschedError, PolicyError, TaskFailed, report_of
+from moesched.errors import (
+    BadInput,
+    MoeschedError,
+    OutOfMemory,
+    PolicyError,
+    TaskFailed,
+    memory_refusal,
+    report_of,
+)
 from moesched.system.signals import exit_code_of_signal, first_signal
 
 BAD_INPUT = 2
@@ -41,6 +49,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _abandon_stdout()
         tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
+        return BAD_INPUT
+    if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
+        tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
         return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")

@@ -45,6 +45,9 @@ EPILOGUE = paragraphs(
     "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
+SPARE_BYTES = 4 << 20
+"""Memory that is freed where a command fails, so that its error can be told even if there is no other memory."""
+
 
 def make_app() -> App:
     """Build the command line; commands are in the order in which a newcomer needs them."""
@@ -79,6 +82,7 @@ def make_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    spare = bytearray(SPARE_BYTES)
     try:
         if not explains_only(given):
             send_logs_to_stderr()
@@ -86,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = make_app()(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BaseException as error:
+        del spare
         code = exit_code_of(error)
     return code or 0
 

@@ -19,6 +19,7 @@ from moesched.requests.sampling import Sampling
 from moesched.runs.assembly import assemble, close_at_end, observers_of
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
+from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Device, Emulates, KeepsTime, Observer, Policy
@@ -56,6 +57,7 @@ def run(
 
     Raises:
         BadInput: the plan is a pipeline, which no device runs.
+        OutOfMemory: the system gave no more memory.
     """
     if len(plan.stages) > 1:
         raise BadInput(
@@ -66,7 +68,7 @@ def run(
     ranks = [Rank(plan, policy, device), *peers]
     hardware = _HardwareRun(ranks, tokens, observers, recorder)
     ending = Ending()
-    with ending:
+    with ending, memory_refusals(plan):
         hardware.run(prompts, sampling or Sampling(), keep_open=keep_open)
     if not hardware.began:
         ending.raise_error()

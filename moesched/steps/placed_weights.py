@@ -85,6 +85,11 @@ class PlacedWeights(ReadOnly):
         for pool in self._in_order:
             pool.reserve()
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the pools and resident pages that are reserved here, in all memories."""
+        return sum(slot.nbytes for pool in self._in_order for slot in pool.slots)
+
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
         """Have the host compute with the pages that stay nowhere else, and with those whose ids are in `both`."""
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)

@@ -304,8 +304,8 @@ class Plan(Declarations):
             raise PolicyError(
                 f"the plan has no place for the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
-        for memory, what, nbytes in self.reservations.of(declared):
-            self.memories[memory].reserve(what, nbytes)
+        for each in self.reservations.of(declared):
+            self.memories[each.memory].reserve(each.what, each.nbytes)
         self.weights.reserve()
         self._declared = replace(declared, settled=True)
         host, pages = self.memory("host"), self.nodes.pages(self.layout)

@@ -26,12 +26,17 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 """The memories that may hold a KV cache."""
 
 
+Content = Literal["weights", "KV cache", "buffers"]
+"""What bytes hold; everything but weights and the KV cache is a buffer."""
+
+
 class Reservation(NamedTuple):
     """Bytes taken of one memory for the whole run; `what` completes "... needs N bytes"."""
 
     memory: str
     what: str
     nbytes: int
+    content: Content = "buffers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +175,7 @@ class Reservations(ReadOnly):
         for fast, nbytes in zip(
             self._accelerators, global_bytes(self._layout, len(self._stages)), strict=True
         ):
-            yield Reservation(fast, "embedding, final norm and LM head", nbytes * nodes.attends)
+            yield Reservation(fast, "embedding, final norm and LM head", nbytes * nodes.attends, "weights")
             yield Reservation(fast, "hidden states of all micro-batches", sizes.staying)
             yield Reservation(fast, "workspace of the largest micro-batch's kernels", sizes.workspace)
         if self.process is not None and self.process.limit is not None:
@@ -197,7 +202,7 @@ class Reservations(ReadOnly):
         """All weights that this node uses, where they come from the memory that the host computes from."""
         if self._machine.weights_on_host:
             yield Reservation(
-                self._host, "all weights", sum(map(self._slot_bytes, nodes.pages(self._layout)))
+                self._host, "all weights", sum(map(self._slot_bytes, nodes.pages(self._layout))), "weights"
             )
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
@@ -225,7 +230,7 @@ class Reservations(ReadOnly):
             layers = self._stages if here else [range(self._layout.config.layers)]
             for memory, range_of_layers in zip(memories, layers, strict=True):
                 nbytes = tokens * len(range_of_layers) * self._operations.kv_bytes
-                yield Reservation(memory, f"KV cache of {tokens} tokens", nbytes)
+                yield Reservation(memory, f"KV cache of {tokens} tokens", nbytes, "KV cache")
             prompts = 0 if here or self._machine.unified else self.sizes.device_kv(chosen)
             if prompts:
                 for fast in self._accelerators:
@@ -256,7 +261,7 @@ class Reservations(ReadOnly):
         beside = ", with what every token uses," if nodes.attends else ""
         what = f"a share of {len(nodes.placement[nodes.index])} experts of each layer{beside}"
         nbytes = sum(map(self._slot_bytes, nodes.pages(self._layout)))
-        yield Reservation(self._accelerators[0], what, nbytes)
+        yield Reservation(self._accelerators[0], what, nbytes, "weights")
 
 
 def global_bytes(layout: WeightLayout, stages: int) -> list[int]:

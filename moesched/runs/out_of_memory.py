@@ -1,0 +1,46 @@
+"""Memory that the system refuses to a run: one line that tells what its plan takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moesched.errors import OutOfMemory, memory_refusal
+from moesched.steps.plan import Plan
+from moesched.steps.reservations import Content
+from moesched.units import format_bytes
+
+
+@contextmanager
+def memory_refusals(plan: Plan) -> Iterator[None]:
+    """Raise OutOfMemory, with what the plan takes, where the system gives no more memory or threads.
+
+    Python, torch, the system and the dynamic linker tell so in errors of their own.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = memory_refusal(error)
+        if reason is None:
+            raise
+        raise OutOfMemory(_message(plan, reason)) from error
+
+
+def plan_bytes(plan: Plan) -> dict[Content, int]:
+    """Bytes that a plan takes in all memories, by what they hold."""
+    found: dict[Content, int] = {"weights": plan.weights.reserved_bytes, "KV cache": 0, "buffers": 0}
+    for reservation in plan.reservations.of(plan.declared):
+        found[reservation.content] += reservation.nbytes
+    ranks = plan.layout.config.ranks
+    return {content: ranks * nbytes for content, nbytes in found.items()}
+
+
+def _message(plan: Plan, reason: str) -> str:
+    parts = plan_bytes(plan)
+    listed = ", ".join(f"{content} {format_bytes(nbytes)}" for content, nbytes in parts.items())
+    process = plan.reservations.process
+    beside = f", beside {format_bytes(process.runtime)} of Python and libraries" if process else ""
+    return (
+        f"out of memory ({reason}): the plan takes {format_bytes(sum(parts.values()))} ({listed}){beside}: lower "
+        "--budget or --batch-size, free some memory, or raise the limits of this process"
+    )
