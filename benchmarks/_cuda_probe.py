@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from moesched.machines import Link, Machine, Processor, Roles, Tier
-from moesched.machines.system_memory import available_memory
+from moesched.system.memory import available_memory
 
 COPIED = 1 << 28
 SMALL = 1 << 14

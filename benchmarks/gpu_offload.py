@@ -30,7 +30,6 @@ from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput, MoeschedError
 from moesched.machines import Machine, Tier
-from moesched.machines.system_memory import available_memory
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
@@ -43,6 +42,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
+from moesched.system.memory import available_memory
 from moesched.testing.random_weights import random_checkpoint
 
 POLICIES = ("cgopipe", "flexgen", "layer_streaming")

@@ -110,6 +110,7 @@ _REFUSALS = (
     "can't allocate memory",
     "cannot allocate memory",
     "can't start new thread",
+    "could not create a primitive",
     "failed to map segment",
 )
 """Parts of messages by which torch, Python and the dynamic linker tell that the system gave no memory."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 from moesched.errors import BadInput
 from moesched.seams import Device, Policy, Transport
 from moesched.system.signal_origin import came_from_a_signal
+from moesched.system.memory import require_address_space
 
 Kind = Literal["policies", "devices", "transports"]
 
@@ -43,6 +44,8 @@ def find(kind: Kind, name: str) -> type:
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
     """
+    if kind == "devices":
+        require_address_space()
     cls = load(_target(kind, name), f"{_SINGULAR[kind]} {name!r}")
     seam = _SEAMS[kind]
     for method in (

@@ -15,14 +15,14 @@ import moesched
 from moesched.errors import BadInput
 from moesched.inputs.budgets import ASSUMED_RUNTIME, assumed_process, read_budgets, within_process
 from moesched.machines import Machine, load_machine
-from moesched.machines.system_memory import (
+from moesched.steps.process import ALLOCATOR_BYTES, Process
+from moesched.system.memory import (
     available_memory,
     control_groups,
     peak_resident_bytes,
     resident_bytes,
     total_memory,
 )
-from moesched.steps.process import ALLOCATOR_BYTES, Process
 
 MB = 1_000_000
 UNIFIED = load_machine("cpu-nvme")

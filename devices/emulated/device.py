@@ -17,13 +17,13 @@ from moesched.drivers.pricing import nanoseconds
 from moesched.errors import BadInput
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.cost import cost_model
-from moesched.machines.system_memory import available_memory
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
 from moesched.runs.outcome import Dilations, Emulation
 from moesched.seams import CostModel, Transport
 from moesched.steps.plan import Plan
+from moesched.system.memory import available_memory
 from moesched.tasks import Task
 from moesched.units import format_bytes
 

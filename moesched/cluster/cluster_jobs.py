@@ -48,12 +48,12 @@ from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
 from moesched.machines.local import local_machine
-from moesched.machines.system_memory import available_memory
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
 from moesched.system.outputs import Output, require_outputs
 from moesched.system.scratch import scratch_folder
+from moesched.system.memory import available_memory
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"

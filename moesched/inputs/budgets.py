@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.machines.system_memory import total_memory
 from moesched.steps.process import ALLOCATOR_BYTES, Process
+from moesched.system.memory import total_memory
 from moesched.units import format_bytes, parse_bytes
 
 PROCESS = "process"

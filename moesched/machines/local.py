@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
 from moesched.system.cache import cache_folder
-from moesched.machines.system_memory import available_memory, total_memory
+from moesched.system.memory import available_memory, total_memory
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
 ASSUMED_DISK_BANDWIDTH = 1e9

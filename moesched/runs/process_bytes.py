@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from moesched.machines.system_memory import peak_resident_bytes
 from moesched.steps.plan import Plan
 from moesched.steps.process import ALLOCATOR_BYTES, kept_workspace
+from moesched.system.memory import peak_resident_bytes
 
 
 class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ from moesched import plugins
 from moesched.drivers.lanes import Execute, Issued, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.machines.system_memory import peak_resident_bytes, resident_bytes
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
@@ -21,6 +20,7 @@ from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
 from moesched.steps.process import Process
+from moesched.system.memory import peak_resident_bytes, resident_bytes
 from moesched.tasks import Lane, Task
 
 TRANSPORT = "inproc"
