@@ -1,20 +1,30 @@
-"""Budgets: of memories and of the whole process, never more than the machine has; the memory of control groups."""
+"""Budgets: of memories and of the whole process, at most what the machine has; and refused memory."""
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 import moesched
-from moesched.errors import BadInput
+from commands import Said, refused
+from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput, OutOfMemory, TaskFailed, memory_refusal
 from moesched.inputs.budgets import ASSUMED_RUNTIME, assumed_process, read_budgets, within_process
 from moesched.machines import Machine, load_machine
+from moesched.plugins import make_policy
+from moesched.requests.sampling import Sampling
+from moesched.runs.out_of_memory import plan_bytes
+from moesched.steps.plan import Plan
 from moesched.steps.process import ALLOCATOR_BYTES, Process
 from moesched.system.memory import (
     available_memory,
@@ -23,6 +33,9 @@ from moesched.system.memory import (
     resident_bytes,
     total_memory,
 )
+from moesched.tasks import Task
+from runs import make_plan
+from small_models import small_model
 
 MB = 1_000_000
 UNIFIED = load_machine("cpu-nvme")
@@ -200,3 +213,83 @@ def test_a_run_stays_below_the_budget_of_its_process() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     process = json.loads(done.stdout)["process_bytes"]
     assert 100 * MB < process["measured"] <= process["predicted"] <= process["limit"] == limit
+
+
+# -- memory that the system refuses ----------------------------------------------------------------------------
+
+
+def chained(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "cannot allocate memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "cannot allocate memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "failed to map segment"),
+        (chained(TaskFailed("load L0 failed"), MemoryError()), "cannot allocate memory"),
+        (ExceptionGroup("lanes", [ValueError(), MemoryError()]), "cannot allocate memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), None),
+        (RuntimeError("shapes do not match"), None),
+        (BadInput("no memory of that name"), None),
+    ],
+)
+def test_a_refusal_of_memory_is_known_by_whoever_tells_it(error: BaseException, said: str | None) -> None:
+    assert memory_refusal(error) == said
+
+
+class NoMemoryToBegin(TorchDevice):
+    """A device for whose arenas the system has no memory."""
+
+    def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+class NoMemoryForKernels(TorchDevice):
+    """A device whose kernels get no memory."""
+
+    def execute(self, task: Task) -> Any:
+        if task.verb == "attention":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().execute(task)
+
+
+@pytest.mark.parametrize("device", [NoMemoryToBegin, NoMemoryForKernels])
+def test_a_run_without_memory_tells_what_its_plan_takes(device: type[TorchDevice], tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        moesched.run_model(
+            small_model(tmp_path), [[1, 2]], max_new_tokens=2, device=f"{__name__}:{device.__name__}"
+        )
+    assert re.fullmatch(
+        r"out of memory \(can.*t allocate memory\): the plan takes .* \(weights .*, KV cache .*, buffers .*\), "
+        r"beside .* of Python and libraries: lower --budget .*",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize("policy", ["resident", "cgopipe"])
+def test_the_contents_of_a_plan_add_up_to_what_it_reserves(policy: str) -> None:
+    plan = make_plan(make_policy(policy))
+    parts = plan_bytes(plan)
+    assert sum(parts.values()) == sum(memory.used for memory in plan.memories.values())
+    assert parts["KV cache"] == 4 * 16 * plan.operations.kv_bytes * plan.layout.config.layers, (
+        "blocks of 16 tokens"
+    )
+    assert parts["weights"] >= sum(page.nbytes for page in plan.layout.pages) > parts["buffers"] > 0
+
+
+def test_a_command_that_may_map_too_little_for_torch_is_refused_before_it_crashes() -> None:
+    command = ["run", str(MODEL), "--policy", "resident", "--prompt", "a"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -v 650000; exec "$0" -m moesched "$@"', sys.executable, *command],
+        capture_output=True,
+        text=True,
+    )
+    refused(
+        Said(done.returncode, done.stdout, done.stderr), r"may map 665 MB \(ulimit -v\).*: raise that limit"
+    )
