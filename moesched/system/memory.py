@@ -14,7 +14,7 @@ from moesched.errors import OutOfMemory
 ROOT = Path("/")
 
 LEAST_ADDRESS_SPACE = 760_000_000
-"""Bytes that Python, torch and its first kernel map before any weights; measured with torch 2 for the CPU on Linux, x86."""
+"""Bytes that Python, torch and its first kernel map before any weights; measured with torch 2 for the CPU on Linux."""
 
 
 class GroupMemory(NamedTuple):
