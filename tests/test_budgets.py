@@ -181,7 +181,7 @@ def test_a_simulation_keeps_the_budget_of_an_assumed_process() -> None:
         budgets={"process": "1.4GB"},
     )
     parts = report.process_bytes
-    assert parts is not None and parts.predicted is not None
+    assert parts is not None and parts.predicted is not None and parts.limit is not None
     assert parts.measured is None
     assert parts.runtime == ASSUMED_RUNTIME
     assert parts.predicted == parts.runtime + parts.plan + parts.allocator + parts.kernels
