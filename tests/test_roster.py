@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from clusters import LAUNCHER, NODES, cluster, host
 from moesched.cluster.control import Control
@@ -64,7 +65,7 @@ class Rig:
 
     def look_until(self, condition: Callable[[], object]) -> None:
         while not condition():
-            self.heard += [message for _, message in self.roster.hear(0.01)]
+            self.heard += [replace(message, serial=0) for _, message in self.roster.hear(0.01)]
             self.roster.look_after()
 
     @property

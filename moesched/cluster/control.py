@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from moesched.cluster.auth import Door
 from moesched.cluster.cluster_file import listening_at
 from moesched.cluster.curve.keys import KeyPair
-from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Unreadable, pack, read_node
+from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
 from moesched.errors import BadInput
 
 _log = structlog.get_logger(__name__)
@@ -55,6 +56,8 @@ class Control:
         self._socket.zap_domain = b"moesched"
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._peers: dict[int, Peer] = {}
+        self._said: defaultdict[Peer, Serials] = defaultdict(Serials)
+        self._heard: defaultdict[Peer, Serials] = defaultdict(Serials)
         self._gone: list[Peer] = []
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -94,7 +97,7 @@ class Control:
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
         """Send a message; it is dropped where the connection has ended."""
-        self._socket.send_multipart([peer, pack(message)])
+        self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
 
     def close(self) -> None:
         """Close the channel. The last messages are delivered to peers that read them within two seconds."""
@@ -112,10 +115,14 @@ class Control:
         try:
             if len(frames) != 2:
                 raise Unreadable(f"{len(frames)} frames are not a message")
-            return Heard(peer, str(last.get("User-Id")), address, read_node(last.bytes))
+            message = read_node(last.bytes)
         except Unreadable as error:
             _log.warning("dropped an unreadable message", peer=address, why=str(error))
             return None
+        if not self._heard[peer].is_new(message):
+            _log.warning("dropped a message that was sent before", peer=address)
+            return None
+        return Heard(peer, str(last.get("User-Id")), address, message)
 
     def _bind(self, address: str, port: int) -> int:
         place = listening_at(address)

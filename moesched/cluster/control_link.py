@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -21,6 +22,7 @@ from moesched.cluster.messages import (
     Pong,
     Quit,
     Refused,
+    Serials,
     Stop,
     Unreadable,
     Welcome,
@@ -28,6 +30,8 @@ from moesched.cluster.messages import (
     read_launcher,
 )
 from moesched.errors import BadInput, MoeschedError
+
+_log = structlog.get_logger(__name__)
 
 _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000
@@ -76,6 +80,7 @@ class ControlLink:
         self._ringing = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="link to the launcher", daemon=True)
         self._lost_after = 0.0
+        self._said, self._received = Serials(), Serials()
 
     def join(self, request: JoinRequest, patience: float) -> Welcome:
         """Ask to join the run; starts the thread once the launcher agrees.
@@ -95,7 +100,7 @@ class ControlLink:
                 answer = read_launcher(self._socket.recv())
                 if isinstance(answer, Refused):
                     raise BadInput(answer.reason)
-                if isinstance(answer, Welcome):
+                if isinstance(answer, Welcome) and self._received.is_new(answer):
                     self._lost_after = answer.lost_after
                     self._socket.linger = LINGER_MILLISECONDS
                     self._thread.start()
@@ -168,7 +173,7 @@ class ControlLink:
                 message = self._outbox.get()
                 if message is None:
                     return
-                self._socket.send(pack(message))
+                self._send(message)
             if self._socket in ready:
                 heard = time.monotonic()
                 self._take(self._socket.recv())
@@ -177,13 +182,19 @@ class ControlLink:
                 self._on_gone()
                 heard = float("inf")
 
+    def _send(self, message: NodeSays) -> None:
+        self._socket.send(pack(self._said.number(message)))
+
     def _take(self, data: bytes) -> None:
         try:
             message = read_launcher(data)
         except Unreadable:
             return  # the sender is authenticated: a launcher of another version, which refuses this node's join
+        if not self._received.is_new(message):
+            _log.warning("dropped a message that was sent before", peer=self._where)
+            return
         if isinstance(message, Ping):
-            self._socket.send(pack(Pong(number=message.number, clock=time.perf_counter_ns())))
+            self._send(Pong(number=message.number, clock=time.perf_counter_ns()))
             return
         self._inbox.put(message)
         if isinstance(message, Stop):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -10,7 +10,7 @@ from moesched.cluster.node_jobs import NodeRun
 from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
@@ -22,12 +22,46 @@ PIECE_BYTES = 256 * 1024
 """Size of the pieces in which reports and recordings are sent, so that no message is long."""
 
 
+Says = TypeVar("Says", bound="Message")
+
+
 class Unreadable(MoeschedError):
     """The bytes are not a valid message."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One message."""
+
+
+class Numbered(Message, frozen=True, kw_only=True):
+    """A message of an admitted node, or to one.
+
+    Attributes:
+        serial: its number on the connection, from 1; a message that does not count upwards was sent before.
+    """
+
+    serial: int = 0
+
+
+class Serials:
+    """Numbers the messages of one direction of a connection, and knows those that were received before."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def number(self, message: Says) -> Says:
+        """The message with the next number, if its kind has one."""
+        if not isinstance(message, Numbered):
+            return message
+        self._last += 1
+        return msgspec.structs.replace(message, serial=self._last)
+
+    def is_new(self, message: Message) -> bool:
+        """Whether a received message is not a replay of an earlier one."""
+        if not isinstance(message, Numbered):
+            return True
+        before, self._last = self._last, max(self._last, message.serial)
+        return message.serial > before
 
 
 # ---------------------------------------------------------------- from a node
@@ -51,7 +85,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown
     epoch: int = -1
 
 
-class Pong(Message, frozen=True, kw_only=True):
+class Pong(Numbered, frozen=True, kw_only=True):
     """The answer to a Ping.
 
     Attributes:
@@ -63,7 +97,7 @@ class Pong(Message, frozen=True, kw_only=True):
     clock: int
 
 
-class Prepared(Message, frozen=True, kw_only=True):
+class Prepared(Numbered, frozen=True, kw_only=True):
     """A node has opened its device and planned.
 
     Attributes:
@@ -79,7 +113,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     placement: list[list[int]]
 
 
-class Loading(Message, frozen=True, kw_only=True):
+class Loading(Numbered, frozen=True, kw_only=True):
     """The number of resident pages that are loaded, and of all."""
 
     epoch: int
@@ -87,7 +121,7 @@ class Loading(Message, frozen=True, kw_only=True):
     total: int
 
 
-class Tokens(Message, frozen=True, kw_only=True):
+class Tokens(Numbered, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
@@ -104,7 +138,7 @@ class Tokens(Message, frozen=True, kw_only=True):
     waited: float = 0.0
 
 
-class Piece(Message, frozen=True, kw_only=True):
+class Piece(Numbered, frozen=True, kw_only=True):
     """A piece of a report or a recording.
 
     Attributes:
@@ -119,7 +153,7 @@ class Piece(Message, frozen=True, kw_only=True):
     last: bool
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(Numbered, frozen=True, kw_only=True):
     """An order is carried out.
 
     Attributes:
@@ -133,7 +167,7 @@ class Done(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Failed(Message, frozen=True, kw_only=True):
+class Failed(Numbered, frozen=True, kw_only=True):
     """An order cannot be carried out.
 
     Attributes:
@@ -153,7 +187,7 @@ class Failed(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- from the launcher
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(Numbered, frozen=True, kw_only=True):
     """The answer to an accepted JoinRequest.
 
     Attributes:
@@ -173,13 +207,13 @@ class Refused(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Ping(Message, frozen=True, kw_only=True):
+class Ping(Numbered, frozen=True, kw_only=True):
     """Sent periodically: shows that the launcher runs, and asks for the time on the node's clock."""
 
     number: int
 
 
-class Order(Message, frozen=True, kw_only=True):
+class Order(Numbered, frozen=True, kw_only=True):
     """Prompts to generate tokens for.
 
     Attributes:
@@ -206,7 +240,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Begin(Message, frozen=True, kw_only=True):
+class Begin(Numbered, frozen=True, kw_only=True):
     """All members are ready: carry the order out, with these sizes."""
 
     epoch: int
@@ -215,14 +249,14 @@ class Begin(Message, frozen=True, kw_only=True):
     sizes: SizeOptions
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class Stop(Numbered, frozen=True, kw_only=True):
     """End an epoch: abandon the current step, keep the weights, and wait for an order of a later epoch."""
 
     epoch: int
     reason: str
 
 
-class Quit(Message, frozen=True, kw_only=True):
+class Quit(Numbered, frozen=True, kw_only=True):
     """The run is over.
 
     Attributes:
