@@ -11,6 +11,7 @@ def main() -> int:
     # Until the handlers are there, Ctrl-C ends this process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from moesched.errors import memory_refusal
     from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal
 
     with ends_in_order():
@@ -20,6 +21,11 @@ def main() -> int:
             return command_line()
         except Stopped:
             return exit_code_of_signal()
+        except (ImportError, MemoryError) as error:  # while modules are imported
+            if memory_refusal(error) is None:
+                raise
+            sys.stderr.write("moesched: out of memory: raise the limits of this process\n")
+            return 2
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import moesched
 from commands import Said, refused
 from moesched.devices.torch.device import TorchDevice
-from moesched.errors import BadInput, OutOfMemory, TaskFailed, memory_refusal
+from moesched.errors import BadInput, OutOfMemory, TaskFailed, memory_refusal, report_of
 from moesched.inputs.budgets import ASSUMED_RUNTIME, assumed_process, read_budgets, within_process
 from moesched.machines import Machine, load_machine
 from moesched.plugins import make_policy
@@ -197,17 +197,7 @@ def test_no_process_is_predicted_where_an_accelerator_has_a_driver_of_its_own() 
 
 def test_a_run_stays_below_the_budget_of_its_process() -> None:
     limit = 450 * MB
-    command = [
-        sys.executable,
-        "-m",
-        "moesched",
-        "run",
-        MODEL,
-        "--policy",
-        "cgopipe",
-        "--prompt",
-        "Return the",
-    ]
+    command = [sys.executable, "-m", "moesched", "run", str(MODEL), "--policy", "cgopipe", "--prompt", "a b"]
     command += ["--max-new-tokens", "4", "--budget", f"process={limit}", "--json"]
     command += ["--device-set", "kernel=torch"]  # the first run on a machine times the other kernels
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -270,6 +260,9 @@ def test_a_run_without_memory_tells_what_its_plan_takes(device: type[TorchDevice
         r"beside .* of Python and libraries: lower --budget .*",
         str(caught.value),
     )
+    report = report_of(caught.value)  # where the run had begun; the command line's exit code is then 1
+    assert (report is None) == (device is NoMemoryToBegin)
+    assert report is None or report.failure == str(caught.value)
 
 
 @pytest.mark.parametrize("policy", ["resident", "cgopipe"])

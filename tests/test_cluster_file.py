@@ -64,6 +64,12 @@ def test_ports_memories_and_unknown_keys_are_refused_with_their_places() -> None
     assert "mine.toml: not a cluster file" in said_of(replaced={"[launcher]": "[launcher"})
 
 
+@pytest.mark.parametrize("key", ["address", "ssh"])
+def test_a_host_that_ssh_may_take_for_an_option_is_refused(key: str) -> None:
+    said = said_of(host(0), host(1, **{key: "-oProxyCommand=true"}))
+    assert said.startswith(f"mine.toml: hosts[1].{key}: '-oProxyCommand=true' begins with a dash")
+
+
 def test_an_unknown_host_is_named() -> None:
     with pytest.raises(BadInput, match=r"mine: hosts\[1\].address: 'no such host' is an unknown host"):
         require_known_hosts(cluster(host(0), host(1, address="no such host")), "mine")

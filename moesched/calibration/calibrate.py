@@ -43,9 +43,9 @@ from moesched.machines.local import calibrated_file, this_processor, unified_mac
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
 from moesched.system.cache import cache_folder
+from moesched.system.memory import available_memory
 from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file
-from moesched.system.memory import available_memory
 
 Progress = Callable[[int, int], object]
 

@@ -52,7 +52,7 @@ def exit_code_of(error: BaseException) -> int:
         return BAD_INPUT
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
-        return BAD_INPUT
+        return BAD_INPUT if report_of(error) is None else FAILED
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT

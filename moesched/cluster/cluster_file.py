@@ -203,6 +203,9 @@ def _problems(cluster: Cluster) -> Iterator[str]:
     for number, host in enumerate(cluster.hosts):
         key = f"hosts[{number}]"
         yield from _key_problem(f"{key}.key", host.key)
+        for name, place in (("address", host.address), ("ssh", host.ssh)):
+            if place.startswith("-"):
+                yield f"{key}.{name}: {place!r} begins with a dash, so that ssh may take it for an option: write a host"
         if keys.setdefault(host.key, str(host)) != str(host):
             yield f"{key}.key: it is also the key of {keys[host.key]}: make one for each with `moesched keygen`"
         other = ports.setdefault((host.address, host.port), str(host)) if host.port else str(host)

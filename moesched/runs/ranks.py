@@ -18,9 +18,9 @@ from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.seams import CountsReads, Device, Emulates, HasOwnBytes, JoinsRanks, Observer, Policy
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
-from moesched.system.signals import signals_held
 from moesched.steps.process import Process
 from moesched.system.memory import peak_resident_bytes, resident_bytes
+from moesched.system.signals import signals_held
 from moesched.tasks import Lane, Task
 
 TRANSPORT = "inproc"
