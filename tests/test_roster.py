@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from clusters import LAUNCHER, NODES, cluster, host
 from moesched.cluster.control import Control
@@ -106,3 +107,16 @@ def test_a_node_is_lost_once_process_and_connection_ended(rig: Rig) -> None:
     with pytest.raises(Lost):
         rig.look_until(lambda: False)
     assert rig.heard == [FAILED]
+
+
+def test_a_node_that_was_silent_for_too_long_and_goes_on_is_not_heard_any_more(rig: Rig) -> None:
+    rig.node.ready, rig.node.heard = True, -1e9
+    with pytest.raises(Lost):
+        rig.roster.look_after()
+    assert rig.node.lost == "silent for 15 s"
+    rig.roster.members = []
+    rig.link.say(FAILED)
+    with capture_logs() as logs:
+        rig.look_until(lambda: logs)
+    assert rig.heard == []
+    assert logs[0]["event"] == "dropped a message of a node that has not joined, or is lost"

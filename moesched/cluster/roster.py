@@ -137,7 +137,12 @@ class Roster:
                 continue
             node = next((node for node in self.nodes if node.peer == heard.peer), None)
             if node is None:
-                _log.warning("dropped a message of a node that has not joined", peer=heard.address)
+                if not isinstance(
+                    message, Pong
+                ):  # a node that was stopped and goes on answers all pings at once
+                    _log.warning(
+                        "dropped a message of a node that has not joined, or is lost", peer=heard.address
+                    )
                 continue
             node.heard = time.monotonic()
             if isinstance(message, Pong):
