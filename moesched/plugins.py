@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
 from moesched.seams import Device, Policy, Transport
-from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.memory import require_address_space
+from moesched.system.signal_origin import came_from_a_signal
 
 Kind = Literal["policies", "devices", "transports"]
 

@@ -51,9 +51,9 @@ from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
+from moesched.system.memory import available_memory
 from moesched.system.outputs import Output, require_outputs
 from moesched.system.scratch import scratch_folder
-from moesched.system.memory import available_memory
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"

@@ -14,8 +14,8 @@ from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_rep
 from moesched.jobs.trace_file import write_recording
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
-from moesched.system.outputs import numbered
 from moesched.runs.process_bytes import largest
+from moesched.system.outputs import numbered
 from moesched.trace import Clock, Recording, merge_recordings
 
 

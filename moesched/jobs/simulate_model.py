@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
-from moesched.inputs.lookup import find_machine, find_shape, find_workload, machine_file
 from moesched.inputs.budgets import assumed_process
+from moesched.inputs.lookup import find_machine, find_shape, find_workload, machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported

@@ -24,8 +24,8 @@ from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.node_experts import require_placement
 from moesched.steps.placed_weights import PlacedWeights
-from moesched.steps.reservations import KV_ROLES, ROLES, Declared, KVPlan, NodeShare, Reservations, Role
 from moesched.steps.process import Process
+from moesched.steps.reservations import KV_ROLES, ROLES, Declared, KVPlan, NodeShare, Reservations, Role
 
 
 class Plan(Declarations):
