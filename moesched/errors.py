@@ -118,13 +118,15 @@ _REFUSALS = (
 
 def memory_refusal(error: BaseException | None) -> str | None:
     """The reason in words if the system refused memory, in this error or in one that it came from; None otherwise."""
-    while error is not None:
+    seen: set[int] = set()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, BaseExceptionGroup):
             return next(filter(None, map(memory_refusal, error.exceptions)), None)
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return "cannot allocate memory"
-        text = str(error).lower()
         if isinstance(error, RuntimeError | ImportError):
+            text = str(error).lower()
             for part in _REFUSALS:
                 if part in text:
                     return part

@@ -213,6 +213,11 @@ def chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
+def caused_by_itself() -> BaseException:
+    error = BadInput("it does not fit")
+    return chained(error, error)
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -227,6 +232,7 @@ def chained(error: BaseException, cause: BaseException) -> BaseException:
         (OSError(errno.ENOSPC, "No space left on device"), None),
         (RuntimeError("shapes do not match"), None),
         (BadInput("no memory of that name"), None),
+        (caused_by_itself(), None),
     ],
 )
 def test_a_refusal_of_memory_is_known_by_whoever_tells_it(error: BaseException, said: str | None) -> None:
