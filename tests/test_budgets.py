@@ -189,6 +189,19 @@ def test_a_simulation_keeps_the_budget_of_an_assumed_process() -> None:
     assert report.budget_bytes["host"] == 1400 * MB - ASSUMED_RUNTIME - ALLOCATOR_BYTES
 
 
+def test_a_plan_that_does_not_fit_the_process_s_budget_names_that_budget() -> None:
+    with pytest.raises(
+        BadInput, match=r"bytes too few, of what --budget process=500 MB leaves: raise --budget"
+    ):
+        moesched.simulate_model(
+            "mixtral-0.8b",
+            machine="cpu-nvme",
+            policy="resident",
+            workload=[[1]],
+            budgets={"process": "500MB"},
+        )
+
+
 def test_no_process_is_predicted_where_an_accelerator_has_a_driver_of_its_own() -> None:
     assert not assumed_process(T4).whole
     report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy="cgopipe", workload=[[1]], gen=1)

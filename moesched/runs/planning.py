@@ -16,6 +16,7 @@ from moesched.seams import Policy, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 from moesched.tasks import Lane
+from moesched.units import format_bytes
 
 
 def plan_run(
@@ -62,6 +63,8 @@ def plan_run(
         each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
         if nodes > 1:
             each = f", on node {node} of {nodes}"
+        if process is not None and process.limit is not None:
+            each += f", of what --budget process={format_bytes(process.limit)} leaves"
         raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
     return plan
 
