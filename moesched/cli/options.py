@@ -74,7 +74,7 @@ Budgets = Annotated[
         negative="",
         show_default=False,
         help="Limit on the bytes of weights, KV cache and buffers in a memory, such as host=600MB; "
-        "repeatable. By default its whole size. Python and libraries need about 350 MB more; process=1GB "
+        "repeatable. By default its whole size. Python and libraries need about 360 MB more; process=1GB "
         "limits the resident memory of the whole process.",
     ),
 ]
