@@ -88,7 +88,7 @@ class PlacedWeights(ReadOnly):
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the pools and resident pages that are reserved here, in all memories."""
-        return sum(slot.nbytes for pool in self._in_order for slot in pool.slots)
+        return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
         """Have the host compute with the pages that stay nowhere else, and with those whose ids are in `both`."""
