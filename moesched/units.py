@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 from moesched.errors import BadInput
+from moesched.system.plain_text import shown
+
+MOST_BYTES = 10**18
+"""Limit of any size; the largest machines have less."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + "B": 1000 ** (n + 1) for n, prefix in enumerate("KMGT")}
@@ -19,12 +23,20 @@ def parse_bytes(text: int | float | str) -> int:
         BadInput: the text is not a size.
     """
     if isinstance(text, int | float):
-        return int(text)
+        return _limited(text, text)
     match = _SIZE.fullmatch(text)
     units = {name.lower(): factor for name, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise BadInput(f"{text!r} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB")
-    return int(float(match[1]) * units[match[2].lower()])
+        raise BadInput(
+            f"{shown(text)} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB"
+        )
+    return _limited(float(match[1]) * units[match[2].lower()], text)
+
+
+def _limited(nbytes: float, text: int | float | str) -> int:
+    if not abs(nbytes) <= MOST_BYTES:
+        raise BadInput(f"{shown(text)} is not a size in bytes: the largest is {MOST_BYTES // 10**15} PB")
+    return int(nbytes)
 
 
 def format_bytes(nbytes: float) -> str:

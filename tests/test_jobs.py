@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import moesched
-from moesched.inputs.prompts import TOKENIZER_NAME, Prompt, Tokenizer
+from moesched.inputs.prompts import Prompt
+from moesched.inputs.tokenizer import TOKENIZER_NAME, Tokenizer
 from moesched.jobs.batch_reports import NotTraced
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout

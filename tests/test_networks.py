@@ -46,7 +46,7 @@ def test_a_network_is_read_from_a_file(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("", "missing required field `name`"),
-        ('name = "x"\nlatency_seconds = 0\nbandwidth = 0\n', "bandwidth: Expected `float` > 0"),
+        ('name = "x"\nlatency_seconds = 0\nbandwidth = 0\n', "bandwidth: Expected `float` >= 1"),
         ('name = "x"\nlatency_seconds = -1\nbandwidth = 1\n', "latency_seconds: Expected `float` >= 0"),
         ('name = "x"\nlatency_seconds = 0\nbandwidth = 1\nduplex = 1\n', "unknown field `duplex`"),
         ("name =", "not a network"),

@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.errors import BadInput
-from moesched.inputs.prompts import (
-    TextStream,
-    Tokenizer,
-    encode_prompts,
-    find_tokenizer,
-    parse_prompt_ids,
-    read_prompts,
-)
+from moesched.inputs.prompts import encode_prompts, parse_prompt_ids, read_prompts
+from moesched.inputs.tokenizer import TextStream, Tokenizer, find_tokenizer
 from moesched.models.shapes import SHAPES
 from small_models import byte_tokenizer
 

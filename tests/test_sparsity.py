@@ -87,7 +87,9 @@ def test_without_prompts_tokens_are_drawn_by_lot_and_the_seed_says_which(command
 def test_a_model_that_is_not_there_is_told_in_one_line(command: Any, tmp_path: Path) -> None:
     said = command("sparsity", tmp_path)
     assert (said.code, said.out) == (2, "")
-    assert re.fullmatch(r"moesched: .* has no config\.json; give the directory[^\n]*\n", said.err)
+    assert re.fullmatch(
+        r"moesched: cannot read .*config\.json: No such file[^\n]*; give the directory[^\n]*\n", said.err
+    )
 
 
 def test_a_file_of_prompts_without_prompts_is_told_in_one_line(

@@ -175,5 +175,5 @@ def test_the_checker_names_some_and_counts_the_others(streamed_run: Run, streame
 def test_a_damaged_trace_is_refused_when_it_is_read(streamed_trace: Path) -> None:
     with rewritten(streamed_trace) as events:
         change_first("f", ts=msgspec.Raw(b"99999999.000"))(events)
-    with pytest.raises(BadInput, match="is damaged: flow 1 has an end outside all slices: record it again"):
+    with pytest.raises(BadInput, match="is damaged: flow 1 has an end outside all slices; record it again"):
         read_trace(streamed_trace)

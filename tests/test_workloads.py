@@ -90,7 +90,7 @@ def test_a_workload_is_read_from_a_file(tmp_path: Path) -> None:
         ('name = "x"\nnew_tokens = [1]\nprompt_tokens = [0]', "a prompt of 0 tokens; give 1 or more"),
         (
             'name = "x"\nnew_tokens = [1]\nprompts = {average = 9, largest = 5}',
-            "give 1 <= average <= largest and distinct >= 1",
+            "give 1 <= average <= largest, and distinct from 1 to 10,000",
         ),
         (
             'name = "x"\nnew_tokens = [1]\nprompts = {average = 9, largest = 99, distinct = 3}',

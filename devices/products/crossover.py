@@ -13,11 +13,16 @@ from math import log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
 
+from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
+from moesched.system.decoding import decode_json
+from moesched.system.input_file import read_input
 
 from .expert_kernel import ExpertKernel, build
 from .linear import Blocks, Tensor, linear
@@ -29,6 +34,10 @@ OUTPUTS, INPUTS = 2048, 1024
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 9
+MOST_BYTES = 1_000_000
+"""Limit of the file of results."""
+
+Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
 
 @cache
@@ -122,8 +131,10 @@ def _file() -> Path:
 
 def _resident() -> dict[str, int]:
     try:
-        return msgspec.json.decode(_file().read_bytes(), type=dict[str, int])
-    except (OSError, msgspec.MsgspecError):
+        return decode_json(
+            read_input(_file(), "cache", MOST_BYTES), dict[str, Rows], str(_file()), "remove it"
+        )
+    except BadInput:
         return {}
 
 

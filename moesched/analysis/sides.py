@@ -11,7 +11,8 @@ import msgspec
 
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
-from moesched.trace.chrome_reader import Trace, read_bytes, read_trace
+from moesched.system.decoding import decode_json
+from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_trace
 from moesched.trace.recording import About, Recording
 from moesched.trace.summary import KindUse, lane_title, summarize
 
@@ -48,19 +49,16 @@ def read_side(path: Path | str) -> Side:
     """
     path = Path(path)
     data = read_bytes(path)
-    try:
-        content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(
-            f"{path} is not a JSON object: {error}: name a file that --trace or --report wrote"
-        ) from error
+    where = f"{path} is not a JSON object"
+    remedy = "name a file that --trace or --report wrote"
+    content = decode_json(data, dict[str, msgspec.Raw], where, remedy, most=MOST_BYTES)
     if "traceEvents" in content:
         recording, about = read_trace(path)
         return side_of_recording(path.name, recording, about)
-    try:
-        return _side_of_report(path.name, msgspec.json.decode(data, type=_Report))
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{path} is not the report of a run: {error}: write one with --report") from error
+    where = f"{path} is not the report of a run"
+    return _side_of_report(
+        path.name, decode_json(data, _Report, where, "write one with --report", most=MOST_BYTES)
+    )
 
 
 def side_of_recording(title: str, recording: Recording, about: About) -> Side:

@@ -161,14 +161,15 @@ class GenerationArguments(
         from moesched.cli.failures import FAILED
         from moesched.cli.results import hand_out
         from moesched.inputs.lookup import machine_file
-        from moesched.inputs.prompts import TOKENIZER_NAME
+        from moesched.inputs.tokenizer import TOKENIZER_NAME
+        from moesched.system.input_file import is_file
         from moesched.system.outputs import Output, require_outputs
 
         inputs = (self.prompts, machine_file(self.machine), more.get("cluster_file"), more.get("key"))
         outputs = (Output("trace", self.trace, numbered=True), Output("report", self.report))
         require_outputs(*outputs, model=model_dir, inputs=inputs)
         given, code = self.read_prompts()
-        display = display_of(given, has_text=(model_dir / TOKENIZER_NAME).is_file(), json=self.json)
+        display = display_of(given, has_text=is_file(model_dir / TOKENIZER_NAME), json=self.json)
 
         def run() -> JobReport:
             try:

@@ -31,7 +31,12 @@ from msgspec import Meta
 from moesched.cluster.curve.keys import key_problem
 from moesched.errors import BadInput
 from moesched.machines.toml_text import inline
+from moesched.system.decoding import decode_toml
+from moesched.system.input_file import read_input
 from moesched.units import parse_bytes
+
+MOST_BYTES = 1_000_000
+"""Limit of a cluster file; one of 1,000 nodes has 250 kB."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, lt=1e9)]
@@ -120,11 +125,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         BadInput: it cannot be read, or its content is invalid; the message names the file and the key.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"cannot read cluster file {path}: {error.strerror}: check its path") from error
-    return parse_cluster(text, str(path))
+    return parse_cluster(read_input(path, "cluster file", MOST_BYTES), str(path))
 
 
 def parse_cluster(text: bytes, where: str) -> Cluster:
@@ -134,10 +135,7 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
         BadInput: the text is not TOML, or a key is missing, unknown or has an invalid value. The message names `where`
             and the key.
     """
-    try:
-        raw = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: not a cluster file: {error}") from None
+    raw = decode_toml(text, f"{where}: not a cluster file")
     try:
         cluster = msgspec.convert(raw, Cluster)
     except msgspec.ValidationError as error:

@@ -42,7 +42,8 @@ from moesched.errors import BadInput
 from moesched.inputs.budgets import read_budgets
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
-from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.inputs.prompts import Prompt, encode_prompts, require_some
+from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
 from moesched.cluster.roster import Roster
+from moesched.errors import TransportError
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
 from moesched.jobs.trace_file import write_recording
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
 from moesched.runs.process_bytes import largest
+from moesched.system.decoding import DECODE_ERRORS, reason
 from moesched.system.outputs import numbered
 from moesched.trace import Clock, Recording, merge_recordings
+
+T = TypeVar("T")
 
 
 def cluster_report(
@@ -27,7 +32,7 @@ def cluster_report(
 ) -> ClusterReport | None:
     """The nodes' reports as one; None where no node reported."""
     reports = {
-        order: [(rank, msgspec.msgpack.decode(data, type=JobReport)) for rank, data in found]
+        order: [(rank, _decoded(rank, data, JobReport)) for rank, data in found]
         for order, found in _by_order(launch.finished, "report").items()
     }
     first = [report for found in reports.values() for rank, report in found if rank == found[0][0]]
@@ -57,7 +62,7 @@ def write_traces(
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
         for rank, data in sent:
-            by_rank.setdefault(rank, []).append(msgspec.msgpack.decode(data, type=Recording))
+            by_rank.setdefault(rank, []).append(_decoded(rank, data, Recording))
         for batch in range(max(map(len, by_rank.values()))):
             recordings = {rank: found[batch] for rank, found in by_rank.items() if batch < len(found)}
             merged = merge_recordings(
@@ -70,6 +75,16 @@ def write_traces(
             }
             write_recording(numbered(path, number), merged, report, listener, told)
             number += 1
+
+
+def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except DECODE_ERRORS as error:
+        what = f"node {rank} sent {len(data):,} bytes that are not a {kind.__name__}"
+        raise TransportError(
+            f"{what}: {reason(error)}; run the same version of moesched on all nodes"
+        ) from error
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:

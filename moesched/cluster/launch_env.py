@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from moesched.errors import BadInput
+from moesched.system.decoding import decode_json
+from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
+
+MOST_BYTES = 1_000_000
+MOST_DIGITS = 9
 
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
@@ -48,13 +52,12 @@ def _count(name: str, environment: Mapping[str, str]) -> int:
     if name != "MLX_HOSTFILE":
         return _number(name, environment[name])
     file = Path(environment[name])
-    try:
-        return len(msgspec.json.decode(file.read_bytes(), type=list[list[str]]))
-    except (OSError, msgspec.MsgspecError) as error:
-        raise BadInput(f"MLX_HOSTFILE names {file}, which is not a list of hosts: {error}") from None
+    where = f"MLX_HOSTFILE names {file}, which is not a list of hosts"
+    data = read_input(file, "MLX_HOSTFILE", MOST_BYTES)
+    return len(decode_json(data, list[list[str]], where, "start with mlx.launch"))
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise BadInput(f"{name} is {text!r} in the environment: it must be a whole number")
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
+        raise BadInput(f"{name} is {shown(text)} in the environment: it must be a whole number")
     return int(text)

@@ -9,6 +9,7 @@ import msgspec
 from moesched.cluster.node_jobs import NodeRun
 from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
+from moesched.system.decoding import DECODE_ERRORS, reason
 
 PROTOCOL = 3
 """Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
@@ -286,8 +287,8 @@ def read_node(data: bytes) -> NodeSays:
     """
     try:
         return _of_nodes.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, BadInput) as error:
-        raise Unreadable(f"{len(data)} bytes are not a message of a node: {error}") from None
+    except (*DECODE_ERRORS, BadInput) as error:
+        raise Unreadable(f"{len(data)} bytes are not a message of a node: {reason(error)}") from None
 
 
 def read_launcher(data: bytes) -> LauncherSays:
@@ -298,5 +299,5 @@ def read_launcher(data: bytes) -> LauncherSays:
     """
     try:
         return _of_launchers.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, BadInput) as error:
-        raise Unreadable(f"{len(data)} bytes are not a message of a launcher: {error}") from None
+    except (*DECODE_ERRORS, BadInput) as error:
+        raise Unreadable(f"{len(data)} bytes are not a message of a launcher: {reason(error)}") from None

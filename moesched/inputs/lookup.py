@@ -8,7 +8,8 @@ from pathlib import Path
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
-from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, read_prompts
+from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
+from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import calibrated_file, local_machine, require_measured_here
 from moesched.models.config import ModelConfig
@@ -16,6 +17,7 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Policy
+from moesched.system.input_file import is_folder
 
 
 def find_shape(name_or_folder: Path | str) -> ModelConfig:
@@ -26,7 +28,7 @@ def find_shape(name_or_folder: Path | str) -> ModelConfig:
     """
     if str(name_or_folder) in SHAPES:
         return SHAPES[str(name_or_folder)]
-    if Path(name_or_folder).is_dir():
+    if is_folder(Path(name_or_folder)):
         return read_config(Path(name_or_folder))
     known = ", ".join(SHAPES)
     raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")

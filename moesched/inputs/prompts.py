@@ -1,91 +1,27 @@
-"""Prompts: reading them, encoding them as token ids, and decoding tokens to text as they are generated."""
+"""Prompts: reading them, and encoding them as token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.inputs.tokenizer import TOKENIZER_NAME, Tokenizer
 from moesched.models.config import ModelConfig
+from moesched.system.decoding import decode_json
+from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 
 Prompt = str | Sequence[int]
 """A text, or the ids of its tokens."""
 
-TOKENIZER_NAME = "tokenizer.json"
-_UNFINISHED = "\ufffd"
-_CONTEXT_TOKENS = 8
+MOST_BYTES = 64_000_000
+"""Limit of a prompts file, about 16 million tokens."""
+MOST_PROMPTS = 1_000_000
+MOST_DIGITS = 18
 _NAMED_LINES = 20
-
-
-class Tokenizer:
-    """A model's own tokenizer, from its `tokenizer.json`."""
-
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as FromFile
-
-        try:
-            self._tokenizer: Any = FromFile.from_file(str(path))
-        except Exception as error:  # the library raises no narrower class
-            raise BadInput(
-                f"{path} is not a tokenizer: {error}: copy it again from where the checkpoint came from"
-            ) from error
-
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text, with the special tokens that the tokenizer adds."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, without the special ones."""
-        text: str = self._tokenizer.decode(list(ids))
-        return text
-
-
-class TextStream:
-    """Decodes tokens to text as they are generated. A character split between tokens is held back until complete.
-
-    Args:
-        context: the tokens before the first one, since the text of a token depends on its neighbours.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(context[-_CONTEXT_TOKENS:])
-        self._shown = len(self._ids)
-        self._before = 0
-
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that is final now."""
-        self._ids.append(token)
-        return self._advance(final=False)
-
-    def finish(self) -> str:
-        """The text that was held back."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
-        known = self._tokenizer.decode(self._ids[self._before : self._shown])
-        text = self._tokenizer.decode(self._ids[self._before :])
-        fresh = text[len(known) :]
-        if fresh.endswith(_UNFINISHED) and not final:
-            return ""
-        if fresh:
-            self._before = max(self._before, self._shown - _CONTEXT_TOKENS)
-            self._shown = len(self._ids)
-        return fresh
-
-
-def find_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a model's folder, if there is one.
-
-    Raises:
-        BadInput: there is one that cannot be read.
-    """
-    path = directory / TOKENIZER_NAME
-    return Tokenizer(path) if path.is_file() else None
 
 
 def parse_prompt_ids(text: str) -> list[list[int]]:
@@ -98,9 +34,9 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
     for number, prompt in enumerate(text.split(";")):
         ids = [item.strip() for item in prompt.split(",")] if prompt.strip() else []
         for item in ids:
-            if not item.isdecimal():
+            if not item.isdecimal() or len(item) > MOST_DIGITS:
                 raise BadInput(
-                    f"prompt {number}: {item!r} is not a token id: write ids with commas between them, "
+                    f"prompt {number}: {shown(item)} is not a token id: write ids with commas between them, "
                     "and semicolons between prompts, such as 1,2,3;4,5"
                 )
         prompts.append([int(item) for item in ids])
@@ -125,10 +61,9 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
         BadInput: the file cannot be read, holds no prompt, or, without `tell`, has a line that is not a prompt; the
             message names the line.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise BadInput(f"cannot read prompts {path}: {error.strerror}: name a file of JSON lines") from error
+    lines = read_input(path, "prompts", MOST_BYTES, remedy="name a file of JSON lines").splitlines()
+    if len(lines) > MOST_PROMPTS:
+        raise BadInput(f"{path} has {len(lines):,} lines, and may have {MOST_PROMPTS:,}: divide it")
     prompts: list[Prompt] = []
     broken: dict[int, BadInput] = {}
     for number, line in enumerate(lines, 1):
@@ -158,10 +93,7 @@ def _skipped(broken: Mapping[int, BadInput]) -> str:
 
 
 def _read_line(where: str, line: bytes) -> Prompt:
-    try:
-        read = msgspec.json.decode(line, type=_Line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f'{where}: {error}: write {{"prompt": "..."}}') from error
+    read = decode_json(line, _Line, where, 'write {"prompt": "..."}', most=MOST_BYTES)
     given = [each for each in (read.prompt, read.prompt_ids) if each is not None]
     if len(given) != 1:
         raise BadInput(f'{where}: give "prompt" or "prompt_ids", one of them')
@@ -190,13 +122,13 @@ def encode_prompts(
         raise BadInput("no prompts were given: give at least one")
     encoded = []
     for number, prompt in enumerate(prompts):
-        ids = _encode(number, prompt, tokenizer)
+        ids = _encode(number, prompt, tokenizer, config.max_positions - new_tokens)
         _check(number, ids, config, new_tokens)
         encoded.append(ids)
     return encoded
 
 
-def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:
     if not prompt:
         raise BadInput(f"prompt {number} is empty: give at least one token")
     if not isinstance(prompt, str):
@@ -206,10 +138,13 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> list[in
             f"prompt {number} is text, but the model's folder has no {TOKENIZER_NAME}: "
             'add it, or give ids: --prompt-ids "1,2,3", or {"prompt_ids": [1, 2, 3]} in a file'
         )
-    ids = tokenizer.encode(prompt)
+    try:
+        ids = tokenizer.encode(prompt, most)
+    except BadInput as error:
+        raise BadInput(f"prompt {number}: {error}") from error
     if not ids:
         raise BadInput(
-            f"prompt {number}, {prompt!r}, has no tokens: give at least one that the tokenizer knows"
+            f"prompt {number}, {shown(prompt)}, has no tokens: give at least one that the tokenizer knows"
         )
     return ids
 

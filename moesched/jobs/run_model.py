@@ -11,7 +11,8 @@ from typing import Unpack
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine, machine_file
 from moesched.inputs.options import options_from, takes
-from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer, require_some
+from moesched.inputs.prompts import Prompt, encode_prompts, require_some
+from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunKeywords, RunOptions

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from moesched.errors import BadInput
 from moesched.inputs.defaults import MACHINE, PROFILING_POLICY
 from moesched.inputs.options import options_from, part_of, takes
-from moesched.inputs.prompts import Prompt, encode_prompts, find_tokenizer
+from moesched.inputs.prompts import Prompt, encode_prompts
+from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.device_listener import ActivationListener
 from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
 from moesched.jobs.report import require_complete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesched.inputs.prompts import TextStream, Tokenizer
+from moesched.inputs.tokenizer import TextStream, Tokenizer
 from moesched.runs.listeners import Listener
 
 

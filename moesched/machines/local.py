@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
+from moesched.machines.toml_library import MOST_BYTES
 from moesched.system.cache import cache_folder
+from moesched.system.input_file import is_file, read_input
 from moesched.system.memory import available_memory, total_memory
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
@@ -32,9 +34,10 @@ def local_machine() -> Machine:
     Raises:
         BadInput: the calibrated profile is broken or of an older version.
     """
-    if not calibrated_file().is_file():
+    file = calibrated_file()
+    if not is_file(file):
         return assumed_machine()
-    machine = parse_machine(calibrated_file().read_bytes(), str(calibrated_file()))
+    machine = parse_machine(read_input(file, "machine", MOST_BYTES), str(file))
     host, most = machine.memories[machine.host.memory], total_memory()
     if host.nbytes <= most:
         return machine

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines.networks import Network
-from moesched.machines.toml_library import NotNegative, Positive
+from moesched.machines.toml_library import Amount, Price, Rate, Seconds
 from moesched.units import parse_bytes
+
+MOST_ACCELERATORS = 1024
 
 INTERCONNECT = "interconnect"
 """The lane and the resource that carry all-reduces."""
@@ -45,16 +47,16 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     memory: str
     flops: dict[str, float]
-    launch_seconds: NotNegative = 0.0
-    expert_bandwidth: Positive | None = None
-    handover_seconds: NotNegative = 0.0
+    launch_seconds: Seconds = 0.0
+    expert_bandwidth: Rate | None = None
+    handover_seconds: Seconds = 0.0
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One memory: `capacity` in bytes (a number, or text with a unit), `bandwidth` in bytes per second."""
 
     capacity: int | str
-    bandwidth: Positive
+    bandwidth: Rate
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +75,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     source: str
     destination: str
-    bandwidth: Positive
-    latency: NotNegative = 0.0
+    bandwidth: Rate
+    latency: Seconds = 0.0
     path: str = ""
 
     @property
@@ -101,8 +103,8 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         paths: the paths of the links that carry it, if it has no wires of its own. It then competes with those links.
     """
 
-    bandwidth: Positive
-    latency: NotNegative = 0.0
+    bandwidth: Rate
+    latency: Seconds = 0.0
     paths: list[str] = []
 
 
@@ -116,7 +118,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         interconnect: without one, transfers between accelerators go through the host's memory.
     """
 
-    count: Annotated[int, Meta(ge=1)] = 1
+    count: Annotated[int, Meta(ge=1, le=MOST_ACCELERATORS)] = 1
     interconnect: Interconnect | None = None
 
 
@@ -132,9 +134,9 @@ class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         standby: whether all arrays are wired before the first request, and stay so until it comes.
     """
 
-    idle_seconds: Positive
-    first_bandwidth: Positive
-    again_bandwidth: Positive
+    idle_seconds: Seconds
+    first_bandwidth: Rate
+    again_bandwidth: Rate
     prestacked: bool = True
     standby: bool = True
 
@@ -154,10 +156,10 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     operation: str
-    size: NotNegative
-    seconds: NotNegative
+    size: Amount
+    seconds: Seconds
     dtype: str = ""
-    rows: NotNegative = 1
+    rows: Amount = 1
     scaled_from: str = ""
 
 
@@ -172,7 +174,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     work: str
     beside: str
-    rate: Positive
+    rate: Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -198,7 +200,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
     network: Network | None = None
-    price_usd: Positive | None = None
+    price_usd: Price | None = None
     wired_memory: WiredMemory | None = None
 
     @property

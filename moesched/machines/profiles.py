@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from moesched.errors import BadInput
 from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
 from moesched.machines.toml_library import (
-    ABSURD,
+    MOST_RATE,
     convert_profile,
     decode_profile,
     profile_names,
@@ -64,8 +64,8 @@ def _problems(machine: Machine) -> Iterator[str]:
         if not processor.flops:
             yield f"{key}.flops is empty: give a rate for each dtype, such as bfloat16 = 1e12"
         for dtype, rate in processor.flops.items():
-            if not 0 < rate < ABSURD:
-                yield f"{key}.flops.{dtype} is {rate}: give a positive rate"
+            if not 1 <= rate < MOST_RATE:
+                yield f"{key}.flops.{dtype} is {rate:g}: give a rate from 1 on"
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)

@@ -10,12 +10,22 @@ import msgspec
 from msgspec import Meta
 
 from moesched.errors import BadInput
+from moesched.system.decoding import decode_toml
+from moesched.system.input_file import read_input
 
 T = TypeVar("T")
 
-ABSURD = 1e30  # stands for infinity, which TOML allows but msgspec has no limit for
-Positive = Annotated[float, Meta(gt=0, lt=ABSURD)]
-NotNegative = Annotated[float, Meta(ge=0, lt=ABSURD)]
+MOST_BYTES = 1_000_000
+"""Limit of a profile; a calibrated machine has about 100 kB."""
+
+# Limits that no real figure reaches, so that times and sizes made from them are finite.
+MOST_RATE = 1e30
+Rate = Annotated[float, Meta(ge=1, lt=MOST_RATE)]
+"""Operations or bytes per second."""
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+Amount = Annotated[float, Meta(ge=0, lt=1e30)]
+"""Bytes, FLOPs or rows."""
+Price = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
 def profile_names(package: str) -> list[str]:
@@ -38,13 +48,14 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
     names = profile_names(package)
     if name_or_file in names:
         return (resources.files(package) / f"{name_or_file}.toml").read_bytes()
-    path = Path(name_or_file)
-    if not path.is_file():
-        raise BadInput(f"no {kind} {name_or_file!r}: name a TOML file or one of {', '.join(names)}")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"cannot read {kind} {path}: {error.strerror}: check its permissions") from error
+        return read_input(Path(name_or_file), kind, MOST_BYTES)
+    except BadInput as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise BadInput(
+                f"no {kind} {name_or_file!r}: name a TOML file or one of {', '.join(names)}"
+            ) from None
+        raise
 
 
 def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
@@ -53,11 +64,7 @@ def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
     Raises:
         BadInput: it is not TOML; the message names `where`.
     """
-    try:
-        decoded: dict[str, Any] = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{where}: not a {kind}: {error}") from None
-    return decoded
+    return decode_toml(text, f"{where}: not a {kind}")
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:

@@ -9,8 +9,19 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
+from moesched.system.decoding import convert_value, decode_json, reason
+from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 
 T = TypeVar("T")
+
+MOST_BYTES = 4_000_000
+MOST = 10**8
+"""Limit of any size in a configuration."""
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000
+"""Limit of the experts of all layers."""
+RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (
     "sliding_window",
@@ -51,6 +62,10 @@ class Keys(msgspec.Struct, kw_only=True):
     torch_dtype: str = "float32"
 
 
+class _TypeKey(msgspec.Struct):
+    model_type: str | None = None
+
+
 class _GenerationKeys(msgspec.Struct):
     """generation_config.json, whose stop tokens take precedence over those of config.json."""
 
@@ -69,9 +84,9 @@ class ConfigFile:
         self._values = _read(self.path)
 
     @property
-    def model_type(self) -> object:
+    def model_type(self) -> str | None:
         """The value that selects the architecture."""
-        return self._values.get("model_type")
+        return self.keys(_TypeKey).model_type
 
     def keys(self, kind: type[T]) -> T:
         """Decode the keys of an architecture.
@@ -79,7 +94,7 @@ class ConfigFile:
         Raises:
             BadInput: a value has the wrong type; the message names its key.
         """
-        return _converted(self.path, self._values, kind)
+        return convert_value(self._values, kind, str(self.path), RESTORE)
 
     def build(self, keys: Keys, **particular: Any) -> ModelConfig:
         """Build the configuration from the common keys and the architecture's own settings.
@@ -108,12 +123,12 @@ class ConfigFile:
     def unsupported(self, key: str, value: object, supported: str) -> BadInput:
         """Error for a value that the kernels do not support."""
         return BadInput(
-            f"{self.path}: {key} is {value!r}, which is not supported; use a checkpoint with {supported}"
+            f"{self.path}: {key} is {shown(value)}, which is not supported; use a checkpoint with {supported}"
         )
 
     def impossible(self, what: str, why: str) -> BadInput:
         """Error for values that no model can have."""
-        return BadInput(f"{self.path}: {what}, but {why}; restore the file that came with the checkpoint")
+        return BadInput(f"{self.path}: {what}, but {why}; {RESTORE}")
 
     def _refuse_unknown_features(self, keys: Keys) -> None:
         for rope in (keys.rope_parameters, keys.rope_scaling):
@@ -134,7 +149,7 @@ class ConfigFile:
         tokens = keys.eos_token_id
         generation = self.path.with_name("generation_config.json")
         if generation.is_file():
-            own = _converted(generation, _read(generation), _GenerationKeys).eos_token_id
+            own = convert_value(_read(generation), _GenerationKeys, str(generation), RESTORE).eos_token_id
             tokens = tokens if own is None else own
         if tokens is None:
             return ()
@@ -149,8 +164,16 @@ class ConfigFile:
     def _check(self, config: ModelConfig) -> None:
         for field in msgspec.structs.fields(ModelConfig):
             value = getattr(config, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise self.impossible(f"{field.name} is {value}", "it must be positive")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if value <= 0:
+                    raise self.impossible(f"{field.name} is {shown(value)}", "it must be positive")
+                if isinstance(value, int) and value > MOST:
+                    raise self.impossible(f"{field.name} is {shown(value)}", f"it may be {MOST:,}")
+        if config.layers > MOST_LAYERS:
+            raise self.impossible(f"num_hidden_layers is {config.layers:,}", f"it may be {MOST_LAYERS:,}")
+        if config.layers * config.experts > MOST_EXPERTS:
+            what = f"{config.layers:,} layers have {config.experts:,} experts each"
+            raise self.impossible(what, f"there may be {MOST_EXPERTS:,} in all")
         if config.heads % config.kv_heads:
             what = f"{config.heads} attention heads and {config.kv_heads} key-value heads"
             raise self.impossible(what, "the second must divide the first")
@@ -167,16 +190,13 @@ def _rope_theta(keys: Keys) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    remedy = "give the directory of a Hugging Face checkpoint"
+    data = read_input(path, "configuration", MOST_BYTES, remedy=remedy)
+    values = decode_json(data, dict[str, Any], str(path), RESTORE)
     try:
-        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        remedy = "give the directory of a Hugging Face checkpoint"
-        raise BadInput(f"{path.parent} has no {path.name}; {remedy}") from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _broken(path, error) from error
-    return _without_defaults(values)
+        return _without_defaults(values)
+    except RecursionError as error:
+        raise BadInput(f"{path}: {reason(error)}; {RESTORE}") from error
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -186,14 +206,3 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if value is not None or key in NULL_SAYS_SOMETHING
     }
-
-
-def _converted(path: Path, values: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.MsgspecError as error:
-        raise _broken(path, error) from error
-
-
-def _broken(path: Path, error: Exception) -> BadInput:
-    return BadInput(f"{path}: {error}; restore the file that came with the checkpoint")

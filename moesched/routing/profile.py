@@ -22,9 +22,14 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.config_file import MOST_EXPERTS
+from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 from moesched.system.whole_file import whole_file
 
 HEADER = "layer,expert,count"
+MOST_BYTES = 16_000_000
+MOST_DIGITS = 15  # of a number; sums of counts stay exact as floats
 SIZES = ("layers", "experts", "top_k", "tokens")
 
 
@@ -89,10 +94,9 @@ def read_profile(path: Path | str, config: ModelConfig | None = None) -> Routing
             the model differs.
     """
     path = Path(path)
+    data = read_input(path, "routing profile", MOST_BYTES, remedy="name a CSV file")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"cannot read routing profile {path}: {error.strerror}: name a CSV file") from error
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not a routing profile: it is not text: name a CSV file") from error
     profile = _Reader(path).read(text.splitlines())
@@ -133,16 +137,21 @@ class _Reader:
 
     def _begin(self, line: str) -> list[list[int | None]]:
         if line.replace(" ", "") != HEADER:
-            raise self._broken(f"{line!r} is not the header: write {HEADER!r} before the first row")
+            raise self._broken(f"{shown(line)} is not the header: write {HEADER!r} before the first row")
         missing = [name for name in SIZES if name not in self._sizes]
         if missing:
             raise self._broken(f"the header comes before '# {missing[0]}: ...': state the shape first")
-        return [[None] * self._sizes["experts"] for _ in range(self._sizes["layers"])]
+        layers, experts = self._sizes["layers"], self._sizes["experts"]
+        if layers * experts > MOST_EXPERTS:
+            raise self._broken(
+                f"{layers:,} layers of {experts:,} experts: give at most {MOST_EXPERTS:,} in all"
+            )
+        return [[None] * experts for _ in range(layers)]
 
     def _row(self, line: str, counts: list[list[int | None]]) -> None:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 3:
-            raise self._broken(f"{line!r} has {len(fields)} fields: write {HEADER}")
+            raise self._broken(f"{shown(line)} has {len(fields)} fields: write {HEADER}")
         layer = self._whole_number("layer", fields[0], below=self._sizes["layers"])
         expert = self._whole_number("expert", fields[1], below=self._sizes["experts"])
         if counts[layer][expert] is not None:
@@ -159,8 +168,8 @@ class _Reader:
         return tuple(tuple(count for count in row if count is not None) for row in counts)
 
     def _whole_number(self, name: str, text: str, *, least: int = 0, below: int | None = None) -> int:
-        if not (text.isascii() and text.isdecimal()):
-            raise self._broken(f"{name} is {text!r}: give a whole number from {least} on")
+        if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS):
+            raise self._broken(f"{name} is {shown(text)}: give a whole number from {least} on")
         number = int(text)
         if number < least or (below is not None and number >= below):
             most = "" if below is None else f" to {below - 1}"

@@ -12,9 +12,10 @@ The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
 
 from __future__ import annotations
 
+import struct
 import zipfile
 import zlib
-from io import BytesIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,19 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.choices import Integers
 from moesched.routing.profile import RoutingProfile, require_shape
+from moesched.system.input_file import open_input
 from moesched.system.whole_file import whole_file
 
 ARRAYS = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
 """Dimensions of each array in the file."""
+MOST_BYTES = 400_000_000
+"""Limit of all arrays: 1.5 million tokens of a model with 32 layers and 8 experts per token."""
+
+# Those of zipfile, zlib and numpy's headers, which are Python expressions.
+_UNREADABLE = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, SyntaxError, MemoryError),
+    *(RecursionError, NotImplementedError, OverflowError, struct.error, zipfile.BadZipFile, zlib.error),
+)
 
 
 class RoutingTrace(NamedTuple):
@@ -98,14 +108,8 @@ def read_routing_trace(path: Path | str, config: ModelConfig | None = None) -> R
         BadInput: the file cannot be read, is not a routing trace, or is of a model of another shape.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ARRAYS}
-    except OSError as error:
-        reason = error.strerror or "it is damaged"
-        raise BadInput(f"cannot read routing trace {path}: {reason}: name an .npz file") from error
-    except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise BadInput(f"{path} is not a routing trace: make one with `moesched profile-routing`") from error
+    with open_input(path, "routing trace", remedy="name an .npz file") as stream:
+        arrays = _arrays(path, stream)
     _check(path, arrays)
     trace = RoutingTrace(
         str(arrays["model"]),
@@ -117,6 +121,17 @@ def read_routing_trace(path: Path | str, config: ModelConfig | None = None) -> R
     if config is not None:
         require_shape(str(path), trace.model, trace.shape, config)
     return trace
+
+
+def _arrays(path: Path, stream: FileIO) -> dict[str, Any]:
+    try:
+        with np.load(stream, allow_pickle=False) as file:
+            nbytes = sum(entry.file_size for entry in file.zip.infolist())
+            if nbytes > MOST_BYTES:
+                raise _damaged(path, f"it unpacks to {nbytes:,} bytes, and may have {MOST_BYTES:,}")
+            return {name: file[name] for name in ARRAYS}
+    except _UNREADABLE as error:
+        raise BadInput(f"{path} is not a routing trace; make one with `moesched profile-routing`") from error
 
 
 def _check(path: Path, arrays: dict[str, Any]) -> None:

@@ -6,17 +6,24 @@ import gzip
 import re
 import zlib
 from bisect import bisect_right
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
+from moesched.system.input_file import read_input
+from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
 
+MOST_BYTES = 1_000_000_000
+"""Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
+
 _GZIP_MAGIC = b"\x1f\x8b"
-_THREE_DECIMALS = re.compile(rb"\d+\.\d{3}")
+_THREE_DECIMALS = re.compile(rb"\d{1,15}\.\d{3}")
 _NOTHING = msgspec.Raw(b"")
 
 
@@ -115,8 +122,8 @@ def read_trace(path: Path | str) -> Trace:
         raise BadInput(f"{path} shows several runs side by side: name the trace of one of them")
     try:
         return trace_of(file)
-    except (msgspec.DecodeError, LookupError, ValueError) as error:
-        raise BadInput(f"{path}: the trace is damaged: {error}: record it again") from error
+    except (LookupError, *DECODE_ERRORS) as error:
+        raise BadInput(f"{path}: the trace is damaged: {reason(error)}; record it again") from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -125,12 +132,17 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         BadInput: it cannot be read or decompressed.
     """
+    remedy = "name a file that --trace or --report wrote"
+    data = read_input(path, "run", MOST_BYTES, remedy=remedy)
+    if not data.startswith(_GZIP_MAGIC):
+        return data
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
+        unpacked = gzip.GzipFile(fileobj=BytesIO(data)).read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise BadInput(f"cannot read {path}: {reason}: name a file that --trace or --report wrote") from error
+        raise BadInput(f"cannot read run {path}: {error}; {remedy}") from error
+    if len(unpacked) > MOST_BYTES:
+        raise BadInput(f"run {path} unpacks to more than {MOST_BYTES:,} bytes; {remedy}")
+    return unpacked
 
 
 def decode_trace(data: bytes, path: Path) -> TraceFile:
@@ -139,12 +151,12 @@ def decode_trace(data: bytes, path: Path) -> TraceFile:
     Raises:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
     """
-    try:
-        file = msgspec.json.decode(data, type=TraceFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not a trace of moesched: {error}: write one with --trace") from error
+    where = f"{path} is not a trace of moesched"
+    file = decode_json(data, TraceFile, where, "write one with --trace", most=MOST_BYTES)
     if file.other_data.format not in (FORMAT, SIDE_BY_SIDE):
-        raise BadInput(f"{path}: its format is {file.other_data.format!r}, not {FORMAT!r}: record it again")
+        raise BadInput(
+            f"{path}: its format is {shown(file.other_data.format)}, not {FORMAT!r}: record it again"
+        )
     return file
 
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
+from moesched.system.input_file import open_input
 
 KEY_LENGTH = 40
 """Characters of a key as text (Z85: five characters for four bytes)."""
+
+MOST_BYTES = 4096
+"""Bytes of a key file that are read."""
 
 PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
 
@@ -95,15 +99,9 @@ def read_keys(secret_file: Path) -> KeyPair:
     Raises:
         BadInput: the file cannot be read, holds no key, or can be read by others than its owner.
     """
-    try:
-        text = secret_file.read_text(encoding="ascii").strip()
-        mode = stat.S_IMODE(secret_file.stat().st_mode)
-    except OSError as error:
-        raise BadInput(
-            f"cannot read the secret key {secret_file}: {error.strerror}: make one with `moesched keygen`"
-        ) from error
-    except UnicodeDecodeError:
-        text, mode = "", 0
+    with open_input(secret_file, "the secret key", remedy="make one with `moesched keygen`") as file:
+        text = file.read(MOST_BYTES).decode("ascii", "replace").strip()
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     problem = key_problem(text)
     if problem:
         raise BadInput(f"{secret_file} holds no secret key: {problem}: make one with `moesched keygen`")

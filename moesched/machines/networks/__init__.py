@@ -8,8 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from moesched.machines.toml_library import (
-    NotNegative,
-    Positive,
+    Price,
+    Rate,
+    Seconds,
     convert_profile,
     decode_profile,
     profile_names,
@@ -30,9 +31,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     name: str
-    latency_seconds: NotNegative
-    bandwidth: Positive
-    price_usd: NotNegative = 0.0
+    latency_seconds: Seconds
+    bandwidth: Rate
+    price_usd: Price = 0.0
     description: str = ""
 
     def seconds(self, nbytes: float) -> float:

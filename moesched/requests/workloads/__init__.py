@@ -8,11 +8,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from moesched.errors import BadInput
-from moesched.machines.toml_library import profile_names, profile_text
+from moesched.machines.toml_library import decode_profile, profile_names, profile_text
+from moesched.system.plain_text import shown
+
+MOST_DISTINCT = 10_000
+"""Limit of the different prompts of a distribution, whose lengths are computed one by one."""
+
+Tokens = Annotated[int, Meta(le=10**9)]
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +31,7 @@ class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     average: float
-    largest: int
+    largest: Tokens
     distinct: int = 1
 
 
@@ -37,17 +45,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     name: str
-    new_tokens: tuple[int, ...]
+    new_tokens: tuple[Tokens, ...]
     description: str = ""
     prompts: PromptLengths | None = None
-    prompt_tokens: tuple[int, ...] = ()
+    prompt_tokens: tuple[Tokens, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (not self.prompt_tokens):
             raise BadInput(f"workload {self.name}: give either [prompts] or a list prompt_tokens")
         if not self.new_tokens or min(self.new_tokens) < 1:
             raise BadInput(
-                f"workload {self.name}: new_tokens is {list(self.new_tokens)}; give numbers above 0"
+                f"workload {self.name}: new_tokens is {shown(list(self.new_tokens))}; give numbers above 0"
             )
         if self.prompt_tokens and min(self.prompt_tokens) < 1:
             raise BadInput(
@@ -111,18 +119,20 @@ def load_workload(name_or_file: str) -> Workload:
 
 
 def _parse(text: bytes, where: str) -> Workload:
+    decoded = decode_profile(text, "workload", where)
     try:
-        return msgspec.toml.decode(text, type=Workload)
+        return msgspec.convert(decoded, Workload)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         raise BadInput(f"{where}: not a workload: {error}") from None
 
 
 def _check(name: str, prompts: PromptLengths) -> None:
     given = f"workload {name}: prompts of {prompts.average:g} tokens on average, {prompts.largest} at most"
-    if prompts.distinct < 1 or not 1 <= prompts.average <= prompts.largest:
-        raise BadInput(f"{given}, {prompts.distinct} of them; give 1 <= average <= largest and distinct >= 1")
+    if not 1 <= prompts.distinct <= MOST_DISTINCT or not 1 <= prompts.average <= prompts.largest:
+        wanted = f"1 <= average <= largest, and distinct from 1 to {MOST_DISTINCT:,}"
+        raise BadInput(f"{given}, {prompts.distinct:,} of them; give {wanted}")
     others = prompts.average * prompts.distinct - prompts.largest
     most = (prompts.distinct - 1) * prompts.largest
     if prompts.distinct > 1 and not prompts.distinct - 1 <= others <= most:

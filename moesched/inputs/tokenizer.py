@@ -1,0 +1,133 @@
+"""A model's own tokenizer, and the text of tokens as they are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesched.errors import BadInput
+from moesched.system.input_file import is_file, read_input
+from moesched.system.silence import silent_stderr
+
+TOKENIZER_NAME = "tokenizer.json"
+MOST_BYTES = 64_000_000
+"""Limit of a tokenizer.json; the largest published ones have 35 MB."""
+PIECE = 200_000
+"""Characters that are encoded at once to find whether a prompt is too long; each takes about 400 bytes of memory."""
+
+_UNFINISHED = "\ufffd"
+_CONTEXT_TOKENS = 8
+_RESTORE = "copy it again from where the checkpoint came from"
+
+
+class Tokenizer:
+    """A model's own tokenizer, from its `tokenizer.json`."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Loaded
+
+        self._path = path
+        data = read_input(path, "tokenizer", MOST_BYTES)
+        with silent_stderr():
+            self._tokenizer: Any = self._call(Loaded.from_buffer, data, "is not a tokenizer")
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """The token ids of a text, with the special tokens that the tokenizer adds.
+
+        Args:
+            most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
+
+        Raises:
+            BadInput: the text is not valid Unicode, is too long, or the tokenizer fails.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(f"its character {error.start} is not valid Unicode: write it in UTF-8") from None
+        with silent_stderr():
+            if most is not None and len(text) > PIECE:
+                self._require_short(text, most)
+            return self._encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, without the special ones.
+
+        Raises:
+            BadInput: the tokenizer fails.
+        """
+        text: str = self._call(self._tokenizer.decode, list(ids), "cannot decode tokens")
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._call(self._tokenizer.encode, text, "cannot encode the text").ids
+        return ids
+
+    def _require_short(self, text: str, most: int) -> None:
+        """Raise BadInput for a text that has far more tokens.
+
+        No token stands for more characters than its own name has, or four times as many where the tokenizer drops or
+        joins some. Most texts have fewer characters per token, so that the first pieces decide; cutting a text into
+        pieces never doubles its tokens.
+        """
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        tokens = 0
+        for start in range(0, len(text), PIECE):
+            if len(text) > 4 * longest * most or tokens > 2 * most:
+                raise BadInput(
+                    f"it has {len(text):,} characters, and the context ends at {most:,} tokens: shorten it"
+                )
+            tokens += len(self._encode(text[start : start + PIECE]))
+
+    def _call(self, function: Callable[[Any], Any], argument: Any, problem: str) -> Any:
+        """Call the library, whose panics are not even Exceptions."""
+        try:
+            return function(argument)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise BadInput(f"{self._path} {problem}: {error}: {_RESTORE}") from error
+
+
+class TextStream:
+    """Decodes tokens to text as they are generated. A character split between tokens is held back until complete.
+
+    Args:
+        context: the tokens before the first one, since the text of a token depends on its neighbours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context[-_CONTEXT_TOKENS:])
+        self._shown = len(self._ids)
+        self._before = 0
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is final now."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        known = self._tokenizer.decode(self._ids[self._before : self._shown])
+        text = self._tokenizer.decode(self._ids[self._before :])
+        fresh = text[len(known) :]
+        if fresh.endswith(_UNFINISHED) and not final:
+            return ""
+        if fresh:
+            self._before = max(self._before, self._shown - _CONTEXT_TOKENS)
+            self._shown = len(self._ids)
+        return fresh
+
+
+def find_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a model's folder, if there is one.
+
+    Raises:
+        BadInput: there is one that cannot be read.
+    """
+    path = directory / TOKENIZER_NAME
+    return Tokenizer(path) if is_file(path) else None

@@ -1,0 +1,93 @@
+"""JSON, TOML and MessagePack from outside: typed, of limited size, and any fault is one line."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from moesched.errors import BadInput
+
+T = TypeVar("T")
+
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+"""Errors that msgspec raises, where ValueError also covers bytes that are not UTF-8 and integers of 4,300 digits."""
+
+
+@overload
+def decode_json(
+    data: bytes | msgspec.Raw, kind: type[T], where: str, remedy: str, *, most: int = ...
+) -> T: ...
+
+
+@overload
+def decode_json(data: bytes | msgspec.Raw, kind: Any, where: str, remedy: str, *, most: int = ...) -> Any: ...
+
+
+def decode_json(
+    data: bytes | msgspec.Raw, kind: Any, where: str, remedy: str, *, most: int = 1_000_000
+) -> Any:
+    """Decode JSON to a type.
+
+    Args:
+        where: names the file in messages, perhaps with what it should be, such as "a.json is not a trace".
+        remedy: ends the message.
+        most: limit of the values in it, above what any real file has.
+
+    Raises:
+        BadInput: it is not JSON, is not of that type, is nested too deep, or has more values.
+    """
+    text = bytes(data)
+    # Cheap, and never less than the number of values: each follows a comma or a bracket.
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if values > most:
+        raise BadInput(f"{where}: it has about {values:,} values, and may have {most:,}; {remedy}")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except DECODE_ERRORS as error:
+        raise BadInput(f"{where}: {reason(error)}; {remedy}") from error
+
+
+def decode_toml(text: bytes, where: str) -> dict[str, Any]:
+    """Decode TOML to its tables.
+
+    Raises:
+        BadInput: it is not TOML, is nested too deep, or has an integer of more than 64 bits.
+    """
+    try:
+        decoded: dict[str, Any] = msgspec.toml.decode(text)
+        _require_64_bits(decoded)
+    except DECODE_ERRORS as error:
+        raise BadInput(f"{where}: {reason(error)}") from error
+    return decoded
+
+
+def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
+    """Convert decoded values to a type.
+
+    Raises:
+        BadInput: they are not of that type.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except DECODE_ERRORS as error:
+        raise BadInput(f"{where}: {reason(error)}; {remedy}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The fault that a decoder found, in few words."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if "integer string conversion" in str(error):
+        return "it has a number of thousands of digits"
+    return str(error)
+
+
+def _require_64_bits(value: object) -> None:
+    """Raise ValueError for larger integers, which TOML allows in hexadecimal."""
+    if isinstance(value, int):
+        if value.bit_length() > 63:
+            raise ValueError("it has an integer beyond 64 bits")
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_64_bits(each)

@@ -1,0 +1,101 @@
+"""Files that others wrote: read up to a limit, and only where reading ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from moesched.errors import BadInput
+
+WRITER_MILLISECONDS = 1000
+"""Time for somebody to begin to write to a pipe."""
+
+_PIECE = 1 << 20  # of a file that does not tell its size
+
+
+def read_input(path: Path, what: str, most: int, *, remedy: str = "check its path and permissions") -> bytes:
+    """Read a whole file, or a pipe to its end.
+
+    Args:
+        what: kind of file, for messages, such as "machine".
+        most: limit of its bytes, above what any real file of this kind has.
+        remedy: advice for a file that cannot be read.
+
+    Raises:
+        BadInput: it cannot be read, is a folder or a device, or has more bytes.
+    """
+    with open_input(path, what, remedy=remedy, pipes=True) as file:
+        pieces, left = [], most + 1
+        at_once = max(os.fstat(file.fileno()).st_size + 1, _PIECE)
+        while left and (piece := file.read(min(left, at_once))) != b"":
+            if piece is None:  # the pipe has a writer, for whom to wait
+                os.set_blocking(file.fileno(), True)
+            else:
+                pieces.append(piece)
+                left -= len(piece)
+    if not left:
+        raise BadInput(
+            f"{what} {path} has more than {most:,} bytes, which no real one has; name another file"
+        )
+    return b"".join(pieces)
+
+
+@contextmanager
+def open_input(
+    path: Path, what: str, *, remedy: str = "check its path and permissions", pipes: bool = False
+) -> Iterator[FileIO]:
+    """Open a regular file, unbuffered; failures to read it in the block are BadInput as well.
+
+    Args:
+        pipes: whether to accept a pipe, whose reads return None while its writer has nothing.
+
+    Raises:
+        BadInput: it cannot be read, or is of another kind.
+    """
+    try:
+        with FileIO(path, "rb", opener=_without_waiting) as file:
+            _require_readable(file.fileno(), path, what, pipes)
+            yield file
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise BadInput(f"cannot read {what} {path}: {reason}; {remedy}") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; False also for a path that no file can have."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; False also for a path that no folder can have."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; opening a pipe does not wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_readable(descriptor: int, path: Path, what: str, pipes: bool) -> None:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return
+    if not stat.S_ISFIFO(mode):
+        raise BadInput(f"cannot read {what} {path}: it is a device; name a file")
+    if not pipes:
+        raise BadInput(f"cannot read {what} {path}: it is a pipe; write its content to a file")
+    writer = select.poll()
+    writer.register(descriptor, select.POLLIN)
+    writer.poll(WRITER_MILLISECONDS)

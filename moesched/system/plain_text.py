@@ -1,0 +1,27 @@
+"""Text for terminals: control characters are shown as escapes, so that no text can act on the terminal."""
+
+from __future__ import annotations
+
+import re
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 10
+
+# C0 and C1 controls apart from tab and newline, characters that reverse the writing direction, and lone surrogates.
+_ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain_text(text: str) -> str:
+    """The text with control characters as Python writes them, such as \\x1b for the escape character."""
+    return _ACTIVE.sub(_escaped, text)
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, shortened in the middle if it is long or nested deep."""
+    return _SHORT.repr(value)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape", "surrogatepass").decode()
