@@ -1,13 +1,15 @@
-"""The program `moesched`, which ends in order from its first moment on."""
+"""`python -m moesched` is the command `moesched`."""
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 
 
 def main() -> int:
     """Run one command and return its exit code."""
+    import signal
+
     # Until the handlers are there, Ctrl-C ends this process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -28,5 +30,16 @@ def main() -> int:
             return 2
 
 
+def leave_current_folder_out() -> None:
+    """Undo what `python -m` does: a file there named like a library would take its place."""
+    try:
+        here = os.getcwd()  # noqa: PTH109  # pathlib could be such a file
+    except OSError:  # the folder was removed
+        return
+    if sys.path[0] in ("", here):
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    leave_current_folder_out()
     sys.exit(main())

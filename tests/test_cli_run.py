@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from commands import RUN_KEYS, refused
+from moesched.system.plain_text import plain_text
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
 
@@ -159,7 +160,8 @@ def test_several_prompts_are_printed_one_after_another(command: Any, text_model:
         4,
     )
     texts = command(*wanted, "--json").json["text"]
-    assert command(*wanted).out.startswith(f"[0] ab{texts[0]}\n[1] cd{texts[1]}\n")
+    shown = [plain_text(text) for text in texts]
+    assert command(*wanted).out.startswith(f"[0] ab{shown[0]}\n[1] cd{shown[1]}\n")
 
 
 def test_without_a_tokenizer_ids_are_printed(command: Any, no_text: Path) -> None:

@@ -30,7 +30,7 @@ from small_models import small_model
             "more than the model's context of 100: shorten it",
         ),
         (("--prompt-ids", "1", "--max-new-tokens", "0"), "--max-new-tokens is 0: ask for at least 1"),
-        (("--prompt-ids", "1", "--max-new-tokens", "many"), '--max-new-tokens: unable to convert "many"'),
+        (("--prompt-ids", "1", "--max-new-tokens", "many"), "--max-new-tokens: 'many' is not a whole number"),
         (("--prompt-ids", "1", "--dtype", "int4"), 'Invalid value "int4" for --dtype.*"bfloat16"'),
         (
             ("--prompt-ids", "1", "--budget", "host=1KB"),
@@ -52,7 +52,7 @@ from small_models import small_model
             "policy resident has no setting 'behind': it takes none",
         ),
         (("--prompt-ids", "1", "--temperature", "-1"), "temperature is -1.0; give 0"),
-        (("--prompt-ids", "1", "--batch-size", "0"), "--batch-size is 0: give 1 or more"),
+        (("--prompt-ids", "1", "--batch-size", "0"), "--batch-size is 0: give 1 to 65,536"),
         (
             ("--prompt-ids", "1", "--trace", "missing/t.json"),
             "cannot write trace missing/t.json: No such file",

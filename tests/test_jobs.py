@@ -198,7 +198,7 @@ def test_the_prompts_of_a_run_are_a_workload(model: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "more", "said"),
     [
-        ("mtbench", {"requests": 0}, "--requests is 0: ask for at least 1"),
+        ("mtbench", {"requests": 0}, "--requests is 0: ask for 1 to 1,000,000"),
         ([], {}, "no prompts were given: give at least one"),
         (["abc"], {}, "prompts are text, and model mixtral-0.8b has no tokenizer: name a model's folder"),
         ([[1, 40000]], {}, "prompt 0: token id 40000 is outside the vocabulary"),

@@ -124,6 +124,7 @@ def test_a_part_of_the_options_is_what_they_say_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "prefill_chunk"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(moesched.BadInput, match=f"--{name.replace('_', '-')} is 0: give 1 or more"):
-        SizeOptions(**{name: 0}).require_positive()
+@pytest.mark.parametrize("size", [0, 10**9])
+def test_sizes_that_nothing_has_are_refused(name: str, size: int) -> None:
+    with pytest.raises(moesched.BadInput, match=f"--{name.replace('_', '-')} is {size:,}: give 1 to "):
+        SizeOptions(**{name: size}).require_sensible()

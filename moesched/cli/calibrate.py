@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 if TYPE_CHECKING:
     from moesched.machines import Machine
@@ -59,7 +60,7 @@ def calibrate(
         return
     print_machine(machine)
     used = "" if out else "; `--machine auto` uses it from now on"
-    print(f"\n{machine.description}\n\nWritten to {file}{used}")
+    say(f"\n{machine.description}\n\nWritten to {file}{used}")
 
 
 def print_machine(machine: Machine) -> None:

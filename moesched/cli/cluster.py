@@ -11,6 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
 from moesched.cli.generation_options import GenerationArguments
+from moesched.cli.output import say
 from moesched.inputs.defaults import JOIN_SECONDS
 
 CLUSTER = Group("Cluster", sort_key=1)
@@ -88,9 +89,7 @@ def keygen(
     if json:
         print_json({"key": keys.public, "secret_file": str(folder / SECRET_NAME)})
     else:
-        print(
-            f'key = "{keys.public}"\n\nthe secret one is in {folder / SECRET_NAME}, which only you can read'
-        )
+        say(f'key = "{keys.public}"\n\nthe secret one is in {folder / SECRET_NAME}, which only you can read')
 
 
 def node(
@@ -99,7 +98,8 @@ def node(
     *,
     cluster: ClusterFile,
     rank: Annotated[
-        int, Parameter(group=CLUSTER, metavar="R", help="Number of this node in the cluster file, from 0.")
+        options.Whole,
+        Parameter(group=CLUSTER, metavar="R", help="Number of this node in the cluster file, from 0."),
     ],
     key: KeyFile = None,
     patience: Annotated[
@@ -148,7 +148,7 @@ def launch(
     cluster = load_cluster(hosts)
     if dry_run:
         for host in cluster.hosts:
-            print(shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve()))))
+            say(shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve()))))
         return 0
     arguments: dict[str, Any] = {"cluster_file": hosts, "key": key}
     if transport is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 if TYPE_CHECKING:
     from moesched.analysis.comparison import Comparison
@@ -71,13 +72,13 @@ def compare(
     header = comparison.header()
     print_table(header, comparison.table(), figures=len(header) - 2)
     if trace is not None:
-        print(f"\nall runs in one trace: {trace}")
+        say(f"\nall runs in one trace: {trace}")
 
 
 def _print_difference(comparison: Comparison) -> None:
     from moesched.cli.output import print_table
 
-    print("\n".join(comparison.reasons()))
+    say("\n".join(comparison.reasons()))
     tables = {
         "What makes the difference": (comparison.causes(), 5),
         "By lane": (comparison.lane_causes(), 4),
@@ -85,6 +86,6 @@ def _print_difference(comparison: Comparison) -> None:
     }
     for title, ((header, rows), figures) in tables.items():
         if rows:
-            print(f"\n{title}")
+            say(f"\n{title}")
             print_table(header, rows, figures=figures)
-    print("\nAll figures")
+    say("\nAll figures")

@@ -13,6 +13,7 @@ from moesched.cli.output import Bar, stdout
 from moesched.inputs.prompts import Prompt
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
+from moesched.system.plain_text import plain_text
 from moesched.tasks import Task
 
 if TYPE_CHECKING:
@@ -110,10 +111,10 @@ class OneText(LoadingBar):
             from rich.text import Text
 
             self._begun = True
-            stdout().print(Text(shown(self._prompt), style="bold"), end="", soft_wrap=True)
+            stdout().print(Text(plain_text(shown(self._prompt)), style="bold"), end="", soft_wrap=True)
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(plain_text(text))
         sys.stdout.flush()
 
 
@@ -143,7 +144,7 @@ class ManyTexts(LoadingBar):
 
         whole = self._texts.pop(request) + text
         prompt = f"[{request}] {shown(self._prompts[request])}"
-        self._console.print(Text.assemble((prompt, "bold"), whole), soft_wrap=True)
+        self._console.print(Text.assemble((plain_text(prompt), "bold"), plain_text(whole)), soft_wrap=True)
 
     def ran(self) -> None:
         """Remove the table."""
@@ -172,7 +173,7 @@ class ManyTexts(LoadingBar):
         width = max(20, self._console.width - 8)
         rows = list(self._texts.items())[: max(1, self._console.height - 2)]
         for request, text in rows:
-            tail = " ".join(text.split())[-width:]
+            tail = plain_text(" ".join(text.split())[-width:])
             table.add_row(Text(f"[{request}]", style="bold"), Text(tail, no_wrap=True))
         return table
 

@@ -20,10 +20,13 @@ from moesched.errors import (
     memory_refusal,
     report_of,
 )
+from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal
 
 BAD_INPUT = 2
 FAILED = 1
+LONGEST_LINE = 4000
+"""Characters of an error; a longer one, which quotes a long name or value, loses its middle."""
 
 _CALLERS_OF_POLICIES = (
     "moesched.drivers.capture",
@@ -71,8 +74,11 @@ def exit_code_of(error: BaseException) -> int:
 
 def tell(message: str) -> None:
     """Print one line on standard error, if anybody reads it."""
+    line = plain_text(" ".join(message.split()))
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     with suppress(OSError):
-        print("moesched:", " ".join(message.split()), file=sys.stderr, flush=True)
+        print("moesched:", line, file=sys.stderr, flush=True)
 
 
 def interruption() -> str:

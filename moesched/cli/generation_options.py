@@ -49,7 +49,7 @@ class PromptArguments:
         Parameter(group=PROMPTS, metavar="IDS", help='Token ids, such as "1,2,3;4,5" for two prompts.'),
     ] = None
     max_new_tokens: Annotated[
-        int, Parameter(metavar="N", help="Tokens to generate for each prompt, at most.")
+        options.Whole, Parameter(metavar="N", help="Tokens to generate for each prompt, at most.")
     ] = NEW_TOKENS
 
     def read_prompts(self) -> tuple[list[Prompt], int]:
@@ -72,7 +72,8 @@ class SamplingArguments:
         Parameter(group=SAMPLING, help="0 takes the likeliest token; higher values sample from more tokens."),
     ] = 0.0
     top_k: Annotated[
-        int | None, Parameter(group=SAMPLING, metavar="K", help="Sample from the K likeliest tokens only.")
+        options.Whole | None,
+        Parameter(group=SAMPLING, metavar="K", help="Sample from the K likeliest tokens only."),
     ] = None
     top_p: Annotated[
         float,
@@ -82,7 +83,9 @@ class SamplingArguments:
             help="Sample from the smallest set of tokens whose probabilities add up to P.",
         ),
     ] = 1.0
-    seed: Annotated[int, Parameter(group=SAMPLING, help="Seed of the random numbers for sampling.")] = 0
+    seed: Annotated[
+        options.Whole, Parameter(group=SAMPLING, help="Seed of the random numbers for sampling.")
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

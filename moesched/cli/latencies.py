@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 HELP = options.paragraphs(
     "Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and "
@@ -32,7 +33,7 @@ def latencies(
     machine: options.Machine,
     dtype: options.DType = None,
     tokens: Annotated[
-        tuple[int, ...],
+        tuple[options.Whole, ...],
         Parameter(
             negative="",
             metavar="N",
@@ -61,10 +62,10 @@ def latencies(
     if json:
         print_json(report)
         return
-    print(f"\n{report.model} ({report.dtype}) on {report.machine}, one expert, {report.source}\n")
+    say(f"\n{report.model} ({report.dtype}) on {report.machine}, one expert, {report.source}\n")
     print_table(["", "takes"], [[each.name, format_seconds(each.seconds)] for each in report.rows], figures=1)
     if report.cheaper_moved is not None:
-        print(
+        say(
             f"\nFrom {report.cheaper_moved} tokens on, a single expert is faster if it is moved to "
             f"{report.accelerator}."
         )

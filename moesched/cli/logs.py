@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
+from moesched.errors import BadInput
+from moesched.system.plain_text import plain_text, shown
+
+SWITCH = "MOESCHED_LOG"
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 def send_logs_to_stderr() -> None:
-    """Show warnings and errors, or messages from the level in MOESCHED_LOG upwards."""
+    """Show warnings and errors, or messages from the level in MOESCHED_LOG upwards.
+
+    Raises:
+        BadInput: it is not a level.
+    """
     import structlog
 
-    level = LEVELS.get(os.environ.get("MOESCHED_LOG", "").lower(), LEVELS["warning"])
+    given = os.environ.get(SWITCH) or "warning"
+    level = LEVELS.get(given.lower())
+    if level is None:
+        raise BadInput(f"{SWITCH} is {shown(given)} in the environment: set {', '.join(LEVELS)}, or unset it")
     colors = sys.stderr.isatty()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            _plain,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=colors),
         ],
@@ -24,3 +38,11 @@ def send_logs_to_stderr() -> None:
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever that is by then
         cache_logger_on_first_use=False,
     )
+
+
+def _plain(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Escape what other nodes and files say in a log line."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = plain_text(value)
+    return event

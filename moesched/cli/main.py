@@ -26,6 +26,7 @@ from moesched.cli import list as listing
 from moesched.cli.failures import exit_code_of
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
+from moesched.cli.surroundings import prepare_process
 from moesched.system.scratch import sweep
 
 HELP = "Write, run and compare schedules of Mixture-of-Experts inference for weights that do not fit into fast memory."
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     spare = bytearray(SPARE_BYTES)
     try:
+        prepare_process()
         if not explains_only(given):
             send_logs_to_stderr()
             sweep()

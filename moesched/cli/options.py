@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from moesched.errors import BadInput
 from moesched.inputs.defaults import TRANSPORT
+from moesched.system.plain_text import plain_text
 from moesched.units import parse_bytes
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
+
+
+def whole_number(_: object, tokens: Sequence[Token]) -> int:
+    """Convert an argument; a fraction such as 1.5 is refused, not rounded."""
+    text = tokens[0].value
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", text) is None:
+        raise ValueError(f"{plain_text(text)!r} is not a whole number.")
+    return int(text)
+
+
+Whole = Annotated[int, Parameter(converter=whole_number)]
 
 SIZES = Group("Sizes and budgets", sort_key=2)
 BEAMS = Group("Beam search", sort_key=4)
@@ -79,17 +92,17 @@ Budgets = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int | None,
+    Whole | None,
     Parameter(group=SIZES, metavar="N", help="Requests that run together. By default as many as fit."),
 ]
 MicroBatchSize = Annotated[
-    int | None,
+    Whole | None,
     Parameter(
         group=SIZES, metavar="N", help="Requests that share a kernel. By default chosen by the planner."
     ),
 ]
 PrefillChunk = Annotated[
-    int | None,
+    Whole | None,
     Parameter(
         group=SIZES,
         metavar="N",
@@ -98,7 +111,7 @@ PrefillChunk = Annotated[
     ),
 ]
 Beams = Annotated[
-    int,
+    Whole,
     Parameter(
         group=BEAMS, metavar="N", help="Keep the N likeliest sequences per prompt. 1 disables beam search."
     ),
@@ -123,7 +136,7 @@ RoutingSettings = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int | None,
+    Whole | None,
     Parameter(
         metavar="N",
         help="Split the model over N of the machine's equal accelerators. By default over all of them.",
@@ -141,7 +154,7 @@ Transport = Annotated[
     ),
 ]
 Nodes = Annotated[
-    int | None,
+    Whole | None,
     Parameter(metavar="N", help="Number of these machines that share the model's experts."),
 ]
 Network = Annotated[
@@ -153,7 +166,7 @@ Network = Annotated[
     ),
 ]
 NewTokens = Annotated[
-    int | None,
+    Whole | None,
     Parameter(metavar="N", help="Tokens to generate for each prompt. By default the workload's own number."),
 ]
 DType = Annotated[

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moesched.system.plain_text import plain_text
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -34,11 +36,20 @@ def stderr() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
+def say(text: str = "") -> None:
+    """Print text for people on standard output; names in it cannot act on the terminal."""
+    print(plain_text(text))
+
+
 def print_json(content: Any) -> None:
     """Print one JSON value on standard output."""
     import msgspec
 
-    print(msgspec.json.encode(content).decode(), flush=True)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(
+        msgspec.json.encode(content) + b"\n"
+    )  # in UTF-8, whatever the terminal's encoding
+    sys.stdout.flush()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0) -> None:
@@ -49,9 +60,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figure
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         right = number >= len(columns) - figures
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        table.add_column(Text(plain_text(column)), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(plain_text(cell)) for cell in row))
     print_whole(table)
 
 
@@ -62,7 +73,7 @@ def print_whole(table: Table) -> None:
         console.width = WIDE
     with console.capture() as captured:
         console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print("\n".join(line.rstrip() for line in captured.get().split("\n")).rstrip("\n"))
 
 
 def print_report(report: JobReport) -> None:
@@ -71,7 +82,7 @@ def print_report(report: JobReport) -> None:
     from moesched.units import format_bytes, format_seconds
 
     measured = "measured" if report.measured else "predicted"
-    print(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.place}")
+    say(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.place}")
     plan = report.plan
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
@@ -85,7 +96,7 @@ def print_report(report: JobReport) -> None:
     placed = (
         f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed; {_kv_cache(plan.kv_on_gpu)}"
     )
-    print(f"{sizes}; {placed}\n")
+    say(f"{sizes}; {placed}\n")
     rates = [
         ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],
         ["throughput", f"{report.throughput_tokens_per_second:.1f} tokens/s"],
@@ -99,13 +110,13 @@ def print_report(report: JobReport) -> None:
     wall = "wall" if report.emulation is None else "wall, not dilated"
     rates.append([wall, format_seconds(report.wall_seconds)])
     print_table(["", measured], rates, figures=1)
-    print()
+    say()
     lanes = [
         [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]
         for name, lane in report.lanes.items()
     ]
     print_table(["lane", "busy", "in use"], lanes, figures=2)
-    print()
+    say()
     memories = [
         [name, format_bytes(peak), format_bytes(report.budget_bytes[name])]
         for name, peak in report.peak_bytes.items()
@@ -119,10 +130,10 @@ def print_report(report: JobReport) -> None:
     if process is not None and process.predicted is not None:
         print(f"\n{_process(process)}")
     if report.emulation is not None:
-        print()
+        say()
         _print_emulation(report.emulation)
     if isinstance(report, ClusterReport):
-        print()
+        say()
         _print_members(report.members)
 
 
@@ -185,9 +196,7 @@ def _print_emulation(emulation: Emulation) -> None:
         for name, lane in emulation.lanes.items()
     ]
     print_table(columns, rows, figures=4)
-    print(
-        f"\nreal work is a share of the dilated time; the cores were {100 * emulation.core_load:.0f} % busy"
-    )
+    say(f"\nreal work is a share of the dilated time; the cores were {100 * emulation.core_load:.0f} % busy")
 
 
 class Bar:
@@ -197,7 +206,7 @@ class Bar:
     """
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._what = plain_text(what)
         self._total: float | None = None
         self._done = 0.0
         self._progress: Progress | None = None
@@ -219,7 +228,7 @@ class Bar:
         """Set the amounts done and in total; `what` begins another activity, of unknown length."""
         self._done = done
         self._total = None if what else total or self._total
-        self._what = what or self._what
+        self._what = plain_text(what or self._what)
         if self._progress is not None:
             self._progress.update(self._task, completed=done, description=self._what)
             if self._progress.tasks[0].total != self._total:
@@ -240,7 +249,7 @@ class Bar:
         with self._lock:
             if self._closed:
                 return
-            columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+            columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()]
             progress = Progress(*columns, TimeElapsedColumn(), console=stderr(), transient=True)
             self._task = progress.add_task(self._what, total=self._total, completed=int(self._done))
             progress.start()

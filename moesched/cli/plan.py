@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import arguments, options
+from moesched.cli.output import say
 from moesched.inputs.defaults import WORKLOAD
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
     ] = None
     settings: options.Settings = ()
     dtype: options.DType = None
-    seed: Annotated[int, Parameter(help="Seed of the order of the prompts.")] = 0
+    seed: Annotated[options.Whole, Parameter(help="Seed of the order of the prompts.")] = 0
     budget: options.Budgets = ()
     json: options.Json = False
 
@@ -131,22 +132,22 @@ def print_proposal(proposal: Proposal) -> None:
     place = proposal.machine
     if proposal.tensor_parallel > 1:
         place += f", cut over {proposal.tensor_parallel} accelerators"
-    print(
+    say(
         f"\n{proposal.model} ({proposal.dtype}) on {place}, {proposal.workload}, "
         f"{proposal.new_tokens} new tokens: predicted, best plan\n"
     )
     print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])
-    print()
+    say()
     busy = sorted(predicted.utilization.items(), key=lambda lane: -lane[1])
     print_table(["lane, in decode", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)
-    print()
+    say()
     peaks = [[memory, format_bytes(peak)] for memory, peak in predicted.peak_bytes.items() if peak]
     print_table(["memory", "peak"], peaks, figures=1)
-    print()
+    say()
     useful = [[gain.resource, f"{gain.share:+.1%}"] for gain in proposal.gains if gain.share >= 0.0005]
     print_table(["10 % more of", "throughput"], useful or [["any one resource", "+0 %"]], figures=1)
     if proposal.rivals:
-        print()
+        say()
         rivals = [
             [
                 each.policy,
@@ -158,8 +159,8 @@ def print_proposal(proposal: Proposal) -> None:
         ]
         print_table(["other policies", "batch", "micro-batch", "tokens/s"], rivals, figures=3)
     for refused in proposal.refused:
-        print(f"\nnot possible: {refused.why}")
-    print(
+        say(f"\nnot possible: {refused.why}")
+    say(
         f"\nA run of {plan.batch_size} requests takes {format_seconds(_run_seconds(proposal))}. "
         f"{predicted.bound_by} is the bottleneck."
     )
@@ -171,7 +172,7 @@ def print_cluster(proposal: ClusterProposal) -> None:
     from moesched.units import format_bytes, format_seconds
 
     bound = proposal.bound
-    print(
+    say(
         f"\n{proposal.model} ({proposal.dtype}) on {proposal.nodes} x {proposal.machine}, {proposal.network}: "
         f"the bound of a token with {proposal.policy}\n"
     )
@@ -188,10 +189,10 @@ def print_cluster(proposal: ClusterProposal) -> None:
         rows.append(["price", f"{proposal.price_usd:,.0f} USD"])
         rows.append(["tokens/s per USD", f"{proposal.tokens_per_second_per_usd:.3g}"])
     print_table(["", ""], rows, figures=1)
-    print()
+    say()
     held = [[str(node), " ".join(map(str, experts))] for node, experts in enumerate(proposal.placement)]
     print_table(["node", "holds experts"], held)
-    print()
+    say()
     ways = [
         [
             way.experts if way.replicas <= 1 else f"{way.experts}, {way.replicas:.3g} copies",
@@ -207,11 +208,11 @@ def print_cluster(proposal: ClusterProposal) -> None:
     columns = ["experts", "attention", "policy", "busiest runs", "weights a node", "a token", "tokens/s"]
     print_table(columns, ways, figures=4)
     best, runs = proposal.choice.best, proposal.choice.runs
-    print(f"\nBest: experts {best.experts}, attention {best.attention}.")
+    say(f"\nBest: experts {best.experts}, attention {best.attention}.")
     for reason in proposal.choice.why:
-        print(f"{reason[0].upper()}{reason[1:]}.")
+        say(f"{reason[0].upper()}{reason[1:]}.")
     if runs != best:
-        print(f"The fastest way that one of our policies implements: {runs.policy}.")
+        say(f"The fastest way that one of our policies implements: {runs.policy}.")
 
 
 def _with_error(proposal: ClusterProposal) -> str:

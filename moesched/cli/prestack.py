@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 HELP = options.paragraphs(
     "Rewrite a checkpoint with its experts' weights in few large arrays instead of many small ones.",
@@ -47,7 +48,7 @@ def prestack(
         print_json({"directory": str(made.directory), **figures, "other_bytes": made.others})
         return
     holds = "an expert's matrices of all layers" if by == "expert" else "one matrix of all experts of a layer"
-    print(
+    say(
         f"{made.directory}: {made.arrays} arrays of {format_bytes(made.largest)}, each {holds}, "
         f"beside {format_bytes(made.others)}"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from moesched.cli import arguments, options
+from moesched.cli.output import say
 from moesched.errors import BadInput
 from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS, PROFILING_POLICY
 from moesched.system.signals import exit_code_of_signal
@@ -104,10 +105,11 @@ class ProfileArguments(ProbeArguments):
     ] = None
     routing_settings: options.RoutingSettings = ()
     max_new_tokens: Annotated[
-        int, Parameter(metavar="N", help="Tokens to generate for each prompt; they are profiled too.")
+        options.Whole,
+        Parameter(metavar="N", help="Tokens to generate for each prompt; they are profiled too."),
     ] = NEW_TOKENS
     gpu_experts: Annotated[
-        tuple[int, ...],
+        tuple[options.Whole, ...],
         Parameter(
             metavar="N",
             negative="",
@@ -115,7 +117,7 @@ class ProfileArguments(ProbeArguments):
             help="Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.",
         ),
     ] = ()
-    seed: Annotated[int, Parameter(help="Seed of the generator.")] = 0
+    seed: Annotated[options.Whole, Parameter(help="Seed of the generator.")] = 0
     out: Annotated[
         tuple[Path, ...],
         Parameter(
@@ -141,7 +143,7 @@ class ProfileArguments(ProbeArguments):
 class SparsityArguments(ProbeArguments):
     """All options of `sparsity`."""
 
-    seed: Annotated[int, Parameter(help="Seed of the random token ids.")] = 0
+    seed: Annotated[options.Whole, Parameter(help="Seed of the random token ids.")] = 0
 
 
 PROFILE_DEFAULTS = ProfileArguments()
@@ -280,11 +282,11 @@ def _print_profile(
         print_json({**msgspec.to_builtins(statistics), **counts})
         return
     shape = f"{statistics.layers} layers of {statistics.experts} experts, top {statistics.top_k}"
-    print(f"\n{statistics.model}: {shape}; {statistics.tokens:,} tokens\n")
+    say(f"\n{statistics.model}: {shape}; {statistics.tokens:,} tokens\n")
     figures = ("mean", "deviation", "minimum", "lower_quartile", "median", "upper_quartile")
     rows = [[name.replace("_", " "), f"{getattr(statistics, name):.2f}"] for name in figures]
     print_table(["popularity, the most popular expert having 1", ""], rows, figures=1)
-    print()
+    say()
     every = statistics.layers * statistics.experts
     rates = [
         [
@@ -300,7 +302,7 @@ def _print_sparsity(report: SparsityReport) -> None:
     from moesched.cli.output import print_table
 
     prompts = "random token ids" if report.random_prompts else "the prompts"
-    print(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
+    say(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
     columns = ["layer", *(f"< {threshold:g}" for threshold in report.thresholds)]
     rows = [[str(layer), *(f"{share:.2%}" for share in shares)] for layer, shares in enumerate(report.below)]
     print_table(columns, rows, figures=len(report.thresholds))

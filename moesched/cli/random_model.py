@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 HELP = options.paragraphs(
     "Write a checkpoint of a named shape with random weights, in the format of published ones.",
@@ -31,9 +32,9 @@ def random_model(
     directory: Annotated[Path, Parameter(name="DIR", help="Folder to create.")],
     /,
     *,
-    seed: Annotated[int, Parameter(help="Seed of the weights.")] = 0,
+    seed: Annotated[options.Whole, Parameter(help="Seed of the weights.")] = 0,
     layers: Annotated[
-        int | None, Parameter(metavar="N", help="Number of layers. By default that of the shape.")
+        options.Whole | None, Parameter(metavar="N", help="Number of layers. By default that of the shape.")
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Number format to store.")] = "bfloat16",
     json: options.Json = False,
@@ -59,4 +60,4 @@ def random_model(
             }
         )
     else:
-        print(f"{written}: {format_bytes(nbytes)}")
+        say(f"{written}: {format_bytes(nbytes)}")

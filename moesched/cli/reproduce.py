@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 
 if TYPE_CHECKING:
     from moesched.reproduce import Accuracy, Reproduction, Section
@@ -90,16 +91,16 @@ def print_reproduction(report: Reproduction) -> None:
     from moesched.cli.output import print_table
     from moesched.reproduce.report import AGREEMENT
 
-    print(f"\n{report.title}: the paper measured, ours is predicted\n")
+    say(f"\n{report.title}: the paper measured, ours is predicted\n")
     print_table(_columns(report.calibration), list(_rows(report.calibration)))
     for section in report.sections:
-        print(f"\n{section.title}\n")
+        say(f"\n{section.title}\n")
         if "as_drawn" in section.rows[0]:
             print_table(["workload", "", "system", "µ", "N/µ", *CELLS], list(_cells(section)), figures=8)
         else:
             print_table(_columns(section.rows), list(_rows(section.rows)))
         if section.claims:
-            print()
+            say()
             claims = [
                 [
                     claim.where,
@@ -113,12 +114,12 @@ def print_reproduction(report: Reproduction) -> None:
             ]
             print_table(["section", "claim", "paper", "ours", "agrees", "because"], claims)
         for note in section.notes:
-            print(f"\n{note}")
+            say(f"\n{note}")
     if any(section.claims for section in report.sections):
-        print(f"\n{AGREEMENT}")
+        say(f"\n{AGREEMENT}")
     if report.accuracy is not None and report.accuracy_as_drawn is not None:
-        print(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
-        print(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")
+        say(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
+        say(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")
 
 
 CELLS = ("paper", "ours", "error", "", "FlexGen as drawn", "bound by")

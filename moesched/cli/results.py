@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moesched.cli.failures import interruption, tell
-from moesched.cli.output import print_json, print_report
+from moesched.cli.output import print_json, print_report, say
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
 from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
@@ -32,7 +32,7 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
     elif ending.error is None or not _is_the_policys(ending.error):
         print_report(report)
         if trace is not None and ending.error is None:
-            print(f"\ntrace: {trace}; open it in https://ui.perfetto.dev")
+            say(f"\ntrace: {trace}; open it in https://ui.perfetto.dev")
     if report.failure is not None and ending.error is None:
         tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:

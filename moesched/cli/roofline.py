@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.output import say
 from moesched.inputs.defaults import ROOFLINE_CONTEXT, ROOFLINE_MICRO_BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ def roofline(
         ),
     ] = (),
     context: Annotated[
-        int, Parameter(group=options.SIZES, metavar="N", help="Tokens in the KV cache of each request.")
+        options.Whole,
+        Parameter(group=options.SIZES, metavar="N", help="Tokens in the KV cache of each request."),
     ] = ROOFLINE_CONTEXT,
     batch_size: Annotated[
-        int | None,
+        options.Whole | None,
         Parameter(
             group=options.SIZES,
             metavar="N",
@@ -58,7 +60,7 @@ def roofline(
         ),
     ] = None,
     micro_batch_size: Annotated[
-        int, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
+        options.Whole, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
     ] = ROOFLINE_MICRO_BATCH_SIZE,
     out: options.Picture = None,
     json: options.Json = False,
@@ -95,19 +97,19 @@ def print_roofline(report: RooflineReport) -> None:
     """Print the levels, the computations with their bottlenecks, and the time of one layer."""
     from moesched.cli.output import print_table
 
-    print(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
+    say(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
     print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)
-    print()
+    say()
     upper, lower = report.hierarchy.upper.name, report.hierarchy.lower.name
     columns = ["", f"I {upper}", f"I {lower}", "P1", "P2", "balance"]
     columns += [f"fetched to {upper}", "bound by", f"on {lower}", "bound by", "better on"]
     rows = [_row(f"attention, {each.variant} KV", each) for each in report.attention]
     rows += [_row(f"FFN, {each.variant}", each) for each in report.ffn]
     print_table(columns, rows)
-    print("\nI (operational intensity), P1, P2 and balance point in FLOP/byte, the last three of", lower)
-    print(f"attention: context {report.context}; FFN: µ = {report.micro_batch_size}\n")
+    say(f"\nI (operational intensity), P1, P2 and balance point in FLOP/byte, the last three of {lower}")
+    say(f"attention: context {report.context}; FFN: µ = {report.micro_batch_size}\n")
     for line in _conclusions(report):
-        print(line)
+        say(line)
 
 
 def _levels(report: RooflineReport) -> Iterator[list[str]]:

@@ -45,7 +45,7 @@ def run(
         Parameter(negative="", help="Accept a machine file whose costs were measured on another processor."),
     ] = False,
     local: Annotated[
-        int | None,
+        options.Whole | None,
         Parameter(
             metavar="N",
             help="Share the experts among N processes on this machine, each with its own cores; needs a "

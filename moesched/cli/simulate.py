@@ -55,7 +55,7 @@ class WorkloadArguments:
     ]
     gen: options.NewTokens = None
     requests: Annotated[
-        int | None,
+        options.Whole | None,
         Parameter(
             metavar="N",
             help="Number of requests; prompts repeat if needed. By default one full batch, or each listed prompt once.",
@@ -64,7 +64,7 @@ class WorkloadArguments:
     padded: Annotated[
         bool, Parameter(negative="", help="Pad every prompt to the length of the longest one.")
     ] = False
-    seed: Annotated[int, Parameter(help="Seed of the order of the prompts and of the routing.")] = 0
+    seed: Annotated[options.Whole, Parameter(help="Seed of the order of the prompts and of the routing.")] = 0
     beams: options.Beams = 1
     routing: options.Routing = None
     routing_settings: options.RoutingSettings = ()

@@ -39,6 +39,7 @@ STAND_BY_SECONDS = 0.25
 """Metal releases memory that was idle for more than half a second (RACS'24, Finding 2)."""
 
 ALL_EPOCHS = 1 << 62
+MOST_PATIENCE = 1_000_000
 
 
 def run_node(
@@ -54,6 +55,8 @@ def run_node(
         BadInput: the launcher refuses the node, or an order cannot be carried out here; the launcher is told.
         LauncherGone: the launcher is silent.
     """
+    if not 0 < patience <= MOST_PATIENCE:
+        raise BadInput(f"--patience is {patience:g}: give seconds above 0, at most {MOST_PATIENCE:,}")
     cluster = load_cluster(cluster_file)
     host = cluster.host(rank)
     named = key or (cluster_file.parent / host.secret if host.secret else default_folder() / SECRET_NAME)

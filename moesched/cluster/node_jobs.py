@@ -241,7 +241,7 @@ class NodeJob:
     def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
         """Sizes to try, largest first: one micro-batch of all requests sends only one message per layer."""
         fixed, count = ask.sizes, len(ask.prompts)
-        fixed.require_positive()
+        fixed.require_sensible()
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
             size = fixed.micro_batch_size
             for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:

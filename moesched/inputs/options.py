@@ -16,6 +16,9 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import DEVICE
 from moesched.machines import Machine
 
+MOST = {"batch_size": 65_536, "micro_batch_size": 65_536, "prefill_chunk": 10**8}
+"""Limits of SizeOptions."""
+
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,12 +74,12 @@ class SizeOptions:
         """Only these options."""
         return SizeOptions(**part_of(self, SizeOptions))
 
-    def require_positive(self) -> None:
-        """Raise BadInput where a size is below 1."""
+    def require_sensible(self) -> None:
+        """Raise BadInput where a size is below 1, or so large that planning would not end."""
         for field in fields(SizeOptions):
-            size = getattr(self, field.name)
-            if size is not None and size < 1:
-                raise BadInput(f"--{field.name.replace('_', '-')} is {size}: give 1 or more")
+            size, most = getattr(self, field.name), MOST[field.name]
+            if size is not None and not 1 <= size <= most:
+                raise BadInput(f"--{field.name.replace('_', '-')} is {size:,}: give 1 to {most:,}")
 
 
 class SizeKeywords(TypedDict, total=False):

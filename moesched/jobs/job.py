@@ -21,6 +21,7 @@ from moesched.planner import KV_SHARE, Setting, splits_kv
 from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
+from moesched.requests.sampling import MOST_BEAMS
 from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.settings import check_settings
@@ -48,7 +49,7 @@ class Job:
         beams: int = 1,
         nodes: int = 1,
     ) -> None:
-        options.require_positive()
+        options.require_sensible()
         require_continuations(beams, config)
         self.options = options
         self.beams = beams
@@ -159,8 +160,8 @@ class Job:
 
 def require_continuations(beams: int, config: ModelConfig) -> None:
     """Raise BadInput where the vocabulary has fewer tokens than a beam search compares."""
-    if beams < 1:
-        raise BadInput(f"--beams is {beams}: give 1 for no beam search, or more")
+    if not 1 <= beams <= MOST_BEAMS:
+        raise BadInput(f"--beams is {beams:,}: give 1 for no beam search, or up to {MOST_BEAMS}")
     each = max(2, 1 + len(config.stop_tokens))
     if beams > 1 and beams * each > config.vocabulary:
         raise BadInput(

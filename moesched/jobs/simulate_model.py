@@ -25,7 +25,7 @@ from moesched.machines import Machine
 from moesched.machines.networks import Network, load_network, network_names
 from moesched.models.config import ModelConfig
 from moesched.models.layout import room_for
-from moesched.planner import MOST_REQUESTS
+from moesched.planner import MOST_NODES, MOST_REQUESTS
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.workloads import Workload
@@ -38,6 +38,9 @@ from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import lanes_contend
 from moesched.system.outputs import Output, numbered, require_outputs
+
+MOST_IN_ALL = 1_000_000
+"""Limit of the requests of all batches."""
 
 
 @takes(SimulationOptions)
@@ -67,6 +70,8 @@ def simulate_model(
     named = (each for each in (workload, given.network, given.routing) if isinstance(each, str))
     inputs = [machine_file(given.machine), *named]
     require_outputs(Output("trace", given.trace, numbered=True), model=model, inputs=inputs)
+    if not 0 <= given.preview_accuracy <= 1:
+        raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
     config = find_shape(model)
     choices = find_choices(given.routing, config, given.routing_settings, given.seed)
     found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
@@ -94,8 +99,8 @@ def simulate_model(
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
     """Prompt lengths in tokens, and whether all of these requests run instead of a single full batch."""
-    if given.requests is not None and given.requests < 1:
-        raise BadInput(f"--requests is {given.requests}: ask for at least 1")
+    if given.requests is not None and not 1 <= given.requests <= MOST_IN_ALL:
+        raise BadInput(f"--requests is {given.requests:,}: ask for 1 to {MOST_IN_ALL:,}")
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)
@@ -151,8 +156,8 @@ def _joined(machine: Machine, nodes: int | None, network: Network | str | None) 
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.
     """
-    if nodes is not None and nodes < 1:
-        raise BadInput(f"--nodes is {nodes}: give 1 or more")
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise BadInput(f"--nodes is {nodes:,}: give 1 to {MOST_NODES}")
     if network is None:
         if (nodes or 1) > 1 and machine.network is None:
             raise BadInput(

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.config_file import MOST_LAYERS
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
@@ -91,8 +92,8 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
     if dtype not in SAFETENSORS_DTYPE:
         raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(SAFETENSORS_DTYPE)}")
     layers = shape.layers if layers is None else layers
-    if layers < 1:
-        raise BadInput(f"a model of {layers} layers cannot be written; ask for at least 1")
+    if not 1 <= layers <= MOST_LAYERS:
+        raise BadInput(f"a model of {layers:,} layers cannot be written; ask for 1 to {MOST_LAYERS:,}")
     return msgspec.structs.replace(shape, layers=layers, dtype=dtype)
 
 

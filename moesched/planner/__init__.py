@@ -7,13 +7,14 @@ remaining bound comes near the best result.
 
 from __future__ import annotations
 
-from moesched.planner.cluster import ClusterProposal, plan_cluster
+from moesched.planner.cluster import MOST_NODES, ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import POLICIES, Best, plan_best
 from moesched.planner.traits import KV_SHARE, Setting, splits_kv
 
 __all__ = [
     "KV_SHARE",
+    "MOST_NODES",
     "MOST_REQUESTS",
     "POLICIES",
     "Best",

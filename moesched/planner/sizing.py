@@ -48,7 +48,7 @@ def choose_sizes(
             bytes.
     """
     wanted = wanted or SizeOptions()
-    wanted.require_positive()
+    wanted.require_sensible()
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     chunks: list[int | None] = [setting.prefill_chunk]
     if setting.prefill_chunk is None:

@@ -12,6 +12,10 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput, NotFinite
 
+MOST_BEAMS = 256
+MOST_PENALTY = 4
+"""Limit of the exponent of a sequence's length, so that the power fits into a float32."""
+
 Logits = npt.NDArray[np.floating[Any]]
 Probabilities = npt.NDArray[np.float64]
 
@@ -48,14 +52,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise BadInput(f"top-p is {self.top_p}; give a probability above 0, at most 1")
         if not 0 <= self.seed < 2**64:
             raise BadInput(f"seed is {self.seed}; give a whole number from 0 to 2**64 - 1")
-        if self.beams < 1:
-            raise BadInput(f"beams is {self.beams}; give 1 for no beam search, or more")
+        if not 1 <= self.beams <= MOST_BEAMS:
+            raise BadInput(f"beams is {self.beams:,}; give 1 for no beam search, or up to {MOST_BEAMS}")
         if self.beams > 1 and self.temperature:
             raise BadInput(
                 f"temperature is {self.temperature}, but beam search is deterministic; omit one of the two"
             )
-        if not math.isfinite(self.length_penalty):
-            raise BadInput(f"length-penalty is {self.length_penalty}; give a number, 0 for none")
+        if not -MOST_PENALTY <= self.length_penalty <= MOST_PENALTY:
+            raise BadInput(
+                f"length-penalty is {self.length_penalty}; give {-MOST_PENALTY} to {MOST_PENALTY}, 0 for none"
+            )
 
 
 def sample(
