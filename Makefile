@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
 
-.PHONY: help run test lint types format bench pages clean distclean
+.PHONY: help run test lint types format bench fuzz pages clean distclean
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -41,6 +41,9 @@ format: $(TOOLS) ## let ruff rewrite the sources
 bench: $(TOOLS) ## run every benchmark; each writes a result file
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_pages.py
+
+fuzz: $(TOOLS) ## damage every kind of file and message, 100,000 times each; takes hours
+	$(BIN)/python benchmarks/fuzz_inputs.py
 
 pages: $(INSTALLED) ## write the tables of the docs from the result files
 	$(BIN)/python benchmarks/_pages.py

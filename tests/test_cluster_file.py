@@ -138,7 +138,7 @@ def test_the_rank_is_taken_from_what_mlx_launch_sets(tmp_path: Path) -> None:
     hosts.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
     assert rank_given({"MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}, 2) == 1
     assert rank_given({}, 2) is None
-    with pytest.raises(BadInput, match="cannot read MLX_HOSTFILE .*: No such file"):
+    with pytest.raises(BadInput, match=r"cannot read MLX_HOSTFILE .*: No such file"):
         rank_given({"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path / "none")}, 2)
 
 

@@ -161,7 +161,11 @@ class _Replay:
 
     def _submitted(self, index: int) -> Task:
         task = self._tasks[index]
-        assert task is not None
+        if task is None:
+            each = self._recording.slices[index]
+            raise BadInput(
+                f"{each.task.label}, task {each.id}, was awaited before it was submitted: record the run again"
+            )
         return task
 
 

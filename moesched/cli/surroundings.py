@@ -17,7 +17,7 @@ def prepare_process() -> None:
         BadInput: standard output is closed, or the working directory was removed.
     """
     if sys.stderr is None:  # it is closed; libraries write to it all the same
-        sys.stderr = Path(os.devnull).open("w")
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     if sys.stdout is None:
         raise BadInput("standard output is closed; redirect it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):

@@ -101,6 +101,7 @@ def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], b
     """Prompt lengths in tokens, and whether all of these requests run instead of a single full batch."""
     if given.requests is not None and not 1 <= given.requests <= MOST_IN_ALL:
         raise BadInput(f"--requests is {given.requests:,}: ask for 1 to {MOST_IN_ALL:,}")
+    given.require_sensible()
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moesched.errors import BadInput
 
-WRITER_MILLISECONDS = 1000
+WRITER_MILLISECONDS = 500
 """Time for somebody to begin to write to a pipe."""
 
 _PIECE = 1 << 20  # of a file that does not tell its size

@@ -22,6 +22,8 @@ from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recor
 MOST_BYTES = 1_000_000_000
 """Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
 
+MOST_RANKS = 1024
+
 _GZIP_MAGIC = b"\x1f\x8b"
 _THREE_DECIMALS = re.compile(rb"\d{1,15}\.\d{3}")
 _NOTHING = msgspec.Raw(b"")
@@ -206,7 +208,7 @@ def trace_of(file: TraceFile) -> Trace:
         for event in events
         if event.ph == "M" and event.name == "thread_name" and event.pid != CRITICAL_PID
     ]
-    lanes = {event.tid: LaneName(event.pid - FIRST_RANK_PID, args.name) for event, args in named}
+    lanes = {event.tid: LaneName(_rank(event), args.name) for event, args in named}
     tasks = [event for event in events if event.ph == "X" and event.pid != CRITICAL_PID]
     other = file.other_data
     recording = Recording(
@@ -220,6 +222,13 @@ def trace_of(file: TraceFile) -> Trace:
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
+
+
+def _rank(event: Event) -> int:
+    rank = event.pid - FIRST_RANK_PID
+    if not 0 <= rank < MOST_RANKS:
+        raise ValueError(f"process {event.pid} is none of a run's, which are {FIRST_RANK_PID} and the next")
+    return rank
 
 
 def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:

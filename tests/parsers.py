@@ -1,0 +1,249 @@
+"""All that reads something from outside, each with a valid example: files, messages and frames."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+
+from clusters import cluster
+from moesched.analysis.sides import read_side, replayed_side
+from moesched.cluster.cluster_file import cluster_toml, load_cluster
+from moesched.cluster.curve.keys import make_keys, read_keys
+from moesched.cluster.launch_env import rank_given
+from moesched.cluster.messages import JoinRequest, Refused, Unreadable, pack, read_launcher, read_node
+from moesched.errors import BadInput
+from moesched.inputs.prompts import encode_prompts, read_prompts
+from moesched.inputs.tokenizer import Tokenizer
+from moesched.jobs.report import JobReport
+from moesched.jobs.simulate_model import simulate_model
+from moesched.machines import load_machine
+from moesched.machines.cost import cost_model
+from moesched.machines.group import written_out
+from moesched.machines.networks import load_network
+from moesched.machines.toml_library import profile_text
+from moesched.machines.toml_text import machine_toml
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.published import published_config
+from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
+from moesched.models.tensors import tensor_shapes
+from moesched.requests.workloads import load_workload
+from moesched.routing.profile import RoutingProfile, read_profile, write_profile
+from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.trace import write_trace
+from moesched.transports.frames import BadFrame, Frame, Kind, unpack
+from moesched.transports.frames import pack as pack_frame
+from runs import virtual_run
+from small_models import SMALL, byte_tokenizer
+from stored_checkpoints import published, write, write_sharded
+
+
+class Parser(NamedTuple):
+    """A parser of one file.
+
+    Attributes:
+        example: makes a valid file in an empty folder, perhaps with others beside it, and returns its path.
+        read: parses the file and does what commands do at once with the result.
+        refusal: raised for a file that is not valid.
+    """
+
+    example: Callable[[Path], Path]
+    read: Callable[[Path], object]
+    refusal: type[Exception] = BadInput
+
+
+class Bench:
+    """A parser beside a file of its own, to be overwritten."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.parser = PARSERS[name]
+        self.file = self.parser.example(folder)
+        self.example = self.file.read_bytes()
+
+    def accepts(self, data: bytes) -> bool:
+        """Whether the parser takes these bytes; otherwise it refuses them with a message."""
+        self.file.write_bytes(data)
+        try:
+            self.parser.read(self.file)
+        except self.parser.refusal as error:
+            assert str(error).strip()
+            return False
+        return True
+
+
+def _text(name: str, content: Callable[[], str | bytes]) -> Callable[[Path], Path]:
+    """An example that is one file."""
+
+    def make(folder: Path) -> Path:
+        text = content()
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return folder / name
+
+    return make
+
+
+def _profile(package: str, name: str) -> Callable[[Path], Path]:
+    return _text("profile.toml", lambda: profile_text(package, "profile", name))
+
+
+def _config(shape: str) -> Callable[[Path], Path]:
+    return _text("config.json", lambda: json.dumps(published_config(SHAPES[shape]), indent=1))
+
+
+def _generation(folder: Path) -> Path:
+    _config("mixtral-8x7b")(folder)
+    return _text("generation_config.json", lambda: '{"bos_token_id": 1, "eos_token_id": [2, 7]}')(folder)
+
+
+def _read_config(file: Path) -> None:
+    tensor_shapes(read_config(file.parent))
+
+
+def _index(folder: Path) -> Path:
+    return write_sharded(folder, published()) / "model.safetensors.index.json"
+
+
+def _tokenizer(folder: Path) -> Path:
+    return byte_tokenizer(folder)
+
+
+def _read_tokenizer(file: Path) -> None:
+    tokenizer = Tokenizer(file)
+    tokenizer.decode(tokenizer.encode("a text, and " + "a" * 40))
+
+
+def _read_prompts(file: Path) -> None:
+    with suppress(BadInput):
+        read_prompts(file)
+    encode_prompts(read_prompts(file, str), _bytes_as_tokens(), SMALL, 3)
+
+
+@cache
+def _bytes_as_tokens() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        return Tokenizer(byte_tokenizer(Path(folder)))
+
+
+def _read_machine(file: Path) -> None:
+    machine = load_machine(str(file))
+    machine_toml(machine)
+    written_out(machine, machine.accelerator_group.count)
+    cost_model(machine, "float32")
+
+
+def _read_workload(file: Path) -> None:
+    workload = load_workload(str(file))
+    workload.lengths(100)
+    assert workload.longest > 0
+
+
+def _routing_profile(folder: Path) -> Path:
+    counts = ((3, 1, 2, 0), (0, 0, 3, 3))
+    profile = RoutingProfile(model="small", layers=2, experts=4, top_k=2, tokens=3, counts=counts)
+    write_profile(profile, folder / "profile.csv")
+    return folder / "profile.csv"
+
+
+def _routing_trace(folder: Path) -> Path:
+    chosen = np.array([[[0, 1], [2, 3]]] * 5, np.uint8)
+    write_routing_trace(
+        RoutingTrace("small", 4, chosen, np.array([2, 3]), np.array([1, 2])), folder / "trace.npz"
+    )
+    return folder / "trace.npz"
+
+
+def _read_routing_trace(file: Path) -> None:
+    trace = read_routing_trace(file)
+    trace.profile()
+    RecordedChoices(trace).of_tokens(0, np.arange(3), np.arange(3))
+
+
+def _trace(folder: Path) -> Path:
+    run = virtual_run("resident", requests=1, micro_batch_size=1, new_tokens=2)
+    write_trace(folder / "trace.json", run.recording, run.about)
+    return folder / "trace.json"
+
+
+def _packed_trace(folder: Path) -> Path:
+    file = _trace(folder)
+    file.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+    return file
+
+
+def _read_run(file: Path) -> None:
+    side = read_side(file)
+    if side.trace is not None:
+        replayed_side(side)
+
+
+@cache
+def _simulated() -> JobReport:
+    return simulate_model(
+        "mixtral-0.8b", machine="t4", policy="resident", workload="uniform", batch_size=1, gen=2
+    )
+
+
+def _report(folder: Path) -> Path:
+    return _text("report.json", lambda: json.dumps(_simulated().as_dict()))(folder)
+
+
+def _key(folder: Path) -> Path:
+    file = _text("moesched.secret", lambda: make_keys().secret + "\n")(folder)
+    file.chmod(0o600)
+    return file
+
+
+def _join() -> bytes:
+    return pack(JoinRequest(protocol=2, version="1", rank=1, model="m", process=7))
+
+
+def _frame() -> bytes:
+    values = np.arange(6, dtype=np.float32)
+    return bytes(
+        pack_frame(Frame(Kind.ALL_REDUCE, Kind.ALL_REDUCE, 1, shape=(2, 3), text="sum", values=values))
+    )
+
+
+PARSERS: dict[str, Parser] = {
+    "config.json": Parser(_config("mixtral-8x7b"), _read_config),
+    "config.json of dbrx": Parser(_config("dbrx"), _read_config),
+    "generation_config.json": Parser(_generation, _read_config),
+    "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),
+    "safetensors": Parser(
+        lambda folder: write(folder, published()) / "model.safetensors",
+        lambda file: open_checkpoint(file.parent),
+    ),
+    "tokenizer.json": Parser(_tokenizer, _read_tokenizer),
+    "prompts": Parser(
+        _text("prompts.jsonl", lambda: '{"prompt": "a text"}\n{"prompt_ids": [1, 2, 3]}\n'), _read_prompts
+    ),
+    "machine": Parser(_profile("moesched.machines", "rtx6000"), _read_machine),
+    "network": Parser(_profile("moesched.machines.networks", "10gbe"), lambda file: load_network(str(file))),
+    "workload": Parser(_profile("moesched.requests.workloads", "mtbench"), _read_workload),
+    "cluster": Parser(_text("cluster.toml", lambda: cluster_toml(cluster())), load_cluster),
+    "routing profile": Parser(_routing_profile, read_profile),
+    "routing trace": Parser(_routing_trace, _read_routing_trace),
+    "trace": Parser(_trace, _read_run),
+    "packed trace": Parser(_packed_trace, _read_run),
+    "report": Parser(_report, _read_run),
+    "secret key": Parser(_key, read_keys),
+    "MLX_HOSTFILE": Parser(
+        _text("hosts.json", lambda: '[["127.0.0.1:5000"], ["127.0.0.1:5001"]]'),
+        lambda file: rank_given({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)}, 2),
+    ),
+    "message of a node": Parser(_text("m", _join), lambda file: read_node(file.read_bytes()), Unreadable),
+    "message of a launcher": Parser(
+        _text("m", lambda: pack(Refused(reason="another version"))),
+        lambda file: read_launcher(file.read_bytes()),
+        Unreadable,
+    ),
+    "frame": Parser(_text("frame", _frame), lambda file: unpack(file.read_bytes()), BadFrame),
+}

@@ -1,0 +1,228 @@
+"""Numbers beyond sense, text that is none, names that act on the terminal, and modules lying about."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from commands import SIMULATE, refused
+from moesched import plugins
+from moesched.cli.main import main
+from moesched.errors import BadInput
+from moesched.inputs.prompts import encode_prompts
+from moesched.inputs.tokenizer import PIECE, Tokenizer
+from moesched.machines import load_machine
+from moesched.machines.toml_library import profile_text
+from moesched.requests.workloads import load_workload
+from moesched.system.plain_text import plain_text, shown
+from moesched.units import parse_bytes
+from small_models import SMALL, byte_tokenizer
+
+MODULE = (sys.executable, "-m", "moesched")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch-size", 10**7), "--batch-size is 10,000,000: give 1 to 65,536"),
+        (("--requests", 10**12), "--requests is 1,000,000,000,000: ask for 1 to 1,000,000"),
+        (("--nodes", 10**9, "--network", "10gbe"), "--nodes is 1,000,000,000: give 1 to 64"),
+        (("--beams", 10**9), "--beams is 1,000,000,000: give 1 for no beam search, or up to 256"),
+        (("--beams", 2, "--batch-size", "1.5"), "--batch-size: '1.5' is not a whole number"),
+        (("--preview-accuracy", "nan"), "--preview-accuracy is nan: give a probability from 0 to 1"),
+        (("--preview-accuracy", "2"), "--preview-accuracy is 2.0: give"),
+        (("--preview-accuracy", "-1"), "--preview-accuracy is -1.0: give"),
+        (("--budget", "gpu=1e309GB"), "'1e309GB' is not a size in bytes: the largest is 1000 PB"),
+        (("--budget", "gpu=1e400"), "'1e400' is not a size"),
+    ],
+)
+def test_a_number_beyond_sense_is_told_with_the_largest_that_is_sensible(
+    command: Any, arguments: tuple[object, ...], said: str
+) -> None:
+    refused(command(*SIMULATE, "--policy", "resident", *arguments), said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--top-k", "1.5"), "--top-k: '1.5' is not a whole number"),
+        (("--seed", "1e3"), "--seed: '1e3' is not a whole number"),
+        (("--beams", 2, "--length-penalty", "1e308"), r"length-penalty is 1e\+308; give -4 to 4"),
+        (("--beams", 2, "--length-penalty", "nan"), "length-penalty is nan; give -4 to 4"),
+        (("--beams", 1000), "beams is 1,000; give 1 for no beam search, or up to 256"),
+    ],
+)
+def test_a_choice_of_tokens_beyond_sense_is_refused(
+    command: Any, no_text: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    refused(command("run", no_text, "--policy", "resident", "--prompt-ids", "1", *arguments), said)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("bandwidth = 320e9", "bandwidth = 1e-320"),
+        ("bandwidth = 320e9", "bandwidth = 1e400"),
+        ("float32 = 8.1e12", "float32 = 1e-320"),
+        ("float32 = 8.1e12", "float32 = inf"),
+        ('capacity = "16GB"', 'capacity = "1e309GB"'),
+        ('capacity = "16GB"', f"capacity = {'9' * 5000}"),
+        ('capacity = "16GB"', f"capacity = 0x{'f' * 20000}"),
+        ("[roles]", "[accelerator_group]\ncount = 1000000000\n[roles]"),
+        ("[roles]", f"deep = {'[' * 5000}{']' * 5000}\n[roles]"),
+    ],
+)
+def test_a_figure_that_no_machine_has_is_refused(tmp_path: Path, good: str, bad: str) -> None:
+    text = profile_text("moesched.machines", "machine", "t4").decode()
+    assert good in text
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace(good, bad, 1))
+    with pytest.raises(BadInput, match=r"mine\.toml: "):
+        load_machine(str(file))
+
+
+@pytest.mark.parametrize("prompts", ["largest = 100, distinct = 1000000000000", f"largest = 1{'0' * 400}"])
+def test_a_workload_that_takes_for_ever_to_spread_is_refused(tmp_path: Path, prompts: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f'name = "x"\nnew_tokens = [1]\nprompts = {{average = 50, {prompts}}}\n')
+    with pytest.raises(BadInput, match=r"mine\.toml: "):
+        load_workload(str(file))
+
+
+def test_sizes_up_to_an_exabyte_are_sizes() -> None:
+    assert parse_bytes("1000000TB") == 10**18
+    for size in ("1.1e18", 10**400, float("nan"), float("inf")):
+        with pytest.raises(BadInput, match="is not a size in bytes"):
+            parse_bytes(size)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_by_its_first_pieces(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(SMALL, max_positions=1000)
+    tokenizer = _Counting(byte_tokenizer(tmp_path))
+    with pytest.raises(
+        BadInput, match=r"prompt 0: it has 50,000,000 characters, and the context ends at 990 tok"
+    ):
+        encode_prompts(["x" * 50_000_000], tokenizer, config, 10)
+    assert tokenizer.characters <= PIECE
+
+
+def test_a_long_prompt_that_fits_has_the_tokens_of_its_whole_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_tokenizer(tmp_path))
+    text = "ab" * (PIECE // 2 + 10)
+    assert tokenizer.encode(text, len(text)) == tokenizer.encode(text)
+
+
+def test_text_that_is_not_unicode_is_told_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="prompt 0: its character 2 is not valid Unicode: write it in UTF-8"):
+        encode_prompts(["ab\udcff"], Tokenizer(byte_tokenizer(tmp_path)), SMALL, 1)
+
+
+def test_an_expression_that_backtracks_is_one_line(command: Any, text_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in text_model.iterdir():
+        (model / file.name).symlink_to(file)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": pattern}))
+    said = command("run", model, "--policy", "resident", "--prompt", "a" * 40 + "b")
+    refused(said, r"prompt 0: .*tokenizer\.json cannot encode the text: .*retry-limit")
+
+
+class _Counting(Tokenizer):
+    """Counts the characters that it encodes."""
+
+    characters = 0
+
+    def _encode(self, text: str) -> list[int]:
+        self.characters += len(text)
+        return super()._encode(text)
+
+
+# ---------------------------------------------------------------- terminals
+
+
+def test_control_characters_are_shown_as_escapes_and_all_others_stay() -> None:
+    assert plain_text("a\x1b[2J\r\x9b\u202e\udcff") == r"a\x1b[2J\r\x9b\u202e\udcff"
+    assert plain_text("line\n\té 👩‍👧 中") == "line\n\té 👩‍👧 中"
+    assert len(shown("x" * 10**6)) < 200
+
+
+def test_names_in_files_cannot_act_on_the_terminal(command: Any, tmp_path: Path) -> None:
+    file = tmp_path / "\x1b]0;title\x07.toml"
+    text = profile_text("moesched.machines", "machine", "t4").decode()
+    file.write_text(text.replace('name = "t4"', r'name = "\u001b[2J"', 1))
+    said = command("roofline", "--model", "mixtral-8x7b", "--machine", file)
+    assert said.code == 0
+    assert r"\x1b[2J" in said.out
+    assert "\x1b" not in said.out
+    file.write_text("")
+    said = command("roofline", "--model", "mixtral-8x7b", "--machine", file)
+    assert "\x1b" not in said.err
+    refused(said, r"\\x1b\]0;title\\x07\.toml")
+
+
+def test_a_level_of_logs_that_is_none_is_told(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESCHED_LOG", "bogus")
+    refused(command("list", "networks"), "MOESCHED_LOG is 'bogus' in the environment: set debug, info, ")
+
+
+def test_closed_output_and_a_removed_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *MODULE, "list", "networks"], stderr=subprocess.PIPE, text=True
+    )
+    assert closed.returncode == 2
+    assert closed.stderr == "moesched: standard output is closed; redirect it to a file, or to /dev/null\n"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["list", "networks"]) == 2
+
+
+# ---------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("..:X", "is not the name of a class: write package.module:Class"),
+        (":A", "is not the name of a class"),
+        ("x:", "is not the name of a class"),
+        ("os:system", "os:system is not a device: it is <built-in function system>, and should be a class"),
+        ("json:JSONDecoder", r"is not a device: it has no \w+\(\)"),
+        ("no_such_module:X", "cannot be loaded: No module named 'no_such_module'"),
+    ],
+)
+def test_what_is_no_device_is_refused_before_it_is_called(name: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        plugins.find("devices", name)
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('no')", "raise SystemExit(0)", "1 / 0", "("])
+def test_a_module_that_fails_while_it_is_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    (tmp_path / "failing_module.py").write_text(fault)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(BadInput, match="policy 'failing_module:X' cannot be loaded: "):
+        plugins.find("policies", "failing_module:X")
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_library_s_name_in_the_current_folder_is_never_imported(tmp_path: Path) -> None:
+    for name in ("numpy", "torch", "msgspec", "rich", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    said = subprocess.run([*MODULE, "list", "policies"], cwd=tmp_path, capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (0, "")

@@ -1,0 +1,133 @@
+"""Whatever a file from outside holds, it is accepted or refused with a message: soon, and in little memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import Random
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.models.checkpoint import LARGEST_HEADER, open_checkpoint
+from moesched.models.reading import read_config
+from moesched.system.decoding import decode_json
+from moesched.system.input_file import read_input
+from mutations import mutated
+from parsers import PARSERS, Bench
+from stored_checkpoints import TINY, published, write, write_sharded
+
+SECONDS = 2.0
+"""Limit of the time for any file."""
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
+    return {name: Bench(name, tmp_path_factory.mktemp("parser")) for name in PARSERS}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_each_example_is_accepted(benches: dict[str, Bench], name: str) -> None:
+    assert benches[name].accepts(benches[name].example)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=10)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_accepted_or_refused(benches: dict[str, Bench], name: str, data: bytes) -> None:
+    began = perf_counter()
+    benches[name].accepts(data)
+    assert perf_counter() - began < SECONDS
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=20)
+@given(st.integers(0, 1 << 30))
+def test_any_damage_is_accepted_or_refused(benches: dict[str, Bench], name: str, seed: int) -> None:
+    bench = benches[name]
+    began = perf_counter()
+    bench.accepts(mutated(bench.example, Random(seed)))
+    assert perf_counter() - began < SECONDS
+
+
+# ---------------------------------------------------------------- files of any kind
+
+
+def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(b"12345")
+    assert read_input(file, "machine", 5) == b"12345"
+    with pytest.raises(BadInput, match=r"machine .*large has more than 4 bytes.*; name another file"):
+        read_input(file, "machine", 4)
+
+
+def test_a_device_a_folder_and_a_name_that_no_file_has_are_refused(tmp_path: Path) -> None:
+    for path in (Path("/dev/zero"), tmp_path, Path("a\0b"), Path("x" * 5000)):
+        with pytest.raises(BadInput, match=r"cannot read machine "):
+            read_input(path, "machine", 100)
+
+
+def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_empty(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"all of it")
+    os.close(writing)
+    assert read_input(Path(f"/dev/fd/{reading}"), "machine", 100) == b"all of it"
+    os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="missing required field"):
+        load_machine(str(tmp_path / "pipe"))
+
+
+def test_a_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, published())
+    file = tmp_path / "model.safetensors"
+    file.unlink()
+    write_sharded(tmp_path, published())
+    shard = tmp_path / "model-00001-of-00003.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(BadInput, match=r"cannot read weights .*: it is a pipe"):
+        open_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------- sizes and counts
+
+
+@pytest.mark.parametrize("nbytes", [LARGEST_HEADER + 1, 73_000_000])
+def test_a_header_that_no_checkpoint_has_is_refused_unread(tmp_path: Path, nbytes: int) -> None:
+    file = write(tmp_path, published()) / "model.safetensors"
+    with file.open("wb") as shard:
+        shard.write(nbytes.to_bytes(8, "little"))
+        shard.truncate(8 + nbytes)
+    with pytest.raises(BadInput, match="its header would have"):
+        open_checkpoint(tmp_path)
+
+
+def test_json_with_more_values_than_its_limit_is_refused_before_it_is_decoded() -> None:
+    assert decode_json(b"[1,2,3]", list[int], "a", "b", most=3) == [1, 2, 3]
+    with pytest.raises(BadInput, match="it has about 4 values, and may have 3"):
+        decode_json(b"[1,2,3,4]", list[int], "a", "b", most=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": ["mixtral"]}, "Expected `str"),
+        ({"model_type": {"a": 1}}, "Expected `str"),
+        ({"num_hidden_layers": 100_000}, r"num_hidden_layers is 100,000, but it may be 10,000"),
+        ({"num_local_experts": 10**7}, r"2 layers have 10,000,000 experts each, but there may be 100,000"),
+        ({"vocab_size": 10**4000}, r"vocabulary is 1000+\.\.\.0+, but it may be 100,000,000"),
+        ({"hidden_act": "x" * 100_000}, r"hidden_act is 'x+\.\.\.x+'"),
+    ],
+)
+def test_a_configuration_that_no_model_has_is_refused_in_a_short_line(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    write(tmp_path, published(), **TINY | changes)
+    with pytest.raises(BadInput, match=said) as error:
+        read_config(tmp_path)
+    assert len(str(error.value)) < 500
