@@ -65,7 +65,7 @@ Policy = Annotated[
     str,
     Parameter(
         metavar="P",
-        help="A name of `moesched list policies`, or package.module:Class (the current folder is searched).",
+        help="A name of `moesched list policies`, or package.module:Class (also in the current folder).",
     ),
 ]
 Settings = Annotated[

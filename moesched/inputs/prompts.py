@@ -20,6 +20,8 @@ Prompt = str | Sequence[int]
 MOST_BYTES = 64_000_000
 """Limit of a prompts file, about 16 million tokens."""
 MOST_PROMPTS = 1_000_000
+MOST_IDS = 16_000_000
+"""Limit of the token ids of a prompt."""
 MOST_DIGITS = 18
 _NAMED_LINES = 20
 
@@ -93,7 +95,7 @@ def _skipped(broken: Mapping[int, BadInput]) -> str:
 
 
 def _read_line(where: str, line: bytes) -> Prompt:
-    read = decode_json(line, _Line, where, 'write {"prompt": "..."}', most=MOST_BYTES)
+    read = decode_json(line, _Line, where, 'write {"prompt": "..."}', most=MOST_IDS)
     given = [each for each in (read.prompt, read.prompt_ids) if each is not None]
     if len(given) != 1:
         raise BadInput(f'{where}: give "prompt" or "prompt_ids", one of them')

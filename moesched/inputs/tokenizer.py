@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.system.decoding import require_few_values
 from moesched.system.input_file import is_file, read_input
 from moesched.system.silence import silent_stderr
 
 TOKENIZER_NAME = "tokenizer.json"
-MOST_BYTES = 64_000_000
+MOST_BYTES = 50_000_000
 """Limit of a tokenizer.json; the largest published ones have 35 MB."""
+MOST_VALUES = 3_000_000
+"""Limit of the values in it, each of which takes up to 130 bytes in the library; the largest ones have 2 million."""
 PIECE = 200_000
 """Characters that are encoded at once to find whether a prompt is too long; each takes about 400 bytes of memory."""
 
@@ -29,6 +32,7 @@ class Tokenizer:
 
         self._path = path
         data = read_input(path, "tokenizer", MOST_BYTES)
+        require_few_values(data, MOST_VALUES, str(path), _RESTORE)
         with silent_stderr():
             self._tokenizer: Any = self._call(Loaded.from_buffer, data, "is not a tokenizer")
 

@@ -28,7 +28,7 @@ from moesched.system.plain_text import shown
 from moesched.system.whole_file import whole_file
 
 HEADER = "layer,expert,count"
-MOST_BYTES = 16_000_000
+MOST_BYTES = 4_000_000
 MOST_DIGITS = 15  # of a number; sums of counts stay exact as floats
 SIZES = ("layers", "experts", "top_k", "tokens")
 

@@ -38,14 +38,19 @@ def decode_json(
         BadInput: it is not JSON, is not of that type, is nested too deep, or has more values.
     """
     text = bytes(data)
-    # Cheap, and never less than the number of values: each follows a comma or a bracket.
-    values = text.count(b",") + text.count(b"[") + text.count(b"{")
-    if values > most:
-        raise BadInput(f"{where}: it has about {values:,} values, and may have {most:,}; {remedy}")
+    require_few_values(text, most, where, remedy)
     try:
         return msgspec.json.decode(text, type=kind)
     except DECODE_ERRORS as error:
         raise BadInput(f"{where}: {reason(error)}; {remedy}") from error
+
+
+def require_few_values(text: bytes, most: int, where: str, remedy: str) -> None:
+    """Raise BadInput for JSON that may have more than `most` values, before it is decoded."""
+    # Never less than their number, as each follows a comma or a bracket.
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if values > most:
+        raise BadInput(f"{where}: it has about {values:,} values, and may have {most:,}; {remedy}")
 
 
 def decode_toml(text: bytes, where: str) -> dict[str, Any]:
