@@ -188,6 +188,14 @@ def fuzz_transport(result: Result) -> Iterator[Claim]:
     )
 
 
+def fuzz_inputs(result: Result) -> Iterator[Claim]:
+    """Damaged files and messages, by parser, and damaged files of commands."""
+    for kind, words in (("parsers", "files and messages"), ("commands", "files of commands")):
+        found = result[kind].values()
+        files, problems = (sum(each[name] for each in found) for name in ("files", "problems"))
+        yield none_of(f"damaged {words} that did not end in one line within 2 s and 500 MB", problems, files)
+
+
 def kill_a_node(result: Result) -> Iterator[Claim]:
     """A node killed at a random step."""
     words = f"runs with a killed node that end in {result['limit_seconds']:g} s with the same tokens, or by naming it"
@@ -310,8 +318,9 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
         all_reduce, busy_tests, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated,
-        engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_transport, kill_a_node, layer_estimate, leaks,
-        makespan, offload_disk, opening, packing, peak_memory, plan_search, prediction, random_runs, reproduce,
+        engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs, fuzz_transport, kill_a_node,
+        layer_estimate, leaks, makespan, offload_disk, opening, packing, peak_memory, plan_search, prediction,
+        random_runs, reproduce,
         same_behaviour, signals,
     )
 }  # fmt: skip

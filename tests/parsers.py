@@ -146,8 +146,8 @@ def _read_workload(file: Path) -> None:
 
 
 def _routing_profile(folder: Path) -> Path:
-    counts = ((3, 1, 2, 0), (0, 0, 3, 3))
-    profile = RoutingProfile(model="small", layers=2, experts=4, top_k=2, tokens=3, counts=counts)
+    counts = ((3, 1, 2, 0, 0, 0, 0, 0),) * 8
+    profile = RoutingProfile(model="mixtral-0.8b", layers=8, experts=8, top_k=2, tokens=3, counts=counts)
     write_profile(profile, folder / "profile.csv")
     return folder / "profile.csv"
 
