@@ -30,15 +30,16 @@ _ITEM_BYTES = {
 }
 
 
-Length = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Offset = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
 class Entry(msgspec.Struct, gc=False):
     """Entry of one tensor in a safetensors header; offsets count from the end of the header."""
 
     dtype: str
-    shape: tuple[Length, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[Offset, Offset]
 
 
 class Found(msgspec.Struct, gc=False):

@@ -9,8 +9,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.decoding import require_few_values
 
 T = TypeVar("T")
+
+MOST_VALUES = 2_000_000
+"""Limit of the values of a header, each of which takes up to 100 bytes; 131,072 matrices have half of them."""
 
 
 def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
@@ -23,6 +27,7 @@ def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
     Raises:
         BadInput: it is not JSON, has a key twice, is not of that type, or is nested too deep.
     """
+    require_few_values(text, MOST_VALUES, where, remedy)
     try:
         return msgspec.convert(_DECODER.decode(text.decode()), kind)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
