@@ -297,7 +297,7 @@ def test_what_is_no_regular_file_is_refused_at_once(
 def test_a_pipe_as_the_only_file_is_refused_at_once(tmp_path: Path) -> None:
     write_config(tmp_path)
     os.mkfifo(tmp_path / "model.safetensors")
-    assert "model.safetensors is a folder, a pipe or a device" in refusal(tmp_path)
+    assert "model.safetensors: it is a pipe" in refusal(tmp_path)
 
 
 def test_a_dense_model_may_have_no_router(tmp_path: Path) -> None:

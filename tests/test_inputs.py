@@ -91,7 +91,7 @@ def test_a_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
     shard = tmp_path / "model-00001-of-00003.safetensors"
     shard.unlink()
     os.mkfifo(shard)
-    with pytest.raises(BadInput, match=r"model-00001-of-00003.safetensors is a folder, a pipe or a device"):
+    with pytest.raises(BadInput, match=r"model-00001-of-00003.safetensors: it is a pipe"):
         open_checkpoint(tmp_path)
 
 

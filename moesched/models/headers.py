@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
 from moesched.models.unique_json import decode_unique
+from moesched.system.input_file import open_input
 
 LARGEST_JSON = 16 << 20
 """Most bytes of a header or an index: 100,000 tensors in one file. The largest known models have that in all files."""
@@ -67,7 +67,8 @@ def read_header(path: Path) -> Header:
     Raises:
         BadInput: it is missing, no regular file, truncated, or not a valid safetensors file.
     """
-    with open_regular(path, "as safetensors") as (file, identity):
+    with open_input(path, "weights", remedy=f"{RESTORE}, as safetensors") as file:
+        identity = FileIdentity.of(os.fstat(file.fileno()))
         text = _header_text(path, file, identity.size)
     where = f"{path} has no valid safetensors header"
     values = decode_unique(text, dict[str, object], where, RESTORE)
@@ -89,33 +90,7 @@ def require_count(tensors: int, where: str) -> None:
         )
 
 
-@contextmanager
-def open_regular(path: Path, form: str = "") -> Iterator[tuple[BinaryIO, FileIdentity]]:
-    """Open a file to read, and yield it with its identity. Pipes and devices, which might never answer, are refused.
-
-    Args:
-        form: the form that a missing file should have, for the error message.
-
-    Raises:
-        BadInput: the file is missing, cannot be read, or is not a regular one.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise a pipe waits for a writer
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadInput(f"{path} is a folder, a pipe or a device; {RESTORE}")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                yield file, FileIdentity.of(status)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        raise BadInput(f"{path} is missing; {RESTORE}{form and ', '}{form}") from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
-
-
-def _header_text(path: Path, file: BinaryIO, size: int) -> bytes:
+def _header_text(path: Path, file: FileIO, size: int) -> bytes:
     if size < 8:
         raise BadInput(f"{path} is truncated: it has {size} bytes, its header alone needs more; {RESTORE}")
     length = int.from_bytes(file.read(8), "little")

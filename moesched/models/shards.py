@@ -9,8 +9,9 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
-from moesched.models.headers import LARGEST_JSON, RESTORE, Found, open_regular, read_header, require_count
+from moesched.models.headers import LARGEST_JSON, RESTORE, Found, read_header, require_count
 from moesched.models.unique_json import decode_unique
+from moesched.system.input_file import read_input
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -64,10 +65,7 @@ def _read_into(shards: Shards, path: Path) -> list[Found]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, by the tensors' names."""
-    with open_regular(path) as (file, identity):
-        if identity.size > LARGEST_JSON:
-            raise BadInput(f"{path}: it has {identity.size:,} bytes, more than {LARGEST_JSON:,}; {RESTORE}")
-        text = file.read()
+    text = read_input(path, "index", LARGEST_JSON, remedy=RESTORE)
     weight_map = decode_unique(text, _Index, str(path), RESTORE).weight_map
     require_count(len(weight_map), str(path))
     files = {shard: _within_folder(path, shard) for shard in set(weight_map.values())}
