@@ -147,7 +147,7 @@ def test_a_failure_midway_leaves_nothing_behind(tmp_path: Path, parts_before: in
 
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"m needs [\d,]+ bytes and its disk has [\d,]+ free; make room"):
-        write_random_model("mixtral-8x22b", tmp_path / "new" / "m", layers=10**6)
+        write_random_model("mixtral-8x22b", tmp_path / "new" / "m", layers=10**4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,7 +175,7 @@ def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
         write_random_model("mixtral-9x9b", tmp_path / "m")
     with pytest.raises(BadInput, match=r"dtype 'int4' cannot be written; choose one of bfloat16, float32"):
         write_random_model(TINY, tmp_path / "m", dtype="int4")
-    with pytest.raises(BadInput, match=r"a model of 0 layers cannot be written; ask for at least 1"):
+    with pytest.raises(BadInput, match=r"a model of 0 layers cannot be written; ask for 1 to 10,000"):
         write_random_model(TINY, tmp_path / "m", layers=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -111,9 +111,9 @@ def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> 
 
 
 def test_a_size_below_one_is_told() -> None:
-    with pytest.raises(BadInput, match="--batch-size is 0: give 1 or more"):
+    with pytest.raises(BadInput, match="--batch-size is 0: give 1 to 65,536"):
         choose_sizes(asking("resident", [4]), SizeOptions(batch_size=0))
-    with pytest.raises(BadInput, match="--micro-batch-size is -1: give 1 or more"):
+    with pytest.raises(BadInput, match="--micro-batch-size is -1: give 1 to 65,536"):
         choose_sizes(asking("resident", [4]), SizeOptions(micro_batch_size=-1))
 
 

@@ -100,7 +100,7 @@ class Bench:
         policy, settings = self._systems[system]
         report = simulate_model(
             self.paper.model,
-            machine=self.machine,
+            machine=self._machine_of(system),
             policy=policy,
             settings=settings,
             workload=given_lengths([prompt], new_tokens),
@@ -109,15 +109,18 @@ class Bench:
             beams=beams,
             batch_size=1,
             micro_batch_size=1,
-            budgets={self.machine.accelerator.memory: self._gpu_bytes(system)},
         )
         prefill, *steps = report.step_seconds
         return Ran(prefill, fmean(steps) if steps else 0.0)
 
-    def _gpu_bytes(self, system: str) -> int:
-        """The GPU's memory; for `layer_split`, plus the dense weights that llama.cpp keeps on the CPU."""
-        capacity = self.machine.memories[self.machine.accelerator.memory].nbytes
-        return capacity + (self.dense_bytes if system in ("layer_split", FETCHING) else 0)
+    def _machine_of(self, system: str) -> Machine:
+        """The machine; for `layer_split` with room on the GPU for the dense weights that llama.cpp keeps on the CPU."""
+        if system not in ("layer_split", FETCHING):
+            return self.machine
+        gpu = self.machine.accelerator.memory
+        tier = self.machine.memories[gpu]
+        roomy = replace(tier, capacity=tier.nbytes + self.dense_bytes)
+        return replace(self.machine, memories={**self.machine.memories, gpu: roomy})
 
 
 def as_measured(paper: TwiddlerPaper) -> Machines:
