@@ -62,6 +62,12 @@ def busy_tests(result: Result) -> Iterator[Claim]:
     yield none_of(words, result["failed_rounds"], result["rounds"])
 
 
+def check_cost(result: Result) -> Iterator[Claim]:
+    """The checks around a policy."""
+    words = "checks of verbs, awaits and files, of a decode step of one request"
+    yield at_most(words, 100 * result["largest_share"], 100 * result["bar"], "{:.3g} %")
+
+
 def cluster_tokens(result: Result) -> Iterator[Claim]:
     """Processes against one process."""
     cases = result["cases"]
@@ -317,11 +323,10 @@ def times(ratio: float) -> str:
 CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
-        all_reduce, busy_tests, cluster_tokens, command_times, damaged_policies, decision_time, dispatch, emulated,
-        engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs, fuzz_transport, kill_a_node,
-        layer_estimate, leaks, makespan, offload_disk, opening, packing, peak_memory, plan_search, prediction,
-        random_runs, reproduce,
-        same_behaviour, signals,
+        all_reduce, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
+        dispatch, emulated, engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs,
+        fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing,
+        peak_memory, plan_search, prediction, random_runs, reproduce, same_behaviour, signals,
     )
 }  # fmt: skip
 """By benchmark."""

@@ -112,6 +112,8 @@ class Launch:
             while self.failure is None and (remainder := self.log.remainder()) is not None:
                 self._carry_out(remainder)
         except KeyboardInterrupt:
+            waiting_for = ", ".join(str(node.host) for node in self._roster.members if not node.done)
+            _log.warning("stopping; the next signal stops at once", waiting_for=waiting_for)
             self._stop("the run was interrupted")
             raise
         except BadInput as error:
