@@ -28,8 +28,9 @@ os.environ["MOESCHED_VALIDATE"] = "1"
 os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
 atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 
-# A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt.
+# A shell's background jobs ignore Ctrl-C, and those of nohup SIGHUP: so would the programs that tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=2_000, deadline=None, print_blob=True)

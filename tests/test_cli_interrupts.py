@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -94,3 +96,27 @@ def test_ctrl_c_keeps_tokens_and_trace(
     assert said.json["tokens"][2] == []
     assert check_trace(trace) == []
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs setsid of util-linux")
+def test_a_closed_terminal_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    """The progress bar is on the terminal, and cannot be written any more."""
+    leader, terminal = pty.openpty()
+    command = [
+        "setsid",
+        "--ctty",
+        sys.executable,
+        "-m",
+        "moesched",
+        "calibrate",
+        "--out",
+        tmp_path / "m.toml",
+    ]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        seen = b""
+        while b"measuring" not in seen:
+            seen += os.read(leader, 1000)
+        os.close(leader)
+        assert process.wait(PATIENCE_SECONDS) == 129
+    assert list(tmp_path.iterdir()) == []

@@ -44,7 +44,9 @@ def exit_code_of(error: BaseException) -> int:
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
-    if isinstance(error, KeyboardInterrupt):
+    terminal_closed = isinstance(error, OSError) and first_signal() is not None
+    if isinstance(error, KeyboardInterrupt) or terminal_closed:
+        _abandon_stdout()
         tell(interruption())
         return exit_code_of_signal()
     if isinstance(error, BrokenPipeError):
@@ -140,7 +142,9 @@ def _reader_left() -> int:
 
 
 def _abandon_stdout() -> None:
-    """Prevent the interpreter's final flush, which would fail."""
+    """Flush what can be flushed, and prevent the interpreter's final flush, which would fail."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
