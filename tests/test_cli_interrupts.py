@@ -102,16 +102,8 @@ def test_ctrl_c_keeps_tokens_and_trace(
 def test_a_closed_terminal_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     """The progress bar is on the terminal, and cannot be written any more."""
     leader, terminal = pty.openpty()
-    command = [
-        "setsid",
-        "--ctty",
-        sys.executable,
-        "-m",
-        "moesched",
-        "calibrate",
-        "--out",
-        tmp_path / "m.toml",
-    ]
+    out = str(tmp_path / "machine.toml")
+    command = ["setsid", "--ctty", sys.executable, "-m", "moesched", "calibrate", "--out", out]
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
         os.close(terminal)
         seen = b""
