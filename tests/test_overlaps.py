@@ -1,4 +1,4 @@
-"""What overlaps with what on a T4: each schedule hides the work that its paper says it hides."""
+"""Overlap on a T4: each schedule hides the work that its paper says it hides."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class _Known:
         return by_stored_name(other_tensors(self._config))
 
     def get(self, found: Found) -> Published | None:
-        """What a stored tensor is to the model; None where the architecture declares it as extra.
+        """The parts of the model that a stored tensor holds; None where the architecture declares it as extra.
 
         Raises:
             BadInput: the architecture has no such tensor.

@@ -27,7 +27,7 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 Content = Literal["weights", "KV cache", "buffers"]
-"""What bytes hold; everything but weights and the KV cache is a buffer."""
+"""Contents of a reservation; all but weights and the KV cache are buffers."""
 
 
 class Reservation(NamedTuple):
