@@ -84,7 +84,7 @@ def tell(message: str) -> None:
 
 
 def interruption() -> str:
-    """ "interrupted", with the signal unless it was Ctrl-C."""
+    """The word for an end by a signal, with the signal's name unless it was Ctrl-C."""
     number = first_signal()
     return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
 

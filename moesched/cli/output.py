@@ -128,7 +128,7 @@ def print_report(report: JobReport) -> None:
         memories.append(["process", format_bytes(process.measured), limit])
     print_table(["memory", "peak", "budget"], memories, figures=2)
     if process is not None and process.predicted is not None:
-        print(f"\n{_process(process)}")
+        say(f"\n{_process(process)}")
     if report.emulation is not None:
         say()
         _print_emulation(report.emulation)
