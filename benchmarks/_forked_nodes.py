@@ -71,8 +71,10 @@ class ForkServer:
 
         return start
 
-    def start(self, rank: int, arguments: Sequence[str], errors: Path) -> ForkedProcess:
-        process = self._context.Process(target=_run, args=(list(arguments), str(errors)), daemon=True)
+    def start(
+        self, rank: int, arguments: Sequence[str], errors: Path, before: Callable[[], object] = int
+    ) -> ForkedProcess:
+        process = self._context.Process(target=_run, args=(list(arguments), str(errors), before), daemon=True)
         process.start()
         self.nodes[rank] = ForkedProcess(process, errors)
         return self.nodes[rank]
@@ -98,10 +100,11 @@ class Killer(Listener):
             self._act()
 
 
-def _run(arguments: list[str], errors: str) -> None:
+def _run(arguments: list[str], errors: str, before: Callable[[], object]) -> None:
     from moesched.cli.main import main
 
     handle = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    before()
     sys.exit(main(arguments))

@@ -20,6 +20,8 @@ from commands import Said
 if TYPE_CHECKING:
     from runs import Run
 
+pytest_plugins = ["cluster_fixtures"]
+
 # Before any test imports transformers: its models come from the tests themselves, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Every run of a test checks the engine's transitions and the memory's books.

@@ -50,7 +50,7 @@ class ControlLink:
 
     Args:
         on_stop: called at once, on the link's thread, when the launcher ends the current epoch.
-        on_gone: called likewise when the launcher is silent or ends the run.
+        on_gone: called likewise when the launcher is silent, ends the run, or goes on without this node.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ class ControlLink:
             if self._socket in ready:
                 heard = time.monotonic()
                 self._take(self._socket.recv())
-            elif time.monotonic() - heard > self._lost_after:
+            elif time.monotonic() - heard > self._lost_after and not self._socket.poll(_POLL_MILLISECONDS):
+                # A process that was stopped and goes on gets what was sent to it after a moment: hence the second look.
                 self._inbox.put(None)
                 self._on_gone()
                 heard = float("inf")
@@ -199,5 +200,5 @@ class ControlLink:
         self._inbox.put(message)
         if isinstance(message, Stop):
             self._on_stop(message)
-        elif isinstance(message, Quit):
+        elif isinstance(message, Quit | Refused):
             self._on_gone()

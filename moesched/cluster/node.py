@@ -126,7 +126,7 @@ class _Node:
                 case Begin():
                     self._try(partial(self._begin, job, welcome, message))
                 case Refused():
-                    raise BadInput(message.reason)
+                    raise MoeschedError(message.reason)
                 case Quit():
                     return
 

@@ -244,6 +244,10 @@ class Roster:
 
     def _lose(self, node: Node, why: str) -> None:
         """Note that a node is lost, with its exit code and last words where they are known."""
+        self.say(
+            node,
+            Refused(reason=f"{node.host} was {why}, and the others went on: start it again to take part"),
+        )
         node.lost, node.peer = why, None
         code = node.process.poll()
         if code is not None:

@@ -1,0 +1,213 @@
+"""Nodes and launchers that are killed, stand still, go on or come back: no run hangs, and no token is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+from _forked_nodes import ForkServer, Killer
+
+import moesched
+from cluster_fixtures import NEW_TOKENS, PROMPTS, first_node, run_seated
+from moesched.cluster.cluster_file import Cluster, Host, cluster_toml
+from moesched.cluster.cluster_jobs import run_local
+from moesched.cluster.members import ByOthers, Process
+from moesched.cluster.messages import JoinRequest, Welcome
+from moesched.cluster.node_jobs import NodeRun
+from moesched.errors import NodeLost
+from moesched.runs.listeners import Listener
+from patience import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_SECONDS = 60.0
+"""Of an exchange, and of joining: whoever waits for that long was told of nothing."""
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or_an_error(
+    server: ForkServer, models: Path, expected: dict[str, list[list[int]]], number: int
+) -> None:
+    draw = random.Random(number)
+    nodes = draw.choice([2, 3, 4])
+    rank = draw.randrange(nodes)
+    killer = Killer(
+        draw.randint(1, len(PROMPTS) * (NEW_TOKENS - 1)), lambda: server.nodes[rank].process.kill()
+    )
+    replicated = nodes == 4 or (nodes == 3 and rank != 1)
+    try:
+        report = run_local(
+            models / "mixtral",
+            PROMPTS,
+            nodes=nodes,
+            start=server,
+            policy=draw.choice(["ep_router_aided", "ep_naive"]),
+            max_new_tokens=NEW_TOKENS,
+            listener=killer,
+        )
+    except NodeLost as error:
+        assert not replicated
+        assert error.rank == rank
+        assert f"node {rank} (local-{rank}) is lost" in str(error)
+        kept = error.report.tokens
+        assert all(whole[: len(part)] == part for whole, part in zip(expected["mixtral"], kept, strict=True))
+    else:
+        assert replicated
+        assert report.tokens == expected["mixtral"]
+        assert report.epochs == 2
+        assert report.members[rank].lost is not None
+    assert time.monotonic() - killer.since < TIMEOUT_SECONDS
+    assert all(node.process.exitcode is not None for node in server.nodes.values())
+
+
+def test_the_last_of_two_that_hold_everything_goes_on_alone(
+    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    killer = Killer(5, lambda: server.nodes[0].process.kill())
+    report = run_local(
+        models / "dbrx",
+        PROMPTS,
+        nodes=2,
+        start=server,
+        policy="ep_balanced",
+        max_new_tokens=NEW_TOKENS,
+        listener=killer,
+    )
+    assert report.tokens == expected["dbrx"]
+    assert [member.lost is None for member in report.members] == [False, True]
+
+
+def test_two_lost_at_once_are_no_trouble_where_others_hold_their_experts(
+    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    def act() -> None:
+        server.nodes[0].process.kill()
+        server.nodes[3].process.kill()
+
+    killer = Killer(5, act)
+    report = run_local(
+        models / "mixtral",
+        PROMPTS,
+        nodes=4,
+        start=server,
+        policy="ep_router_aided",
+        max_new_tokens=NEW_TOKENS,
+        listener=killer,
+    )
+    assert report.tokens == expected["mixtral"]
+    assert [member.lost is None for member in report.members] == [False, True, True, False]
+    assert time.monotonic() - killer.since < TIMEOUT_SECONDS
+
+
+def test_a_node_that_comes_back_takes_part_again(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    file, _ = seated
+    arguments = ["node", str(models / "mixtral"), "--cluster", str(file), "--rank", "0"]
+
+    def act() -> None:
+        server.nodes[0].process.kill()
+        server.start(0, arguments, file.parent / "back.err")
+
+    more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
+    alone = moesched.run_model(
+        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=150, batch_size=3
+    )
+    report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
+    assert report.tokens == alone.tokens
+    assert report.epochs == 3
+    assert [member.lost for member in report.members] == [None, None]
+    assert server.nodes[0].wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_node_that_stands_still_is_lost_after_the_time_that_the_file_says(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    killer = Killer(4, lambda: os.kill(server.nodes[1].process.pid or 0, signal.SIGSTOP))
+    file, described = seated
+    file.write_text(cluster_toml(msgspec.structs.replace(described, lost_after=3.0)))
+    with pytest.raises(NodeLost, match="silent for 3 s"):
+        run_seated(file, server, models / "mixtral", listener=killer)
+    assert time.monotonic() - killer.since < TIMEOUT_SECONDS
+    assert server.nodes[1].process.exitcode is not None
+
+
+def test_a_node_ends_when_its_launcher_is_gone(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    control, node, joined = first_node(seated, server, models)
+    assert isinstance(joined.message, JoinRequest)
+    control.say(joined.peer, Welcome(run=NodeRun(policy="ep_naive"), lost_after=0.5, transport="zeromq"))
+    control.close()
+    assert node.wait(PATIENCE_SECONDS) == 1
+    assert "is gone" in node.last_words()
+
+
+def fill_disk() -> None:
+    """Let every write to a file fail, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def test_nodes_whose_disks_are_full_compute(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    file, _ = seated
+
+    def start(node: Host, arguments: Sequence[str]) -> Process:
+        return server.start(node.rank, arguments, file.parent / "err", fill_disk)
+
+    report = run_seated(file, server, models / "mixtral", start=start)
+    assert report.tokens == expected["mixtral"]
+    assert [server.nodes[rank].poll() for rank in range(2)] == [0, 0]
+
+
+class AtTokens(Listener):
+    """Does something at some of the tokens."""
+
+    def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
+        self._acts = acts
+        self._count = 0
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        self._count += 1
+        if self._count in self._acts:
+            self._acts[self._count]()
+
+
+def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    file, described = seated
+    file.write_text(cluster_toml(msgspec.structs.replace(described, lost_after=10.0)))
+
+    def start(node: Host, arguments: Sequence[str]) -> Process:
+        server(file.parent)(node, arguments)
+        return ByOthers()  # which the launcher cannot kill
+
+    def signals(number: int) -> None:
+        os.kill(server.nodes[0].process.pid or 0, number)
+
+    report = run_seated(
+        file,
+        server,
+        models / "mixtral",
+        start=start,
+        policy="policies_for_tests:Unhurried",
+        max_new_tokens=60,
+        listener=AtTokens({30: partial(signals, signal.SIGSTOP), 60: partial(signals, signal.SIGCONT)}),
+    )
+    alone = moesched.run_model(
+        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=60, batch_size=3
+    )
+    assert report.tokens == alone.tokens
+    assert report.members[0].lost == "silent for 10 s"
+    assert server.nodes[0].wait(PATIENCE_SECONDS) == 1
+    assert "node 0 (mac-0) was silent for 10 s, and the others went on" in server.nodes[0].last_words()
