@@ -31,6 +31,8 @@ class CGOPipe:
         split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
         self.pinned = self._staging(plan) if plan.machine.roles.pinned else None
+        counts = {len(plan.chunks), len(plan.micro_batches)}
+        self.shares = {count: [shares(pages, count) for pages in self.streamed] for count in counts}
 
     def _staging(self, plan: Plan) -> Pool:
         """Pinned slots: as many as the buffer has, or as fit, but at least one for each streamed page of a layer."""
@@ -83,16 +85,10 @@ class CGOPipe:
         self._pin(step, self._page(step, i + 1, j))
 
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
-        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step.
-
-        The first micro-batch's share has the whole dense part, which attention's look-ahead needs soon after.
-        """
+        """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step."""
         if i == len(step.layers) and step.last:
             return []
-        pages = self.streamed[i % len(step.layers)]
-        count, dense = len(step.micro_batches), sum(page.expert == DENSE for page in pages)
-        start, stop = (max(dense, len(pages) * share // count) for share in (j, j + 1))
-        return pages[start if j else 0 : stop]
+        return self.shares[len(step.micro_batches)][i % len(step.layers)][j]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
         if pages and self.pinned:
@@ -101,3 +97,13 @@ class CGOPipe:
     def _fetch(self, step: Step, pages: list[Page]) -> None:
         if pages:
             step.fetch(pages, self.buffer, source=self.pinned)
+
+
+def shares(pages: list[Page], count: int) -> list[list[Page]]:
+    """A layer's pages, cut into a share for each of `count` micro-batches.
+
+    The first share has the whole dense part, which attention's look-ahead needs soon after.
+    """
+    dense = sum(page.expert == DENSE for page in pages)
+    ends = [max(dense, len(pages) * share // count) for share in range(1, count + 1)]
+    return [pages[start:end] for start, end in zip([0, *ends], ends, strict=False)]

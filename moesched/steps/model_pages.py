@@ -14,15 +14,19 @@ def describe(page: Page) -> str:
     return f"L{page.layer} {part} #{page.index}"
 
 
-def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout) -> None:
-    """Check that pages belong to a model; a page of another layout has other bytes under the same number.
+def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout) -> int:
+    """Check that pages belong to a model, and return the sum of their bytes.
+
+    A page of another layout has other bytes under the same number.
 
     Raises:
         PolicyError: one of them does not.
     """
-    own = layout.pages
+    own, nbytes = layout.pages, 0
     for page in pages:
         if not 0 <= page.id < len(own) or (page is not own[page.id] and page != own[page.id]):
             raise PolicyError(
                 f"{verb}: page {describe(page)} belongs to another model or layout: take pages from plan.layout or step"
             )
+        nbytes += page.nbytes
+    return nbytes

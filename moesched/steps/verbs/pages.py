@@ -110,16 +110,13 @@ class PageVerbs(Verbs):
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
         plan = self._state.plan
-        require_pages(verb, pages, plan.layout)
+        nbytes = require_pages(verb, pages, plan.layout)
         reads = () if source is None else held_slots(verb, pages, source)
         if len(pages) > len(pool.slots):
             raise OverBudget(
                 f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
             )
         slots = pool.assign_all(pages, self._state.engine)
-        nbytes = 0
-        for page in pages:
-            nbytes += page.nbytes
         origin = plan.machine.roles.weights if source is None else source.memory.name
         lane, work = self._state.works.move(origin, pool.memory.name, nbytes, len(slots))
         first = pages[0]
