@@ -35,6 +35,9 @@ BENCHMARK = Benchmark(
 BENCHMARK.parser.add_argument(
     "--busy", type=int, default=2, metavar="N", help="busy processes beside the tests"
 )
+BENCHMARK.parser.add_argument(
+    "--beside", default="", metavar="TEXT", help="other work that keeps the cores busy, for the result"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [run for run in stored if run["commit"] == commit() and run["files"] == files]
     with busy_processes(options.busy):
         for _ in track(range(options.rounds), "running the tests", still=True):
-            runs.append(one_round(files, options.busy))
+            runs.append(one_round(files, options.busy, options.beside))
             failed = [run for run in runs if run["exit_code"]]
             print(f"{len(failed)} of {len(runs)} rounds failed; the last one took {runs[-1]['seconds']:g} s")
             for failure in runs[-1]["failures"]:
@@ -69,7 +72,7 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def one_round(files: Sequence[str], busy: int) -> dict[str, Any]:
+def one_round(files: Sequence[str], busy: int, beside: str) -> dict[str, Any]:
     """The outcome of the suite, or of some of its files."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -87,6 +90,7 @@ def one_round(files: Sequence[str], busy: int) -> dict[str, Any]:
         "commit": commit(),
         "files": list(files),
         "busy_processes": busy,
+        "beside": beside,
         "load_average": round(os.getloadavg()[0], 1),
         "seconds": round(seconds, 1),
         "exit_code": done.returncode,
