@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -107,4 +108,7 @@ def _run(arguments: list[str], errors: str, before: Callable[[], object]) -> Non
     os.dup2(handle, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     before()
-    sys.exit(main(arguments))
+    code = main(arguments)
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)  # a process of `multiprocessing` would turn a standard error that is full into code 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,9 @@ def first_node(
     while not (heard := list(control.hear(5))):
         pass
     return control, node, heard[0]
+
+
+def fill_disk() -> None:
+    """Let every write to a file fail, as on a full disk, those of logs too."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    os.environ["MOESCHED_LOG"] = "debug"

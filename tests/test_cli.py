@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from commands import refused
+from moesched.cli.logs import send_logs_to_stderr
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,16 @@ def test_list_shows_plugins_of_others_and_why_one_cannot_load(
     assert "No module named 'theirs_is_not_installed'" in entries["theirs"]["problem"]
     assert entries["resident"]["problem"] is None
     assert re.search(r"theirs +cannot load: .*theirs_is_not_installed", command("list", "policies").out)
+
+
+class FullDisk(StringIO):
+    """A file to which nothing can be written."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_logs_that_cannot_be_written_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    send_logs_to_stderr()
+    structlog.get_logger().warning("on a full disk")

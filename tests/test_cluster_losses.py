@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import pytest
 from _forked_nodes import ForkServer, Killer
 
 import moesched
-from cluster_fixtures import NEW_TOKENS, PROMPTS, first_node, run_seated
+from cluster_fixtures import NEW_TOKENS, PROMPTS, fill_disk, first_node, run_seated
 from moesched.cluster.cluster_file import Cluster, Host, cluster_toml
 from moesched.cluster.cluster_jobs import run_local
 from moesched.cluster.members import ByOthers, Process
@@ -149,11 +148,6 @@ def test_a_node_ends_when_its_launcher_is_gone(
     control.close()
     assert node.wait(PATIENCE_SECONDS) == 1
     assert "is gone" in node.last_words()
-
-
-def fill_disk() -> None:
-    """Let every write to a file fail, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def test_nodes_whose_disks_are_full_compute(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 from moesched.errors import BadInput
 from moesched.system.plain_text import plain_text, shown
@@ -35,9 +37,22 @@ def send_logs_to_stderr() -> None:
             structlog.dev.ConsoleRenderer(colors=colors),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever that is by then
+        logger_factory=lambda *_: structlog.PrintLogger(cast(TextIO, _StandardError())),
         cache_logger_on_first_use=False,
     )
+
+
+class _StandardError(io.TextIOBase):
+    """Standard error, whatever that is by then; a line that cannot be written, as on a full disk, is lost."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
 
 
 def _plain(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
