@@ -1,7 +1,7 @@
 """Damaged files, messages and frames: each is accepted or refused with one line, within 2 s and 500 MB.
 
 Each parser gets its damaged files in a process of its own, `--rounds` of them; then each command that reads such files
-gets `--commands`. With `--atheris SECONDS`, parsers are fuzzed by coverage instead (pip install 'moesched[fuzz]').
+gets `--commands`. The result is written after each. With `--atheris SECONDS`, parsers are fuzzed by coverage instead (pip install 'moesched[fuzz]').
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ BENCHMARK = Benchmark(
     parts=(*PARSERS, *COMMANDS),
     rounds=100_000,
     rounds_help="damaged files of each parser",
+    keeps_parts=True,
 )
 BENCHMARK.parser.add_argument("--commands", type=int, default=200, help="damaged files of each command")
 BENCHMARK.parser.add_argument("--seconds", type=float, default=3600.0, help="most seconds of each parser")
@@ -53,15 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     if options.atheris:
         fuzz_by_coverage(options.only[0], options.atheris)
-    result: dict[str, Any] = {"parsers": {}, "commands": {}}
+    result: dict[str, Any] = {kind: BENCHMARK.stored().get(kind, {}) for kind in ("parsers", "commands")}
     for name in options.only:
         parses = name in PARSERS
         work, count = (fuzz_parser, options.rounds) if parses else (fuzz_command, options.commands)
         with progress.status(f"{count:,} damaged files: {name}"):
             found = _apart(work, name, count, options.seed, options.seconds)
-        progress.print(f"{name}: {found['files']:,} files, {found['problems']} problems")
+        progress.print(
+            f"{name}: {found['files']:,} files, {found['problems']} problems", *found["first_problems"]
+        )
         result["parsers" if parses else "commands"][name] = found
-    BENCHMARK.write(result)
+        BENCHMARK.write(result)
 
 
 def _apart(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
