@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from clusters import cluster
@@ -36,11 +37,13 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.requests.workloads import load_workload
+from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile, write_profile
-from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.trace import write_trace
 from moesched.transports.frames import BadFrame, Frame, Kind, unpack
 from moesched.transports.frames import pack as pack_frame
+from routing_traces import routed, write_megatron, write_npy, write_npz, write_own, write_rows
 from runs import virtual_run
 from small_models import SMALL, byte_tokenizer
 from stored_checkpoints import published, write, write_sharded
@@ -152,16 +155,17 @@ def _routing_profile(folder: Path) -> Path:
     return folder / "profile.csv"
 
 
-def _routing_trace(folder: Path) -> Path:
-    chosen = np.array([[[0, 1], [2, 3]]] * 5, np.uint8)
-    write_routing_trace(
-        RoutingTrace("small", 4, chosen, np.array([2, 3]), np.array([1, 2])), folder / "trace.npz"
-    )
-    return folder / "trace.npz"
+ROUTED = routed([3, 2], layers=2, experts=4, top_k=2)
+ROUTED_MODEL = msgspec.structs.replace(SMALL, layers=2)
+
+
+def _routing_trace(write: Callable[[RoutingTrace, Path], Path]) -> Callable[[Path], Path]:
+    return lambda folder: write(ROUTED, folder)
 
 
 def _read_routing_trace(file: Path) -> None:
-    trace = read_routing_trace(file)
+    trace = read_routing_file(file, ROUTED_MODEL)
+    assert isinstance(trace, RoutingTrace)
     trace.profile()
     RecordedChoices(trace).of_tokens(0, np.arange(3), np.arange(3))
 
@@ -230,7 +234,11 @@ PARSERS: dict[str, Parser] = {
     "workload": Parser(_profile("moesched.requests.workloads", "mtbench"), _read_workload),
     "cluster": Parser(_text("cluster.toml", lambda: cluster_toml(cluster())), load_cluster),
     "routing profile": Parser(_routing_profile, read_profile),
-    "routing trace": Parser(_routing_trace, _read_routing_trace),
+    "routing trace": Parser(_routing_trace(write_own), _read_routing_trace),
+    "routing trace, .npy of vLLM": Parser(_routing_trace(write_npy), _read_routing_trace),
+    "routing trace, .npz of vLLM": Parser(_routing_trace(write_npz), _read_routing_trace),
+    "routing trace of Megatron": Parser(_routing_trace(write_megatron), _read_routing_trace),
+    "routing trace, rows": Parser(_routing_trace(write_rows), _read_routing_trace),
     "trace": Parser(_trace, _read_run),
     "packed trace": Parser(_packed_trace, _read_run),
     "report": Parser(_report, _read_run),

@@ -228,15 +228,13 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
         (
             "zipfian",
             {},
-            "no routing 'zipfian': name a .csv or .npz file, or one of uniform, popularity, zipf",
+            "no routing 'zipfian': name a file, or one of uniform, popularity, zipf",
         ),
         ("uniform", {"exponent": 2}, "routing uniform has no setting 'exponent': it takes locality"),
         ("zipf", {"exponent": "x"}, "routing zipf: exponent is 'x': give a number"),
         ("zipf", {"exponent": -1}, "routing zipf: exponent is -1: give a number from 0 to 100"),
         ("zipf", {"locality": 1.0}, "routing: locality is 1: give 0 or more, and less than 1"),
-        ("none.csv", {}, "cannot read routing profile none.csv: No such file.*; name a CSV file"),
-        ("none.npz", {}, "cannot read routing trace none.npz: No such file.*; name an .npz file"),
-        ("none.npz", {"locality": 0.5}, "takes no settings: omit --routing-set"),
+        ("none.csv", {}, "cannot read routing none.csv: No such file.*; check its path"),
         (None, {"locality": 0.5}, "--routing-set locality is given without a routing"),
     ],
 )

@@ -16,8 +16,9 @@ import moesched
 from moesched.analysis.heat_map import draw_heat_map
 from moesched.devices.torch import kernels
 from moesched.jobs.profiling import profile_routing
+from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile
-from moesched.routing.trace import RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.runs.listeners import Listener
 from moesched.tasks import Task
 from reference import Reference
@@ -179,7 +180,9 @@ def test_the_command_prints_the_figures_and_writes_both_files(
     assert "small: 4 layers of 4 experts, top 2; 28 tokens" in said.out
     assert re.search(r"\nmean +0\.\d\d\n", said.out)
     assert re.search(r"\n5 of 16 +\d+\.\d% +\d+\.\d% +31\.2%\n", said.out)
-    assert (read_routing_trace(tmp_path / "routing.npz").chosen == trace.chosen).all()
+    written = read_routing_file(tmp_path / "routing.npz", SMALL)
+    assert isinstance(written, RoutingTrace)
+    assert (written.chosen == trace.chosen).all()
     assert read_profile(tmp_path / "routing.csv") == trace.profile()
 
 
@@ -241,7 +244,7 @@ def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
             r"cannot write routing none/x\.csv: .*make its folder",
         ),
         (("--routing", "zipf", "--gpu-experts", 300), "--gpu-experts is 300: the model has 256 experts"),
-        (("--routing", "none"), "no routing 'none': name a .csv or .npz file, or one of uniform"),
+        (("--routing", "none"), "no routing 'none': name a file, or one of uniform"),
         (("--prompts", "x.jsonl", "--routing-set", "locality=0.1"), "--routing-set is of a generator"),
     ],
 )

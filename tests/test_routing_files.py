@@ -10,11 +10,12 @@ import pytest
 
 from moesched.errors import BadInput
 from moesched.models.shapes import SHAPES
+from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile, write_profile
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.sources import find_choices, find_profile
 from moesched.routing.statistics import statistics_of
-from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_trace, write_routing_trace
+from moesched.routing.trace import RecordedChoices, RoutingTrace, write_routing_trace
 from moesched.seams import TokenSpan
 from small_models import SMALL
 
@@ -143,13 +144,14 @@ def test_more_experts_than_there_are_are_refused(count: int) -> None:
 
 def recorded() -> RoutingTrace:
     """Two requests of 3 and 2 tokens; the experts of a token tell where it stands."""
-    chosen = np.array([[[t % 4, 0], [1, t % 4]] for t in range(5)], np.uint8).repeat(2, axis=1)
+    chosen = np.array([[[0, 1 + t % 3], [t % 3, 3]] for t in range(5)], np.uint8).repeat(2, axis=1)
     return RoutingTrace("small", 4, chosen, np.array([3, 2]), np.array([2, 2]))
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_routing_trace(recorded(), tmp_path / "routing.npz")
-    found = read_routing_trace(tmp_path / "routing.npz", SMALL)
+    found = read_routing_file(tmp_path / "routing.npz", SMALL)
+    assert isinstance(found, RoutingTrace)
     assert (found.model, found.experts) == ("small", 4)
     for mine, given in zip(found[2:], recorded()[2:], strict=True):
         assert (mine == given).all()
@@ -173,8 +175,8 @@ def test_a_replayed_token_has_the_experts_that_were_recorded_and_past_the_end_th
 def test_a_traces_profile_counts_its_choices() -> None:
     profile = recorded().profile()
     assert (profile.tokens, profile.layers, profile.top_k) == (5, 4, 2)
-    assert profile.counts[0] == (7, 1, 1, 1)
-    assert profile.counts[3] == (2, 6, 1, 1)
+    assert profile.counts[0] == (5, 2, 2, 1)
+    assert profile.counts[3] == (2, 2, 1, 5)
 
 
 def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -186,30 +188,47 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"chosen": np.zeros((5, 2))}, r"chosen has shape \(5, 2\) of float64"),
-        ({"chosen": np.zeros((5, 4, 2))}, "of float64"),
-        ({"chosen": np.full((5, 4, 2), 9, np.uint8)}, "an expert above the 4 of a layer"),
+        ({"chosen": np.zeros((5, 4, 2))}, r"has shape \(5, 4, 2\) of 'float64': write an array of integers"),
+        ({"chosen": np.zeros((5, 2), np.uint8)}, r"is damaged: chosen has shape \(5, 2\) of uint8"),
+        (
+            {"chosen": np.full((5, 4, 2), [0, 9], np.uint8)},
+            r", token 0, layer 0 is damaged: \[0, 9\] are not ascending experts from 0 to 3",
+        ),
+        ({"chosen": np.ones((5, 4, 2), np.uint8)}, r"\[1, 1\] are not ascending experts from 0 to 3"),
         ({"request_tokens": np.array([3, 1])}, "do not add up to its 5 tokens"),
         ({"request_tokens": np.array([5, 0])}, "do not add up to its 5 tokens"),
         ({"prompt_tokens": np.array([3])}, "do not add up to its 5 tokens"),
+        ({"model": 3}, r"model has shape \(\) of int64"),
     ],
 )
 def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     write_routing_trace(recorded()._replace(**changes), tmp_path / "routing.npz")
-    with pytest.raises(BadInput, match=rf"routing\.npz is damaged: .*{told}"):
-        read_routing_trace(tmp_path / "routing.npz")
+    with pytest.raises(BadInput, match=rf"routing\.npz.*{told}"):
+        read_routing_file(tmp_path / "routing.npz", SMALL)
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    write_routing_trace(recorded(), tmp_path / "whole.npz")
-    whole = (tmp_path / "whole.npz").read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.npz").write_text("not numpy's")
-    (tmp_path / "empty.npz").write_bytes(b"")
-    np.savez(tmp_path / "other.npz", something=np.zeros(3))
-    for name in ("cut", "text", "empty", "other"):
-        with pytest.raises(BadInput, match=f"{name}.npz.*(not a routing trace|name an .npz file)"):
-            read_routing_trace(tmp_path / f"{name}.npz")
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "cut",
+            lambda whole: whole[: len(whole) // 2],
+            "is not a whole .npz file: it was cut off or damaged",
+        ),
+        (
+            "text",
+            lambda whole: b"not numpy's",
+            'is not a profile or trace of routing, as it begins with "not numpy\'s"',
+        ),
+        ("empty", lambda whole: b"", "is not a profile or trace of routing, as it begins with ''"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, content: Any, told: str) -> None:
+    file = tmp_path / f"{name}.npz"
+    write_routing_trace(recorded(), file)
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(BadInput, match=rf"{name}\.npz {told}"):
+        read_routing_file(file, SMALL)
 
 
 # -- recording

@@ -121,7 +121,8 @@ Routing = Annotated[
     Parameter(
         metavar="NAME|FILE",
         help="Source of each token's experts: uniform, popularity (as uneven as Mixtral 8x7B), zipf, or "
-        "a file from `moesched profile-routing` with counts (.csv) or a trace (.npz). By default uniform.",
+        "a file: counts (.csv) or a trace (.npz) from `moesched profile-routing`, vLLM's routed experts (.npy, "
+        ".npz), Megatron's router trace (.jsonl), or a CSV of layer,token,experts. By default uniform.",
     ),
 ]
 RoutingSettings = Annotated[

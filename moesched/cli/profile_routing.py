@@ -29,7 +29,7 @@ HELP = options.paragraphs(
     "Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that "
     "holds the most popular experts (Twiddler, Appendix C).",
     "With --prompts the model runs on this machine. With --routing the figures come from a profile or a "
-    "trace of an earlier run, or from a generator, and the model's weights are not needed.",
+    "trace, perhaps of another tool, or from a generator, and the model's weights are not needed.",
     options.BROKEN_LINES,
 )
 
@@ -99,8 +99,8 @@ class ProfileArguments(ProbeArguments):
         Parameter(
             group=SOURCE,
             metavar="NAME|FILE",
-            help="Instead of prompts: a profile (.csv) or trace (.npz) of an earlier run, or uniform, "
-            "popularity or zipf.",
+            help="Instead of prompts: a profile or trace of an earlier run or another tool, as for "
+            "`moesched simulate`, or uniform, popularity or zipf.",
         ),
     ] = None
     routing_settings: options.RoutingSettings = ()
@@ -170,6 +170,7 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
     trace: RoutingTrace | None
     if routing is not None:
         found, trace = _known(model, routing, settings, given.seed)
+        _require_tokens(trace, given.out)
         code, interrupted = 0, False
     else:
         if settings:
@@ -223,12 +224,12 @@ def _known(
 ) -> tuple[RoutingProfile, RoutingTrace | None]:
     """A profile without a run, and the trace that it comes from, if any."""
     from moesched.inputs.lookup import find_shape
-    from moesched.routing.sources import find_profile
-    from moesched.routing.trace import read_routing_trace
+    from moesched.routing.sources import find_source, profile_of
+    from moesched.routing.trace import RoutingTrace
 
     config = find_shape(model)
-    trace = read_routing_trace(routing, config) if routing.endswith(".npz") else None
-    return find_profile(routing, config, settings, seed), trace
+    source = find_source(routing, config, settings)
+    return profile_of(source, config, seed), source if isinstance(source, RoutingTrace) else None
 
 
 def _require_outputs(model: str, given: ProfileArguments) -> None:
@@ -237,21 +238,25 @@ def _require_outputs(model: str, given: ProfileArguments) -> None:
     from moesched.inputs.lookup import machine_file
     from moesched.system.outputs import Output, require_outputs
 
-    traced = given.routing is None or given.routing.endswith(".npz")
     for path in given.out:
         if path.suffix not in (".csv", ".npz"):
             raise BadInput(
                 f"cannot write {path}: end its name in .csv for counts, or in .npz for every token"
-            )
-        if path.suffix == ".npz" and not traced:
-            raise BadInput(
-                f"cannot write {path}: only a run or a trace has the experts of single tokens; write a .csv"
             )
     if given.picture is not None:
         require_picture(given.picture, "--picture")
     outputs = [Output("routing", path) for path in given.out]
     inputs = (given.prompts, given.routing, machine_file(given.machine))
     require_outputs(*outputs, Output("picture", given.picture), model=model, inputs=inputs)
+
+
+def _require_tokens(trace: RoutingTrace | None, out: Sequence[Path]) -> None:
+    """Raise BadInput if single tokens are to be written and only counts are known."""
+    for path in out:
+        if path.suffix == ".npz" and trace is None:
+            raise BadInput(
+                f"cannot write {path}: only a run or a trace has the experts of single tokens; write a .csv"
+            )
 
 
 def _write(

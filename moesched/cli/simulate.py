@@ -33,6 +33,8 @@ EPILOGUE = """Examples:
       --budget host=640MB --trace out/predicted.json
   moesched simulate --model mixtral-8x7b --machine t4 --policy expert_streaming \\
       --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5
+  moesched simulate --model mixtral-8x7b --machine t4 --policy expert_cache \\
+      --workload mtbench --batch-size 1 --routing request.npy
   moesched simulate --model dbrx --machine m2-ultra --nodes 4 --network 10gbe \\
       --policy ep_router_aided --workload uniform --batch-size 1"""
 

@@ -135,7 +135,8 @@ class WorkloadOptions:
         padded: pad every prompt to the longest one of the workload.
         seed: seed of the order of prompts and of the routing.
         beams: width of a beam search, which always runs to the last token; 1 for none.
-        routing: a routing profile (.csv), a routing trace (.npz), or uniform, popularity or zipf; None for uniform.
+        routing: a file with a routing profile or trace (docs/routing.md), or uniform, popularity or zipf; None for
+            uniform.
         routing_settings: settings of the routing, such as its locality.
         preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses.
     """

@@ -95,6 +95,19 @@ def read_profile(path: Path | str, config: ModelConfig | None = None) -> Routing
     """
     path = Path(path)
     data = read_input(path, "routing profile", MOST_BYTES, remedy="name a CSV file")
+    return parse_profile(path, data, config)
+
+
+def parse_profile(path: Path, data: bytes, config: ModelConfig | None = None) -> RoutingProfile:
+    """Read a profile from a file's bytes.
+
+    Raises:
+        BadInput: as for `read_profile`.
+    """
+    if len(data) > MOST_BYTES:
+        raise BadInput(
+            f"routing profile {path} has {len(data):,} bytes, and may have {MOST_BYTES:,}: remove some"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

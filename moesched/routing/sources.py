@@ -1,18 +1,22 @@
-"""Sources of routing by name: a profile (.csv), a trace (.npz), or a seeded generator."""
+"""Sources of routing by name: a file with a profile or a trace, or a seeded generator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.choices import ExpertChoices
+from moesched.routing.files import read_routing_file
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import GENERATORS, Counted, Popularity, expected_profile
-from moesched.routing.profile import RoutingProfile, read_profile
-from moesched.routing.trace import RecordedChoices, RoutingTrace, read_routing_trace
+from moesched.routing.profile import RoutingProfile
+from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.settings import check_settings
+from moesched.system.input_file import is_file
+from moesched.system.plain_text import shown
 
 GENERATED_TOKENS = 1_000_000
 """Tokens in the profile of a generator."""
@@ -30,7 +34,7 @@ def find_choices(
         if settings:
             raise BadInput(f"--routing-set {next(iter(settings))} is given without a routing: add --routing")
         return None
-    found = _find(name, config, settings or {})
+    found = find_source(name, config, settings or {})
     if isinstance(found, RoutingTrace):
         return RecordedChoices(found)
     return GeneratedChoices(found, config, seed)
@@ -44,24 +48,32 @@ def find_profile(
     Raises:
         BadInput: as for `find_choices`.
     """
-    found = _find(name, config, settings or {})
-    if isinstance(found, RoutingTrace):
-        return found.profile()
-    if isinstance(found, Counted):
-        return found.profile
-    return expected_profile(found, config, seed, GENERATED_TOKENS)
+    return profile_of(find_source(name, config, settings or {}), config, seed)
 
 
-def _find(name: str, config: ModelConfig, settings: Mapping[str, Any]) -> Popularity | RoutingTrace:
-    if name.endswith(".npz"):
-        if settings:
-            raise BadInput(f"routing {name} is a trace, which takes no settings: omit --routing-set")
-        return read_routing_trace(name, config)
-    if name.endswith(".csv"):
-        profile = read_profile(name, config)
-        return Counted(profile, **check_settings(Counted, f"routing {name}", settings))
-    if name not in GENERATORS:
-        known = ", ".join(GENERATORS)
-        raise BadInput(f"no routing {name!r}: name a .csv or .npz file, or one of {known}")
-    generator = GENERATORS[name]
-    return generator(**check_settings(generator, f"routing {name}", settings))
+def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> RoutingProfile:
+    """The counts of a profile or trace; for generators, the expected counts."""
+    if isinstance(source, RoutingTrace):
+        return source.profile()
+    if isinstance(source, Counted):
+        return source.profile
+    return expected_profile(source, config, seed, GENERATED_TOKENS)
+
+
+def find_source(name: str, config: ModelConfig, settings: Mapping[str, Any]) -> Popularity | RoutingTrace:
+    """Find a generator, or read a file.
+
+    Raises:
+        BadInput: as for `find_choices`.
+    """
+    if name in GENERATORS:
+        generator = GENERATORS[name]
+        return generator(**check_settings(generator, f"routing {name}", settings))
+    if name.isidentifier() and not is_file(Path(name)):
+        raise BadInput(f"no routing {shown(name)}: name a file, or one of {', '.join(GENERATORS)}")
+    found = read_routing_file(Path(name), config)
+    if isinstance(found, RoutingProfile):
+        return Counted(found, **check_settings(Counted, f"routing {name}", settings))
+    if settings:
+        raise BadInput(f"routing {name} is a trace, which takes no settings: omit --routing-set")
+    return found

@@ -1,0 +1,95 @@
+"""Arrays in files that may come from anyone: .npy and .npz, without trust in their headers."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import BadInput
+from moesched.system.plain_text import shown
+
+Array = npt.NDArray[Any]
+
+NPY_MAGIC = b"\x93NUMPY"
+NPZ_MAGIC = b"PK\x03\x04"
+
+MOST_BYTES = 400_000_000
+"""Limit of all arrays of a file: 1.5 million tokens of a model with 32 layers and 8 experts per token."""
+MOST_ARRAYS = 10_000
+
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+# Those of zipfile, zlib and numpy's headers, which are Python expressions.
+_UNREADABLE = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, SyntaxError, MemoryError),
+    *(RuntimeError, OverflowError, struct.error, zipfile.BadZipFile, zlib.error),
+)
+
+
+def read_npy(where: str, data: bytes) -> Array:
+    """Read one array; it is a view of the bytes.
+
+    Args:
+        where: names the file, and perhaps the array in it, in messages.
+
+    Raises:
+        BadInput: the bytes are not an array of integers or text, or not all of one.
+    """
+    stream = BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        shape, by_columns, dtype = _READ_HEADER[version](stream)
+        if dtype.kind not in "iuU" or min(shape, default=0) < 0:
+            raise BadInput(
+                f"{where} has shape {shown(shape)} of {shown(dtype.name)}: write an array of integers"
+            )
+        count, start = math.prod(shape), stream.tell()
+        if len(data) - start != count * dtype.itemsize:
+            raise BadInput(
+                f"{where} has {len(data) - start:,} bytes of values, but its shape {shown(shape)} of {dtype.name} "
+                f"needs {shown(count * dtype.itemsize)}: it was cut off or damaged; copy it again"
+            )
+        values = np.frombuffer(data, dtype, count, start) if count else np.empty(0, dtype)
+        return values.reshape(shape, order="F" if by_columns else "C")
+    except _UNREADABLE as error:
+        raise BadInput(f"{where} is not an array of numpy's: write it with `numpy.save`") from error
+
+
+def read_npz(where: str, data: bytes) -> Iterator[tuple[str, Array]]:
+    """Read the arrays of an .npz file with their names, in its order, one by one.
+
+    Raises:
+        BadInput: the file is not a whole .npz file, or too large.
+    """
+    if data.count(b"PK\1\2") > MOST_ARRAYS:
+        raise BadInput(f"{where} has more than {MOST_ARRAYS:,} arrays: split it into files with fewer")
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as file:
+            entries = file.infolist()
+            nbytes = sum(entry.file_size for entry in entries)
+            if nbytes > MOST_BYTES:
+                raise BadInput(f"{where} unpacks to {nbytes:,} bytes, and may have {MOST_BYTES:,}: split it")
+            for entry in entries:
+                name = entry.filename.removesuffix(".npy")
+                yield name, read_npy(f"{where}, array {shown(name)}", _unpacked(file, entry))
+    except _UNREADABLE as error:
+        raise BadInput(
+            f"{where} is not a whole .npz file: it was cut off or damaged; copy it again"
+        ) from error
+
+
+def _unpacked(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """The bytes of an entry, at most as many as it claims."""
+    if entry.compress_type not in _COMPRESSIONS:
+        raise zipfile.BadZipFile("a compression that numpy does not write")
+    with file.open(entry) as stream:
+        return stream.read(entry.file_size + 1)

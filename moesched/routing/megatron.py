@@ -1,0 +1,146 @@
+"""Routing traces of Megatron-LM: JSON lines, one for each layer of each forward pass.
+
+Written by its `RouterTracer` (`--moe-routing-trace-path`), one file for each rank; read from its sources of 2026:
+
+    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
+     "top_indices": [[12, 45], ...]}
+
+A record does not say which request a token is of. A pass of one token is therefore read as the next token of the
+request before, and a pass of several as the prompt of another, which is right where requests run one at a time, and in
+training. Blocks other than the decoder (multi-token prediction) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from io import BytesIO
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
+from moesched.routing.checks import require_top_k, sorted_choices
+from moesched.routing.choices import Integers
+from moesched.routing.trace import RoutingTrace
+from moesched.system.decoding import decode_json
+
+MOST_VALUES = 4_000_000
+"""Limit of the values in a line: a million tokens with 3 experts each."""
+
+_Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class _Record(msgspec.Struct, frozen=True):
+    step: _Number
+    layer: _Number
+    top_indices: list[list[_Number]]
+    rank: _Number = 0
+    block: str = "decoder"
+    num_tokens: _Number | None = None
+
+
+class _Choices(NamedTuple):
+    """The checked choices (tokens, top_k) of one layer, and the line that they are from."""
+
+    line: int
+    chosen_Tk: Integers
+
+
+class _Pass(NamedTuple):
+    """One forward pass."""
+
+    line: int
+    rank: int
+    step: int
+    layers: dict[int, _Choices]
+
+
+def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
+    """Read the records of a file, or of several that were put together.
+
+    Raises:
+        BadInput: a line is not a record (the message names it), a pass lacks a layer, or the trace is of another model.
+    """
+    passes = list(_passes(where, data, config))
+    if not passes:
+        raise BadInput(f"{where} has no record of the block 'decoder': give a trace of its layers")
+    first = min(layer for each in passes for layer in each.layers)
+    lengths: list[int] = []
+    prompts: list[int] = []
+    chosen = []
+    for each in passes:
+        chosen.append(_stacked(where, each, first, config))
+        tokens = len(chosen[-1])
+        if tokens > 1 or not lengths:
+            lengths.append(0)
+            prompts.append(tokens)
+        lengths[-1] += tokens
+    of_requests = np.array(lengths, np.int64), np.array(prompts, np.int64)
+    return RoutingTrace(config.name, config.experts, np.concatenate(chosen), *of_requests)
+
+
+def _passes(where: str, data: bytes, config: ModelConfig) -> Iterator[_Pass]:
+    """Group records: a pass ends where the step or rank changes, or a layer comes again."""
+    current = None
+    for line, text in enumerate(BytesIO(data), 1):
+        if not text.strip():
+            continue
+        record = _record(where, line, text)
+        if record.block != "decoder":
+            continue
+        known = current is not None and (current.rank, current.step) == (record.rank, record.step)
+        if current is None or not known or record.layer in current.layers:
+            if current is not None:
+                yield current
+            current = _Pass(line, record.rank, record.step, {})
+        current.layers[record.layer] = _Choices(line, _chosen(f"{where}:{line}", record, config))
+    if current is not None:
+        yield current
+
+
+def _record(where: str, line: int, text: bytes) -> _Record:
+    is_not = f"{where}:{line} is not a record of Megatron's router trace"
+    remedy = "if the file was cut off, remove the lines of its last step"
+    return decode_json(text, _Record, is_not, remedy, most=MOST_VALUES)
+
+
+def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
+    """The checked choices (tokens, top_k) of a record."""
+    rows = record.top_indices
+    if not rows or record.num_tokens not in (None, len(rows)):
+        said = "" if record.num_tokens is None else f", and num_tokens is {record.num_tokens}"
+        raise BadInput(
+            f"{where}: top_indices has {len(rows)} tokens{said}: record the step again, or remove it"
+        )
+    for token, row in enumerate(rows):
+        require_top_k(f"{where}, token {token}", len(row), config)
+    return sorted_choices(np.array(rows, np.int32), config, partial("{}, token {}".format, where))
+
+
+def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
+    """The choices (tokens, layers, top_k) of a pass that has all layers, with the same tokens in each."""
+    expected = range(first, first + config.layers)
+    named = f"step {done.step} of rank {done.rank}"
+    for layer, (line, chosen_Tk) in done.layers.items():
+        if layer not in expected:
+            raise BadInput(
+                f"{where}:{line}: {named} has a layer {layer}, but {config.name} has {config.layers} layers, here "
+                f"{first} to {expected[-1]}: give a trace of that model"
+            )
+        tokens = len(next(iter(done.layers.values())).chosen_Tk)
+        if len(chosen_Tk) != tokens:
+            raise BadInput(
+                f"{where}:{line}: layer {layer} has {len(chosen_Tk)} tokens, but the layer before has {tokens} in "
+                f"{named}: record the step again, or remove it"
+            )
+    missing = [layer for layer in expected if layer not in done.layers]
+    if missing:
+        raise BadInput(
+            f"{where}:{done.line}: {named}, which begins in this line, lacks layer {missing[0]}, one of the "
+            f"{config.layers} of {config.name}: if the file was cut off, remove the step; else give a trace of that "
+            "model"
+        )
+    return np.stack([done.layers[layer].chosen_Tk for layer in expected], axis=1)

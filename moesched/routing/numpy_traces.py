@@ -1,0 +1,121 @@
+"""Routing traces as arrays of numpy's: moesched's own .npz, and vLLM's returned experts as .npy or .npz.
+
+vLLM, run with `enable_return_routed_experts`, gives each completion an array `routed_experts` of integers (tokens,
+layers, top_k), int16 or, in other versions, of another type. This is read from its documentation of 0.21, where the
+request has the prompt's rows as `prompt_routed_experts`, and from its sources before and since, where the array begins
+with them. The last generated token passes no router and has no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
+from moesched.routing.arrays import Array, read_npy, read_npz
+from moesched.routing.checks import ROWS_AT_ONCE, require_layers, require_top_k, sorted_choices
+from moesched.routing.choices import Integers
+from moesched.routing.profile import require_shape
+from moesched.routing.trace import RoutingTrace
+from moesched.system.plain_text import shown
+
+OWN = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
+"""Dimensions of each array of moesched's trace."""
+SPLIT = {"prompt_routed_experts", "routed_experts"}
+"""Names of two arrays that are one request: its prompt and its generated tokens."""
+
+
+def parse_npy(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
+    """Read vLLM's array of one request.
+
+    Raises:
+        BadInput: it is not such an array, or of another model.
+    """
+    return _of_requests([_request(where, read_npy(where, data), config)], [0], config)
+
+
+def parse_npz(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
+    """Read moesched's trace, or vLLM's arrays, one for each request.
+
+    Raises:
+        BadInput: it has other arrays, or is of another model.
+    """
+    own: dict[str, Array] = {}
+    requests: dict[str, Integers] = {}
+    for name, array in read_npz(where, data):
+        if name in OWN:
+            own[name] = array
+        else:
+            requests[name] = _request(f"{where}, array {name!r}", array, config)
+    if own and not requests:
+        return _own(where, own, config)
+    if own or not requests:
+        raise BadInput(f"{where} is neither a trace of moesched nor arrays of vLLM: give one of them")
+    if set(requests) == SPLIT:
+        prompt, generated = requests["prompt_routed_experts"], requests["routed_experts"]
+        return _of_requests([np.concatenate([prompt, generated])], [len(prompt)], config)
+    return _of_requests(requests.values(), [0] * len(requests), config)
+
+
+def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config: ModelConfig) -> RoutingTrace:
+    requests = list(requests)
+    lengths = np.array(list(map(len, requests)), np.int64)
+    chosen = requests[0] if len(requests) == 1 else np.concatenate(requests)
+    return RoutingTrace(config.name, config.experts, chosen, lengths, np.array(prompt_tokens, np.int64))
+
+
+def _request(where: str, array: Array, config: ModelConfig) -> Integers:
+    """The checked choices (tokens, layers, top_k) of one request."""
+    if array.ndim != 3 or array.dtype.kind == "U" or not len(array):
+        raise BadInput(
+            f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"
+        )
+    tokens, layers, top_k = array.shape
+    require_layers(where, layers, config)
+    require_top_k(f"{where}, every token", top_k, config)
+    rows = sorted_choices(array.reshape(-1, top_k), config, partial(_place, where, layers))
+    return rows.reshape(tokens, layers, top_k)
+
+
+def _place(where: str, layers: int, row: int) -> str:
+    return f"{where}, token {row // layers}, layer {row % layers}"
+
+
+def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
+    """Check moesched's arrays, so that no index is out of range later."""
+    for name, dimensions in OWN.items():
+        kind = "U" if name == "model" else "iu"
+        if name not in arrays:
+            raise _damaged(where, f"it has no array {name}")
+        if arrays[name].ndim != dimensions or arrays[name].dtype.kind not in kind:
+            raise _damaged(where, f"{name} has shape {arrays[name].shape} of {arrays[name].dtype}")
+    chosen, lengths, prompts = arrays["chosen"], arrays["request_tokens"], arrays["prompt_tokens"]
+    require_shape(
+        where, str(arrays["model"]), (chosen.shape[1], int(arrays["experts"]), chosen.shape[2]), config
+    )
+    if lengths.shape != prompts.shape or (lengths < 1).any() or not 0 < lengths.sum() == len(chosen):
+        raise _damaged(where, f"its requests do not add up to its {len(chosen)} tokens")
+    _require_ascending(where, chosen, config)
+    return RoutingTrace(str(arrays["model"]), config.experts, chosen, lengths, prompts)
+
+
+def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
+    """Check choices (tokens, layers, top_k) that are sorted already, without a copy of them."""
+    chosen_Nk = chosen.reshape(-1, config.top_k)
+    for start in range(0, len(chosen_Nk), ROWS_AT_ONCE):
+        rows_Nk = chosen_Nk[start : start + ROWS_AT_ONCE]
+        bad_N = (rows_Nk[:, 0] < 0) | (rows_Nk[:, -1] >= config.experts)
+        bad_N |= (rows_Nk[:, 1:] <= rows_Nk[:, :-1]).any(axis=1)
+        if bad_N.any():
+            row = int(bad_N.argmax())
+            raise _damaged(
+                _place(where, config.layers, start + row),
+                f"{shown(rows_Nk[row].tolist())} are not ascending experts from 0 to {config.experts - 1}",
+            )
+
+
+def _damaged(where: str, what: str) -> BadInput:
+    return BadInput(f"{where} is damaged: {what}: make it again with `moesched profile-routing`")
