@@ -182,12 +182,12 @@ def changed(token: int, layer: int, experts: list[int]) -> Any:
         ),
         (
             ONE.chosen.repeat(2, axis=1),
-            ": the number of layers is 4, but small has 2: give a trace of that model",
+            ": its number of layers is 4, but small has 2: give a trace of that model",
         ),
-        (ONE.chosen[:, :1], ": the number of layers is 1, but small has 2: give a trace of that model"),
+        (ONE.chosen[:, :1], ": its number of layers is 1, but small has 2: give a trace of that model"),
         (
             ONE.chosen[..., :1],
-            ", every token: the number of experts is 1, but small has top 2: give a trace of that model",
+            ": a token has 1 experts, but small has top 2: give a trace of that model",
         ),
         (ONE.chosen[:0], " has shape (0, 2, 2) of uint8: give a trace, integers (tokens, layers, top_k)"),
         (ONE.chosen[0], " has shape (2, 2) of uint8: give a trace, integers (tokens, layers, top_k)"),
@@ -278,7 +278,7 @@ def test_layers_count_from_the_lowest_and_other_blocks_are_left_out(tmp_path: Pa
         ),
         (
             lambda r: r[0]["top_indices"][1].append(3),
-            ":1, token 1: the number of experts is 3, but small has top 2",
+            ":1, token 1: a token has 3 experts, but small has top 2",
         ),
         (
             lambda r: r[0]["top_indices"].pop(),
@@ -364,7 +364,7 @@ ROWS = "layer,token,experts\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3\n"
             ":4: '0,1,0 -2' is not a row: write whole numbers for layer,token,experts, and spaces between",
         ),
         ("0 2", "0;2", ":4: '0,1,0;2' is not a row"),
-        ("0 2", "0 2 3", ":4: the number of experts is 3, but small has top 2: give a trace of that model"),
+        ("0 2", "0 2 3", ":4: a token has 3 experts, but small has top 2: give a trace of that model"),
         ("0 2", "0 9999999999", ":4: '0,1,0 9999999999' is not a row"),
         ("1,0,2", "2,0,2", ":3: there is no layer 2, as small has layers 0 to 1: give a trace of that model"),
         ("1,0,2", "0,0,2", ":3: layer 0 of token 0 of request 0 comes a second time: remove one of the rows"),
@@ -382,7 +382,7 @@ ROWS = "layer,token,experts\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3\n"
         (
             "\n1,0,2 3\n0,1,0 2\n1,1,1 3",
             "\n0,1,0 2",
-            ": the number of layers is 1, but small has 2: give a trace of that model",
+            ": its number of layers is 1, but small has 2: give a trace of that model",
         ),
         (
             "layer,token",

@@ -49,26 +49,15 @@ def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[in
     return found_Nk
 
 
-def require_top_k(place: str, count: int, config: ModelConfig) -> None:
-    """Require as many experts as the model chooses for each token.
-
-    Raises:
-        BadInput: there are more, or fewer.
-    """
-    if count != config.top_k:
-        raise BadInput(
-            f"{place}: the number of experts is {count}, but {config.name} has top {config.top_k}: give a trace of that "
-            "model"
-        )
+def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
+    """The error for tokens that have more experts than the model chooses, or fewer."""
+    return BadInput(
+        f"{place}: a token has {count} experts, but {config.name} has top {config.top_k}: give a trace of that model"
+    )
 
 
-def require_layers(where: str, count: int, config: ModelConfig) -> None:
-    """Require as many layers as the model has.
-
-    Raises:
-        BadInput: there are more, or fewer.
-    """
-    if count != config.layers:
-        raise BadInput(
-            f"{where}: the number of layers is {count}, but {config.name} has {config.layers}: give a trace of that model"
-        )
+def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
+    """The error for a trace with more layers than the model, or fewer."""
+    return BadInput(
+        f"{where}: its number of layers is {count}, but {config.name} has {config.layers}: give a trace of that model"
+    )

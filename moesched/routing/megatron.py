@@ -22,7 +22,7 @@ import numpy as np
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.routing.checks import require_top_k, sorted_choices
+from moesched.routing.checks import other_top_k, sorted_choices
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.system.decoding import decode_json
@@ -116,7 +116,8 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
             f"{where}: top_indices has {len(rows)} tokens{said}: record the step again, or remove it"
         )
     for token, row in enumerate(rows):
-        require_top_k(f"{where}, token {token}", len(row), config)
+        if len(row) != config.top_k:
+            raise other_top_k(f"{where}, token {token}", len(row), config)
     return sorted_choices(np.array(rows, np.int32), config, partial("{}, token {}".format, where))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.arrays import Array, read_npy, read_npz
-from moesched.routing.checks import ROWS_AT_ONCE, require_layers, require_top_k, sorted_choices
+from moesched.routing.checks import ROWS_AT_ONCE, other_layers, other_top_k, sorted_choices
 from moesched.routing.choices import Integers
 from moesched.routing.profile import require_shape
 from moesched.routing.trace import RoutingTrace
@@ -74,8 +74,10 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
             f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"
         )
     tokens, layers, top_k = array.shape
-    require_layers(where, layers, config)
-    require_top_k(f"{where}, every token", top_k, config)
+    if layers != config.layers:
+        raise other_layers(where, layers, config)
+    if top_k != config.top_k:
+        raise other_top_k(where, top_k, config)
     rows = sorted_choices(array.reshape(-1, top_k), config, partial(_place, where, layers))
     return rows.reshape(tokens, layers, top_k)
 

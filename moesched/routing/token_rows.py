@@ -19,7 +19,7 @@ import numpy as np
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.routing.checks import require_layers, require_top_k, sorted_choices
+from moesched.routing.checks import other_layers, other_top_k, sorted_choices
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.system.plain_text import shown
@@ -78,7 +78,8 @@ def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[t
             )
         *places, experts = found.groups()
         chosen = experts.split()
-        require_top_k(f"{where}:{number}", len(chosen), config)
+        if len(chosen) != config.top_k:
+            raise other_top_k(f"{where}:{number}", len(chosen), config)
         yield number, *([0] * (3 - len(places))), *map(int, (*places, *chosen))
 
 
@@ -90,7 +91,8 @@ def _require_known_layers(where: str, rows: Integers, config: ModelConfig) -> No
             f"{where}:{line}: there is no layer {layer}, as {config.name} has layers 0 to {config.layers - 1}: give a "
             "trace of that model"
         )
-    require_layers(where, int(layers_N.max()) + 1, config)
+    if layers_N.max() + 1 < config.layers:
+        raise other_layers(where, int(layers_N.max()) + 1, config)
 
 
 def _require_each_once(where: str, rows: Integers, layers: int) -> None:
