@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Path], tuple[Any, ...]]]] = {
         "routing profile",
         lambda file: (*SIMULATED, *MODEL, *MACHINE, *WORKLOAD, "--routing", file),
     ),
+    "simulate --routing, a trace": (
+        "routing trace of Megatron",
+        lambda file: (*SIMULATED, *MODEL, *MACHINE, *WORKLOAD, "--routing", file),
+    ),
     "roofline --machine": (
         "machine",
         lambda file: ("roofline", "--model", "mixtral-8x7b", "--machine", file),

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from clusters import cluster
@@ -155,8 +154,8 @@ def _routing_profile(folder: Path) -> Path:
     return folder / "profile.csv"
 
 
-ROUTED = routed([3, 2], layers=2, experts=4, top_k=2)
-ROUTED_MODEL = msgspec.structs.replace(SMALL, layers=2)
+ROUTED = routed([3, 2], layers=8, experts=8, top_k=2)
+ROUTED_MODEL = SHAPES["mixtral-0.8b"]
 
 
 def _routing_trace(write: Callable[[RoutingTrace, Path], Path]) -> Callable[[Path], Path]:

@@ -158,6 +158,18 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert mine.dtype == given.dtype
 
 
+def test_a_trace_with_integers_of_another_type_is_read_as_the_same(tmp_path: Path) -> None:
+    given = recorded()
+    wide = {
+        name: getattr(given, name).astype(np.uint64) for name in ("chosen", "request_tokens", "prompt_tokens")
+    }
+    write_routing_trace(given._replace(**wide), tmp_path / "routing.npz")
+    assert find_profile(str(tmp_path / "routing.npz"), SMALL) == given.profile()
+    choices = find_choices(str(tmp_path / "routing.npz"), SMALL)
+    assert choices is not None
+    assert (choices.of_tokens(2, np.array([1]), np.array([1])) == given.chosen[4, 2]).all()
+
+
 def test_the_same_trace_gives_the_same_file(tmp_path: Path) -> None:
     for name in ("a.npz", "b.npz"):
         write_routing_trace(recorded(), tmp_path / name)
@@ -197,6 +209,13 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"chosen": np.ones((5, 4, 2), np.uint8)}, r"\[1, 1\] are not ascending experts from 0 to 3"),
         ({"request_tokens": np.array([3, 1])}, "do not add up to its 5 tokens"),
         ({"request_tokens": np.array([5, 0])}, "do not add up to its 5 tokens"),
+        (
+            {
+                "request_tokens": np.array([2**62, 2**62, 2**62, 2**62 + 5]),
+                "prompt_tokens": np.zeros(4, np.int64),
+            },
+            "do not add up to its 5 tokens",
+        ),
         ({"prompt_tokens": np.array([3])}, "do not add up to its 5 tokens"),
         ({"model": 3}, r"model has shape \(\) of int64"),
     ],
@@ -205,6 +224,12 @@ def test_a_trace_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str,
     write_routing_trace(recorded()._replace(**changes), tmp_path / "routing.npz")
     with pytest.raises(BadInput, match=rf"routing\.npz.*{told}"):
         read_routing_file(tmp_path / "routing.npz", SMALL)
+
+
+def test_a_model_s_name_in_a_trace_cannot_fill_the_line(tmp_path: Path) -> None:
+    write_routing_trace(recorded()._replace(model="a\nb" + "c" * 1000), tmp_path / "routing.npz")
+    with pytest.raises(BadInput, match=r"is of a bc{97}, 4 layers of 4 experts, top 2, but dbrx has"):
+        read_routing_file(tmp_path / "routing.npz", DBRX)
 
 
 @pytest.mark.parametrize(

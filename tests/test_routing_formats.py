@@ -155,8 +155,8 @@ def test_integers_of_any_type_and_order_are_read(tmp_path: Path, dtype: str) -> 
 
 
 def test_a_prompt_apart_from_its_generated_tokens_is_one_request(tmp_path: Path) -> None:
-    split = {"routed_experts": ONE.chosen[3:], "prompt_routed_experts": ONE.chosen[:3]}
-    np.savez_compressed(tmp_path / "a.npz", **split)
+    generated, prompt = ONE.chosen[3:], ONE.chosen[:3]
+    np.savez_compressed(tmp_path / "a.npz", routed_experts=generated, prompt_routed_experts=prompt)
     found = read(tmp_path / "a.npz")
     assert (found.chosen == ONE.chosen).all()
     assert (found.request_tokens.tolist(), found.prompt_tokens.tolist()) == ([5], [3])
@@ -204,12 +204,14 @@ def test_a_bad_array_is_refused_by_token_and_layer(tmp_path: Path, array: Any, t
         assert refusal(tmp_path / "a.npz").startswith(f", array 'arr_0'{told}")
 
 
-def test_an_array_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_an_array_that_was_cut_off_or_has_more_is_refused(tmp_path: Path) -> None:
     file = write_npy(ONE, tmp_path)
     file.write_bytes(file.read_bytes()[:-7])
     assert refusal(file) == (
         " has 33 bytes of values, but its shape (5, 2, 2) of int16 needs 40: it was cut off or damaged; copy it again"
     )
+    file.write_bytes(file.read_bytes() + bytes(8))
+    assert refusal(file).startswith(" has 41 bytes of values, but its shape (5, 2, 2) of int16 needs 40")
     file.write_bytes(file.read_bytes()[:50])
     assert refusal(file) == " is not an array of numpy's: write it with `numpy.save`"
 
@@ -293,6 +295,8 @@ def test_layers_count_from_the_lowest_and_other_blocks_are_left_out(tmp_path: Pa
             lambda r: r.pop(3),
             ":3: step 1 of rank 0, which begins in this line, lacks layer 1, one of the 2 of small: if",
         ),
+        (lambda r: (r.pop(3), r.pop(3)), ":3: step 1 of rank 0, which begins in this line, lacks layer 1"),
+        (lambda r: r[1].update(rank=1), ":1: step 0 of rank 0, which begins in this line, lacks layer 1"),
         (lambda r: r.pop(), ":7: step 3 of rank 0, which begins in this line, lacks layer 1"),
         (lambda r: r.insert(1, r[0]), ":1: step 0 of rank 0, which begins in this line, lacks layer 1"),
         (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import tokenize
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 # Those of zipfile, zlib and numpy's headers, which are Python expressions.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, SyntaxError, MemoryError),
-    *(RuntimeError, OverflowError, struct.error, zipfile.BadZipFile, zlib.error),
+    *(RuntimeError, OverflowError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -46,9 +48,9 @@ def read_npy(where: str, data: bytes) -> Array:
     """
     stream = BytesIO(data)
     try:
-        version = np.lib.format.read_magic(stream)
-        shape, by_columns, dtype = _READ_HEADER[version](stream)
-        if dtype.kind not in "iuU" or min(shape, default=0) < 0:
+        with warnings.catch_warnings(action="ignore"):  # of a damaged header, which is refused in one line
+            shape, by_columns, dtype = _READ_HEADER[np.lib.format.read_magic(stream)](stream)
+        if dtype.kind not in "iuU":
             raise BadInput(
                 f"{where} has shape {shown(shape)} of {shown(dtype.name)}: write an array of integers"
             )

@@ -16,7 +16,7 @@ import numpy as np
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.arrays import Array, read_npy, read_npz
-from moesched.routing.checks import ROWS_AT_ONCE, other_layers, other_top_k, sorted_choices
+from moesched.routing.checks import ROWS_AT_ONCE, id_type, other_layers, other_top_k, sorted_choices
 from moesched.routing.choices import Integers
 from moesched.routing.profile import require_shape
 from moesched.routing.trace import RoutingTrace
@@ -24,6 +24,7 @@ from moesched.system.plain_text import shown
 
 OWN = {"chosen": 3, "request_tokens": 1, "prompt_tokens": 1, "experts": 0, "model": 0}
 """Dimensions of each array of moesched's trace."""
+LONGEST_NAME = 100
 SPLIT = {"prompt_routed_experts", "routed_experts"}
 """Names of two arrays that are one request: its prompt and its generated tokens."""
 
@@ -95,13 +96,19 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
         if arrays[name].ndim != dimensions or arrays[name].dtype.kind not in kind:
             raise _damaged(where, f"{name} has shape {arrays[name].shape} of {arrays[name].dtype}")
     chosen, lengths, prompts = arrays["chosen"], arrays["request_tokens"], arrays["prompt_tokens"]
-    require_shape(
-        where, str(arrays["model"]), (chosen.shape[1], int(arrays["experts"]), chosen.shape[2]), config
-    )
-    if lengths.shape != prompts.shape or (lengths < 1).any() or not 0 < lengths.sum() == len(chosen):
+    model = " ".join(str(arrays["model"]).split())[:LONGEST_NAME]
+    require_shape(where, model, (chosen.shape[1], int(arrays["experts"]), chosen.shape[2]), config)
+    whole = lengths.shape == prompts.shape and ((lengths > 0) & (lengths <= len(chosen))).all()
+    if not whole or not 0 < lengths.sum() == len(chosen):
         raise _damaged(where, f"its requests do not add up to its {len(chosen)} tokens")
     _require_ascending(where, chosen, config)
-    return RoutingTrace(str(arrays["model"]), config.experts, chosen, lengths, prompts)
+    return RoutingTrace(
+        model,
+        config.experts,
+        chosen.astype(id_type(config.experts), copy=False),
+        lengths.astype(np.int64),
+        prompts.astype(np.int64),
+    )
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:

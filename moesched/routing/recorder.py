@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moesched.models.config import ModelConfig
+from moesched.routing.checks import id_type
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.seams import TokenSpan
@@ -26,7 +27,7 @@ class RoutingRecorder:
         self._config = config
         self._progress = progress
         self._most = most
-        self._id = np.uint8 if config.experts <= 256 else np.uint16
+        self._id = id_type(config.experts)
         self._chosen: dict[int, Integers] = {}
         self._ends: dict[int, list[int]] = {}
         self._choices = 0
