@@ -289,7 +289,7 @@ def test_layers_count_from_the_lowest_and_other_blocks_are_left_out(tmp_path: Pa
         (lambda r: r[0].update(top_indices=[], num_tokens=0), ":1: top_indices has 0 tokens"),
         (
             lambda r: r[1].update(top_indices=[[0, 1]], num_tokens=1),
-            ":2: layer 1 has 1 tokens, but the layer before has 3 in step 0 of rank 0",
+            ":2: layer 1 of step 0 of rank 0 has 1 tokens, but its first layer has 3: record the step again",
         ),
         (
             lambda r: r.pop(3),

@@ -125,17 +125,17 @@ def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Intege
     """The choices (tokens, layers, top_k) of a pass that has all layers, with the same tokens in each."""
     expected = range(first, first + config.layers)
     named = f"step {done.step} of rank {done.rank}"
+    tokens = len(next(iter(done.layers.values())).chosen_Tk)
     for layer, (line, chosen_Tk) in done.layers.items():
         if layer not in expected:
             raise BadInput(
                 f"{where}:{line}: {named} has a layer {layer}, but {config.name} has {config.layers} layers, here "
                 f"{first} to {expected[-1]}: give a trace of that model"
             )
-        tokens = len(next(iter(done.layers.values())).chosen_Tk)
         if len(chosen_Tk) != tokens:
             raise BadInput(
-                f"{where}:{line}: layer {layer} has {len(chosen_Tk)} tokens, but the layer before has {tokens} in "
-                f"{named}: record the step again, or remove it"
+                f"{where}:{line}: layer {layer} of {named} has {len(chosen_Tk)} tokens, but its first layer has "
+                f"{tokens}: record the step again, or remove it"
             )
     missing = [layer for layer in expected if layer not in done.layers]
     if missing:
