@@ -1,6 +1,7 @@
 """Routing traces of Megatron-LM: JSON lines, one for each layer of each forward pass.
 
-Written by its `RouterTracer` (`--moe-routing-trace-path`), one file for each rank; read from its sources of 2026:
+Written by its `RouterTracer` (`--moe-routing-trace-path`), one file for each rank; read from the sources of
+Megatron Core 0.20:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
      "top_indices": [[12, 45], ...]}
