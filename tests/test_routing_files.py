@@ -164,7 +164,10 @@ def test_a_trace_with_integers_of_another_type_is_read_as_the_same(tmp_path: Pat
         name: getattr(given, name).astype(np.uint64) for name in ("chosen", "request_tokens", "prompt_tokens")
     }
     write_routing_trace(given._replace(**wide), tmp_path / "routing.npz")
-    assert find_profile(str(tmp_path / "routing.npz"), SMALL) == given.profile()
+    found = read_routing_file(tmp_path / "routing.npz", SMALL)
+    assert isinstance(found, RoutingTrace)
+    assert found.chosen.dtype == np.uint8
+    assert found.profile() == given.profile()
     choices = find_choices(str(tmp_path / "routing.npz"), SMALL)
     assert choices is not None
     assert (choices.of_tokens(2, np.array([1]), np.array([1])) == given.chosen[4, 2]).all()
