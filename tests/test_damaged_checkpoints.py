@@ -106,6 +106,10 @@ def twice_inside(entries: Entries) -> str:
         (lambda entries: entries.update({"\ud800": entries["lm_head.weight"]}), r"a tensor '\\ud800'"),
         (lambda entries: entries["lm_head.weight"].update(shape=[-11, -6]), "no valid safetensors header"),
         (lambda entries: entries["lm_head.weight"].update(shape=[2**40, 2**40]), "of shape"),
+        (
+            lambda entries: entries["lm_head.weight"].update(shape=["\ud800", 6]),
+            "no valid safetensors header",
+        ),
     ],
 )
 def test_a_header_that_does_not_describe_its_file_is_refused(

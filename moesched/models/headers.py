@@ -14,6 +14,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
 from moesched.models.unique_json import decode_unique
+from moesched.system.decoding import convert_value
 from moesched.system.input_file import open_input
 
 LARGEST_JSON = 16 << 20
@@ -74,10 +75,7 @@ def read_header(path: Path) -> Header:
     values = decode_unique(text, dict[str, object], where, RESTORE)
     values.pop("__metadata__", None)
     require_count(len(values), where)
-    try:
-        entries = msgspec.convert(values, dict[str, Entry])
-    except msgspec.MsgspecError as error:
-        raise BadInput(f"{where}: {error}; {RESTORE}") from error
+    entries = convert_value(values, dict[str, Entry], where, RESTORE)
     _require_layout(path, entries, 8 + len(text), identity.size)
     return Header([Found(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity)
 
