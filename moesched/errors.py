@@ -48,7 +48,13 @@ class OutOfMemory(BadInput):
 
 
 class PolicyError(MoeschedError):
-    """A policy submitted an illegal task; raised at the line that submitted it."""
+    """A policy submitted an illegal task; raised at the line that submitted it.
+
+    Attributes:
+        line: the policy's line as file:line, where the error is raised later than there; empty otherwise.
+    """
+
+    line = ""
 
 
 class OutOfOrder(PolicyError):

@@ -1,14 +1,16 @@
-"""Policies, devices and transports by name: found through entry points, or named as `package.module:Class`."""
+"""Policies, devices and transports: found through entry points, or named as `module:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
@@ -16,6 +18,7 @@ from moesched.seams import Device, Policy, Transport
 from moesched.system.memory import require_address_space
 from moesched.system.plain_text import shown
 from moesched.system.signal_origin import came_from_a_signal
+from moesched.system.source_lines import raising_line
 
 Kind = Literal["policies", "devices", "transports"]
 
@@ -41,7 +44,7 @@ def find(kind: Literal["transports"], name: str) -> type[Transport]: ...
 
 
 def find(kind: Kind, name: str) -> type:
-    """Find the class of that name, or at `package.module:Class`, which is also searched in the current folder.
+    """Find the class of that name, or at `module:Class` (also in the current folder) or `file.py:Class`.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
@@ -73,19 +76,50 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
     Raises:
         BadInput: it cannot be imported; the message says why.
     """
-    module_name, _, attribute = target.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise BadInput(f"{title} is not the name of a class: write package.module:Class")
+    module_name, _, attribute = target.rpartition(":")
+    is_file = here and module_name.endswith(".py")
+    names = [attribute] if is_file else [*module_name.split("."), attribute]
+    if not all(name.isidentifier() for name in names):
+        raise BadInput(f"{title} is not the name of a class: write module:Class or file.py:Class")
     if here:
         _search_here_last()
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = _module_in(Path(module_name)) if is_file else importlib.import_module(module_name)
+        return getattr(module, attribute)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, SystemExit) and came_from_a_signal(error):
             raise
-        plain = isinstance(error, ImportError | AttributeError | SyntaxError)
-        what = str(error) if plain else f"{module_name} raised {error!r}"
-        raise BadInput(f"{title} cannot be loaded: {what}") from error
+        plain = isinstance(error, ImportError | AttributeError | OSError)
+        what = str(error) if plain else f"{type(error).__name__}: {error}"
+        place = f" ({line})" if (line := _line_of(error)) else ""
+        raise BadInput(f"{title} cannot be loaded{place}: {what}") from error
+
+
+def _module_in(file: Path) -> ModuleType:
+    """The module in a file; its folder is searched, last, for the modules that it imports."""
+    path = file.expanduser().resolve(strict=True)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    name = path.stem if path.stem not in sys.modules else str(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "its name ends with .py"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of somebody's module that an import failed at, as file:line; empty where it was none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    return raising_line(error)
 
 
 def _search_here_last() -> None:
@@ -100,13 +134,17 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     """Make a policy by its name and settings.
 
     Raises:
-        BadInput: it does not exist, or does not take one of the settings.
+        BadInput: it does not exist, or does not take one of the settings, or needs another one.
+        Exception: an error of its constructor.
     """
     make: Callable[..., Policy] = find("policies", name)
     try:
         return make(**(settings or {}))
     except TypeError as error:
-        raise BadInput(f"policy {name} does not take these settings: {error}") from None
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # within the constructor
+        remedy = "give each argument of its constructor a default, or --set NAME=VALUE"
+        raise BadInput(f"policy {name} does not take these settings: {error}: {remedy}") from None
     except SystemExit as error:
         if came_from_a_signal(error):
             raise
@@ -140,5 +178,5 @@ def _target(kind: Kind, name: str) -> tuple[str, bool]:
     if ":" in name:
         return name, False
     raise BadInput(
-        f"unknown {_SINGULAR[kind]} {shown(name)}: choose {', '.join(names(kind))}, or write package.module:Class"
+        f"unknown {_SINGULAR[kind]} {shown(name)}: choose {', '.join(names(kind))}, or write module:Class or file.py:Class"
     )

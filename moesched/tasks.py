@@ -9,7 +9,7 @@ and forgets them when it settles.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from heapq import heapify, heappop
 from types import CodeType, MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -234,6 +234,18 @@ class Task(msgspec.Struct, eq=False, gc=False):
             assert self.cause is not None
             raise self.cause
         return self._value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._handle()} has no {name!r}: await it for its value")
+
+    def __getitem__(self, key: object) -> Any:
+        raise TypeError(f"{self._handle()} has no items: await it for its value")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"{self._handle()} has no items: await it for its value")
+
+    def _handle(self) -> str:
+        return f"what {self.label} returned is a handle, which"
 
     @property
     def value(self) -> Any:

@@ -30,7 +30,7 @@ from moesched.policies.flexgen import FlexGen
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
-from moesched.steps.reservations import Role
+from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from small_models import SMALL, small_model
 

@@ -21,7 +21,7 @@ from moesched.runs.outcome import Report
 from moesched.runs.planning import make_lanes, plan_run
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan, stage_of
-from moesched.steps.reservations import Role
+from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols

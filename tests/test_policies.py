@@ -16,7 +16,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
-from moesched.steps.reservations import Role
+from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import sysconfig
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from signal import SIGINT, Signals
-from types import TracebackType
 
+from moesched.cli.policy_errors import explained, is_policys
 from moesched.errors import (
     BadInput,
     MoeschedError,
@@ -28,20 +28,18 @@ FAILED = 1
 LONGEST_LINE = 4000
 """Characters of an error; a longer one, which quotes a long name or value, loses its middle."""
 
-_CALLERS_OF_POLICIES = (
-    "moesched.drivers.capture",
-    "moesched.drivers.policies",
-    "moesched.drivers.replay",
-    "moesched.runs.generation",
-    "moesched.runs.planning",
-)
 
-
-def exit_code_of(error: BaseException) -> int:
+def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = (), whole: bool = False) -> int:
     """Print an error on standard error; returns the exit code.
 
-    Errors in the input or in a policy are one line. An unexpected exception keeps its traceback.
+    Errors in the input are one line; those of a policy have its own frames, too. Any other keeps its traceback.
+
+    Args:
+        forgotten: what the policy called and did not await, which is then the error.
+        whole: print the whole traceback before.
     """
+    if whole:
+        traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
     terminal_closed = isinstance(error, OSError) and first_signal() is not None
@@ -61,8 +59,11 @@ def exit_code_of(error: BaseException) -> int:
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT
-    if isinstance(error, PolicyError):
-        tell(f"{policy_line(error)}: {type(error).__name__}: {error}")
+    if is_policys(error):
+        first, *others = explained(forgotten[0] if forgotten else error)
+        tell(first)
+        for line in others:
+            tell_more(line)
         return FAILED
     if isinstance(error, TaskFailed):
         return _task_failed(error)
@@ -76,53 +77,22 @@ def exit_code_of(error: BaseException) -> int:
 
 def tell(message: str) -> None:
     """Print one line on standard error, if anybody reads it."""
-    line = plain_text(" ".join(message.split()))
+    tell_more(f"moesched: {' '.join(message.split())}")
+
+
+def tell_more(text: str) -> None:
+    """Print a further line on standard error, if anybody reads it."""
+    line = plain_text(text)
     if len(line) > LONGEST_LINE:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
     with suppress(OSError):
-        print("moesched:", line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def interruption() -> str:
     """The word for an end by a signal, with the signal's name unless it was Ctrl-C."""
     number = first_signal()
     return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
-
-
-def policy_line(error: BaseException) -> str:
-    """The line of the policy that an error came from, as file:line; the policy's name where the line is unknown."""
-    line = ""
-    frames = traceback.walk_tb(error.__traceback__)
-    for frame, number in frames:
-        module = frame.f_globals.get("__name__", "")
-        if module in _CALLERS_OF_POLICIES:
-            line = ""  # inner frames are the policy, or functions that it called
-        elif not _is_ours(module) and not _is_pythons(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{number}"
-    return line or _method_line(error.__traceback__) or "the policy"
-
-
-def _is_ours(module: str) -> bool:
-    """Whether a file belongs to the framework; the policies that ship do not."""
-    return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
-
-
-def _is_pythons(file: str) -> bool:
-    standard = sysconfig.get_path("stdlib")
-    return file.startswith(standard) and "site-packages" not in file
-
-
-def _method_line(trace: TracebackType | None) -> str:
-    """The first line of the policy method that returned before its step was complete."""
-    for frame, _ in traceback.walk_tb(trace):
-        known = frame.f_locals
-        policy = known.get("policy") or getattr(known.get("self"), "_policy", None)
-        kind = getattr(known.get("step"), "kind", "")
-        method = getattr(type(policy), kind, None)
-        if method is not None:
-            code = method.__code__
-            return f"{code.co_filename}:{code.co_firstlineno} ({type(policy).__name__}.{kind})"
-    return ""
 
 
 def _task_failed(error: TaskFailed) -> int:

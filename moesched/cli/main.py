@@ -23,7 +23,8 @@ from moesched.cli import (
     simulate,
 )
 from moesched.cli import list as listing
-from moesched.cli.failures import exit_code_of
+from moesched.cli.failures import exit_code_of, tell
+from moesched.cli.forgotten_awaits import forgotten_awaits
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
 from moesched.cli.surroundings import prepare_process
@@ -41,11 +42,14 @@ EPILOGUE = paragraphs(
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench""",
     "`moesched run --help` explains a command. KB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.",
+    "With --traceback any command shows all frames of an error, and not only those of your policy.",
     "Results go to standard output, progress and logs to standard error. MOESCHED_LOG=info shows more logs.",
     "Exit codes: 0 done; 1 the run began and failed; 2 bad input, and one line gives the remedy; 128 and the "
     "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
+WHOLE_TRACEBACK = "--traceback"
+"""The option of all commands that shows an error with all of its frames."""
 SPARE_BYTES = 4 << 20
 """Memory that is freed where a command fails, so that its error can be told even if there is no other memory."""
 
@@ -83,17 +87,22 @@ def make_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    whole = WHOLE_TRACEBACK in given
+    given = [each for each in given if each != WHOLE_TRACEBACK]
     spare = bytearray(SPARE_BYTES)
-    try:
-        prepare_process()
-        if not explains_only(given):
-            send_logs_to_stderr()
-            sweep()
-        code = make_app()(given, exit_on_error=False, print_error=False)
-        sys.stdout.flush()
-    except BaseException as error:
-        del spare
-        code = exit_code_of(error)
+    with forgotten_awaits() as forgotten:
+        try:
+            prepare_process()
+            if not explains_only(given):
+                send_logs_to_stderr()
+                sweep()
+            code = make_app()(given, exit_on_error=False, print_error=False)
+            sys.stdout.flush()
+        except BaseException as error:
+            del spare
+            return exit_code_of(error, forgotten=forgotten, whole=whole)
+    for each in forgotten:
+        tell(f"{each.line}: {each}")
     return code or 0
 
 

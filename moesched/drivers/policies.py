@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import coroutine
 from typing import Any
@@ -89,9 +89,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
         turn.begin()
         main: object = policy.decode(step) if step.index else policy.prefill(step)
         if not isinstance(main, Coroutine):
-            raise PolicyError(
-                f"{step.kind} of {type(policy).__name__} gave {main!r}, no coroutine: define it `async def`"
-            )
+            raise _no_coroutine(policy, step, main)
         while True:
             awaited = main.send(None) if thrown is None else main.throw(thrown)
             turn.pause()
@@ -161,6 +159,13 @@ def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
     finally:
         errors.clear()
     return [run.result for run in runs]
+
+
+def _no_coroutine(policy: Policy, step: Step, gave: object) -> PolicyError:
+    method = f"{step.kind} of {type(policy).__name__}"
+    if isinstance(gave, AsyncGenerator):
+        return PolicyError(f"{method} has a `yield`, which makes it a generator: await handles instead")
+    return PolicyError(f"{method} gave {gave!r}, no coroutine: define it `async def`")
 
 
 def _awaits_a_stranger(what: str) -> PolicyError:

@@ -14,7 +14,7 @@ from moesched.planner.trial_run import trial_run
 from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
-from moesched.steps.reservations import KV_ROLES
+from moesched.steps.roles import KV_ROLES
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of micro-batches that a batch of a given size may be cut into."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.policies import policys_failures
-from moesched.errors import BadInput, OverBudget
+from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import INTERCONNECT, Machine
 from moesched.machines.group import numbered
 from moesched.machines.networks import NETWORK
@@ -15,6 +15,7 @@ from moesched.requests.batch import Batch
 from moesched.seams import Policy, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
+from moesched.system.source_lines import raising_line
 from moesched.tasks import Lane
 from moesched.units import format_bytes
 
@@ -56,7 +57,7 @@ def plan_run(
             process=process,
         )
         with policys_failures():
-            policy.plan(plan)
+            _require_none(policy, policy.plan(plan))
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
@@ -65,8 +66,16 @@ def plan_run(
             each = f", on node {node} of {nodes}"
         if process is not None and process.limit is not None:
             each += f", of what --budget process={format_bytes(process.limit)} leaves"
-        raise BadInput(f"policy {name} does not fit: {error}{each}: {remedy}") from error
+        place = f" ({line})" if (line := error.line or raising_line(error)) else ""
+        raise BadInput(f"policy {name} does not fit{place}: {error}{each}: {remedy}") from error
     return plan
+
+
+def _require_none(policy: Policy, gave: object) -> None:
+    """Check what `plan` returned."""
+    if isinstance(gave, Coroutine):
+        gave.close()
+        raise PolicyError(f"plan of {type(policy).__name__} is `async def`: define it `def plan(self, plan)`")
 
 
 def _require_node(machine: Machine, layout: WeightLayout, policy: Policy, nodes: int) -> None:

@@ -6,19 +6,38 @@ from dataclasses import replace
 from typing import get_args
 
 from moesched.errors import PolicyError
+from moesched.steps.memory import Replacement
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
 
 
+def require_slots(name: str, slots: int, filled: int, replacement: str) -> None:
+    """Check the slots of a pool that is declared, and its replacement rule.
+
+    Raises:
+        PolicyError: they are no number, or too few for the pages that fill it; or there is no such rule.
+    """
+    if not isinstance(slots, int) or slots < 0:
+        raise PolicyError(f"pool: {name} has {slots!r} slots: give a whole number, as by int(...) or //")
+    if filled > slots:
+        raise PolicyError(
+            f"pool: {name} has {slots} slots, and {filled} pages fill it: give as many slots, or fewer pages"
+        )
+    if replacement not in get_args(Replacement):
+        known = ", ".join(map(repr, get_args(Replacement)))
+        raise PolicyError(f"pool: replacement is {replacement!r}: give one of {known}")
+
+
 class Declarations(ReadOnly):
     """Base of `Plan`: everything declared so far besides pools and resident pages."""
 
-    _assignable = frozenset({"discipline"})
+    _assignable = frozenset({"discipline", "task_limit"})
     _remedy = "declare with the plan's methods, and keep your own numbers in attributes of the policy"
 
-    def __init__(self, declared: Declared) -> None:
+    def __init__(self, declared: Declared, default_task_limit: int) -> None:
         self._declared = declared
+        self._default_task_limit = default_task_limit
 
     @property
     def declared(self) -> Declared:
@@ -41,6 +60,21 @@ class Declarations(ReadOnly):
             known = " or ".join(map(repr, get_args(Discipline)))
             raise PolicyError(f"discipline is {discipline!r}: assign {known}")
         self._declare("discipline", replace(self._declared, discipline=discipline))
+
+    @property
+    def task_limit(self) -> int:
+        """Most tasks that a step may submit; a policy may assign it in `plan`.
+
+        The default is far above what policies need: twenty times all pages, and all verbs and experts of layers, for
+        each micro-batch.
+        """
+        return self._declared.task_limit or self._default_task_limit
+
+    @task_limit.setter
+    def task_limit(self, limit: int) -> None:
+        if not isinstance(limit, int) or limit < 1:
+            raise PolicyError(f"task_limit is {limit!r}: assign a whole number, 1 or more")
+        self._declare("task_limit", replace(self._declared, task_limit=limit))
 
     def _declare(self, verb: str, declared: Declared) -> None:
         if self._declared.settled:

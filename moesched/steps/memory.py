@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from sys import maxsize
 from typing import Any, Generic, Literal, TypeVar
 
 from moesched.engine import Engine
 from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
 from moesched.models.layout import Page
+from moesched.steps.claims import Claim, Parts
 from moesched.steps.model_pages import describe
 from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
@@ -81,9 +83,9 @@ class Memory(ReadOnly):
         self._freed.append((block.nbytes, users))
         block.memory = ""
 
-    def reserve(self, what: str, nbytes: int) -> None:
+    def reserve(self, what: str, nbytes: int, parts: Parts | None = None) -> None:
         """Take bytes for the whole run: a cache, activations, an arena of slots."""
-        self._take(what, nbytes)
+        self._take(what, nbytes, parts)
 
     def require(self, what: str, nbytes: int) -> None:
         """Check that this many bytes, in use at another time, are within the budget; they count for the peak.
@@ -98,20 +100,21 @@ class Memory(ReadOnly):
             )
         self._peak = max(self._peak, nbytes)
 
-    def require_free(self, what: str, nbytes: int, free: int) -> None:
-        """Check that `nbytes` bytes fit in `free` bytes.
+    def require_free(self, what: str, nbytes: int, free: int, parts: Parts | None = None) -> None:
+        """Check that `nbytes` bytes fit in `free` bytes; `parts` are what they consist of.
 
         Raises:
-            OverBudget: they do not.
+            OverBudget: they do not; the message says how many parts would.
         """
         if nbytes > free:
+            fit = "" if parts is None else f", {parts.that_fit(nbytes, free)}"
             raise OverBudget(
                 f"{what} needs {nbytes:,} bytes of {self.name}, which has {max(free, 0):,} free of its "
-                f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few"
+                f"budget of {self.capacity:,}: {nbytes - free:,} bytes too few{fit}"
             )
 
-    def _take(self, what: str, nbytes: int) -> list[Task]:
-        self.require_free(what, nbytes, self.free_bytes)
+    def _take(self, what: str, nbytes: int, parts: Parts | None = None) -> list[Task]:
+        self.require_free(what, nbytes, self.free_bytes, parts)
         self._used += nbytes
         self._peak = max(self._peak, self._used)
         fresh = min(nbytes, self._fresh)
@@ -152,12 +155,25 @@ class Pool(ReadOnly):
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
     one, and `none` raises OverBudget. `reserve` takes the bytes.
+
+    Attributes:
+        page_bytes: bytes of the largest page that it was declared for.
+        line: the policy's line that declared it, as file:line; empty where that is not known.
     """
 
     def __init__(
-        self, name: str, memory: Memory, slots: int, slot_bytes: int, replacement: Replacement = "ring"
+        self,
+        name: str,
+        memory: Memory,
+        slots: int,
+        slot_bytes: int,
+        replacement: Replacement = "ring",
+        page_bytes: int = maxsize,
+        line: str = "",
     ) -> None:
         self.name = name
+        self.page_bytes = page_bytes
+        self.line = line
         self.memory = memory
         self.slot_bytes = slot_bytes
         self.replacement = replacement
@@ -179,9 +195,10 @@ class Pool(ReadOnly):
         """Bytes of all its slots."""
         return len(self._slots) * self.slot_bytes
 
-    def claims(self, free: int) -> Iterable[tuple[str, int]]:
-        """Name and bytes of each reservation that it needs; `free` bytes are available."""
-        return [(f"pool {self.name} of {len(self.slots)} slots", self.nbytes)]
+    def claims(self, free: int) -> Iterable[Claim]:
+        """The reservations that it needs; `free` bytes are available."""
+        slots = len(self._slots)
+        return [Claim(f"pool {self.name} of {slots:,} slots", self.nbytes, Parts(slots, "slots"))]
 
     def reserve(self) -> None:
         """Take its bytes of the memory for the whole run.
@@ -189,8 +206,12 @@ class Pool(ReadOnly):
         Raises:
             OverBudget: fewer bytes are free.
         """
-        for what, nbytes in self.claims(self.memory.free_bytes):
-            self.memory.reserve(what, nbytes)
+        try:
+            for claim in self.claims(self.memory.free_bytes):
+                self.memory.reserve(*claim)
+        except OverBudget as error:
+            error.line = self.line
+            raise
 
     @property
     def empty_slots(self) -> int:
@@ -293,13 +314,16 @@ class Fixed(Pool):
         """Bytes of all its slots."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def claims(self, free: int) -> Iterable[tuple[str, int]]:
+    def claims(self, free: int) -> Iterable[Claim]:
         """One reservation for all pages, or, where they do not fit, one for each."""
-        total = self.nbytes
+        total, pages = self.nbytes, len(self._slots)
         if total <= free:
-            return [(f"{len(self.slots)} pages, kept in {self.memory.name}", total)]
+            return [Claim(f"{pages} pages, kept in {self.memory.name}", total)]
         return [
-            (f"page {describe(slot.page)}, kept in {self.memory.name}", slot.nbytes)
+            Claim(
+                f"page {describe(slot.page)}, number {slot.index + 1} of {pages} kept in {self.memory.name},",
+                slot.nbytes,
+            )
             for slot in self._slots
             if slot.page is not None
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from sys import maxsize
 
 from moesched.errors import PolicyError
 from moesched.models.layout import Page, WeightLayout
@@ -14,19 +15,47 @@ def describe(page: Page) -> str:
     return f"L{page.layer} {part} #{page.index}"
 
 
-def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout) -> int:
+def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
+    """The pages as a tuple, checked to be pages.
+
+    Raises:
+        PolicyError: it is one page, or something else.
+    """
+    if isinstance(pages, Page):
+        raise PolicyError(f"{verb}: give a list of pages, such as [{describe(pages)}], not one page")
+    listed = tuple(pages)
+    for page in listed:
+        if not isinstance(page, Page):
+            raise PolicyError(f"{verb}: {page!r} is no page: take pages from plan.layout or step")
+    return listed
+
+
+def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_bytes: int = maxsize) -> int:
     """Check that pages belong to a model, and return the sum of their bytes.
 
     A page of another layout has other bytes under the same number.
 
+    Args:
+        most_bytes: the largest page that may be among them.
+
     Raises:
-        PolicyError: one of them does not.
+        PolicyError: one of them does not, or is larger.
     """
     own, nbytes = layout.pages, 0
-    for page in pages:
-        if not 0 <= page.id < len(own) or (page is not own[page.id] and page != own[page.id]):
-            raise PolicyError(
-                f"{verb}: page {describe(page)} belongs to another model or layout: take pages from plan.layout or step"
-            )
-        nbytes += page.nbytes
+    try:
+        for page in pages:
+            if not 0 <= page.id < len(own) or (page is not own[page.id] and page != own[page.id]):
+                raise PolicyError(
+                    f"{verb}: page {describe(page)} belongs to another model or layout: take pages from plan.layout or "
+                    "step"
+                )
+            if page.nbytes > most_bytes:
+                raise PolicyError(
+                    f"{verb}: page {describe(page)} has {page.nbytes:,} bytes, and the largest page that the pool was "
+                    f"declared for has {most_bytes:,}: name this one, too, in plan.pool"
+                )
+            nbytes += page.nbytes
+    except (AttributeError, TypeError):
+        require_list(verb, pages)
+        raise
     return nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from moesched.models.layout import Page
+from moesched.steps.claims import Claim
 from moesched.steps.memory import Fixed, Home, Memory, Pool, slots_of
 from moesched.steps.read_only import ReadOnly
 
@@ -68,13 +69,13 @@ class PlacedWeights(ReadOnly):
         self._resident.append(resident)
         return resident
 
-    def claims(self, memory: Memory, free: int) -> Iterator[tuple[str, int]]:
-        """Name and bytes of each claim on a memory that has `free` bytes left."""
+    def claims(self, memory: Memory, free: int) -> Iterator[Claim]:
+        """The claims on a memory that has `free` bytes left."""
         for pool in self._in_order:
             if pool.memory is memory:
-                for what, nbytes in pool.claims(free):
-                    yield what, nbytes
-                    free -= nbytes
+                for claim in pool.claims(free):
+                    yield claim
+                    free -= claim.nbytes
 
     def reserve(self) -> None:
         """Reserve the bytes of all pools and resident pages.

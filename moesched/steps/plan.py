@@ -19,13 +19,18 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
-from moesched.steps.declarations import Declarations
+from moesched.steps.claims import Parts
+from moesched.steps.declarations import Declarations, require_slots
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
-from moesched.steps.model_pages import describe, require_pages
+from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement
 from moesched.steps.placed_weights import PlacedWeights
 from moesched.steps.process import Process
-from moesched.steps.reservations import KV_ROLES, ROLES, Declared, KVPlan, NodeShare, Reservations, Role
+from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
+from moesched.steps.roles import KV_ROLES, Role, role_named
+from moesched.system.source_lines import calling_line
+
+VERBS_OF_A_LAYER = 20
 
 
 class Plan(Declarations):
@@ -88,7 +93,8 @@ class Plan(Declarations):
                 in_flight=len(self.chunks),
                 kv_roles=(None,) * len(self.micro_batches),
                 nodes=NodeShare(nodes, node),
-            )
+            ),
+            _default_task_limit(layout, len(self.chunks)),
         )
         self.reservations = Reservations(
             self.machine,
@@ -116,9 +122,7 @@ class Plan(Declarations):
             BadInput: the machine has no pinned memory.
             PolicyError: there is no such role.
         """
-        if role not in ROLES:
-            raise PolicyError(f"no memory is {role!r}: it is 'accelerator', 'host' or 'pinned'")
-        roles = self.machine.roles
+        role, roles = role_named("memory", role, self.machine), self.machine.roles
         if role == "pinned":
             if roles.pinned is None:
                 raise BadInput(
@@ -147,10 +151,10 @@ class Plan(Declarations):
             return left
         for reservation in self.reservations.of(given or self.declared):
             if reservation.memory == memory.name:
-                memory.require_free(reservation.what, reservation.nbytes, left)
+                memory.require_free(reservation.what, reservation.nbytes, left, reservation.parts)
                 left -= reservation.nbytes
-        for what, nbytes in self.weights.claims(memory, left):
-            memory.require_free(what, nbytes, left)
+        for what, nbytes, parts in self.weights.claims(memory, left):
+            memory.require_free(what, nbytes, left, parts)
             left -= nbytes
         return left
 
@@ -181,8 +185,7 @@ class Plan(Declarations):
         Raises:
             PolicyError: one of them has a place already, or does not exist, or the memory holds no KV caches.
         """
-        if role not in KV_ROLES:
-            raise PolicyError(f"place_kv: a KV cache lives on 'accelerator' or 'host', not {role!r}")
+        role = role_named("place_kv", role, self.machine, KV_ROLES)
         roles = list(self.declared.kv_roles)
         for number in self.micro_batches if micro_batches is None else micro_batches:
             if number not in self.micro_batches:
@@ -266,12 +269,28 @@ class Plan(Declarations):
         filled: pages that are in it before the first step; they are loaded after the resident ones.
 
         Raises:
-            PolicyError: the pages belong to several stages, and the pool would be an accelerator's.
+            PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
+                memory or rule; or the slots are too few for the pages that fill it.
+            OverBudget: the memory has fewer bytes than the slots.
         """
         self._declare("pool", self.declared)
+        pages, filled = require_list("pool", pages), require_list("pool", filled)
         require_pages("pool", (*pages, *filled), self.layout)
+        require_slots(name, slots, len(filled), replacement)
+        memory = self._memory_for("pool", pages, role)
         size = max((self.slot_bytes(page) for page in pages), default=0)
-        pool = Pool(name, self._memory_for(pages, role), slots, size, replacement)
+        memory.require_free(
+            f"pool {name} of {slots:,} slots", slots * size, memory.capacity, Parts(slots, "slots")
+        )
+        pool = Pool(
+            name,
+            memory,
+            slots,
+            size,
+            replacement,
+            max((page.nbytes for page in pages), default=0),
+            calling_line(),
+        )
         self.weights.add_pool(pool, filled)
         return pool
 
@@ -283,8 +302,9 @@ class Plan(Declarations):
                 in that memory already.
         """
         self._declare("keep", self.declared)
+        pages = require_list("keep", pages)
         require_pages("keep", pages, self.layout)
-        memory = self._memory_for(pages, role)
+        memory = self._memory_for("keep", pages, role)
         if twice := next((page for page in pages if page in memory), None):
             raise PolicyError(f"keep: page {describe(twice)} stays in {memory.name} already: keep each once")
         return self.weights.keep(memory, pages, list(map(self.slot_bytes, pages)))
@@ -305,7 +325,7 @@ class Plan(Declarations):
                 f"the plan has no place for the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
         for each in self.reservations.of(declared):
-            self.memories[each.memory].reserve(each.what, each.nbytes)
+            self.memories[each.memory].reserve(each.what, each.nbytes, each.parts)
         self.weights.reserve()
         self._declared = replace(declared, settled=True)
         host, pages = self.memory("host"), self.nodes.pages(self.layout)
@@ -319,12 +339,13 @@ class Plan(Declarations):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _memory_for(self, pages: Sequence[Page], role: Role) -> Memory:
+    def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
         """The memory of a role for these pages; for accelerators, that of the pages' stage."""
+        role = role_named(verb, role, self.machine)
         stages = {stage_of(self.stages, page.layer) for page in pages} if role == "accelerator" else {0}
         if len(stages) > 1:
             raise PolicyError(
-                f"pages of stages {sorted(stages)} together: keep and pool each stage's by itself"
+                f"{verb}: pages of stages {sorted(stages)} together: keep and pool each stage's by itself"
             )
         return self.memory(role, next(iter(stages), 0))
 
@@ -332,6 +353,11 @@ class Plan(Declarations):
 def stage_of(stages: Sequence[range], layer: int) -> int:
     """The number of the pipeline stage that a layer belongs to."""
     return layer * len(stages) // stages[-1].stop
+
+
+def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
+    config = layout.config
+    return 20 * micro_batches * (len(layout.pages) + config.layers * (config.experts + VERBS_OF_A_LAYER))
 
 
 def lanes_contend(plan: Plan) -> bool:

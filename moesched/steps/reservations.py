@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
@@ -14,17 +14,11 @@ from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.steps.batch_bytes import BatchBytes
+from moesched.steps.claims import Parts
 from moesched.steps.process import Process, kept_workspace
 from moesched.steps.read_only import ReadOnly
+from moesched.steps.roles import KV_ROLES, Role
 from moesched.tasks import Discipline
-
-Role = Literal["accelerator", "host", "pinned"]
-
-ROLES: tuple[Role, ...] = get_args(Role)
-
-KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
-"""The memories that may hold a KV cache."""
-
 
 Content = Literal["weights", "KV cache", "buffers"]
 """Contents of a reservation; all but weights and the KV cache are buffers."""
@@ -37,6 +31,7 @@ class Reservation(NamedTuple):
     what: str
     nbytes: int
     content: Content = "buffers"
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +79,7 @@ class Declared:
         resident_experts_on_host: the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
+        task_limit: most tasks of a step; None for the default.
         settled: the memory is reserved, and nothing more can be declared.
     """
 
@@ -94,6 +90,7 @@ class Declared:
     resident_experts_on_host: bool = False
     nodes: NodeShare = NodeShare()
     discipline: Discipline = "ready_first"
+    task_limit: int | None = None
     settled: bool = False
 
 
@@ -210,7 +207,7 @@ class Reservations(ReadOnly):
         sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
         for fast in self._accelerators:
             what = f"activations of {count} micro-batches within a layer"
-            yield Reservation(fast, what, sizes.in_prefill(count))
+            yield Reservation(fast, what, sizes.in_prefill(count), parts=Parts(count, "micro-batches"))
             if count < len(self._chunks) or self._batch.chunked:
                 yield Reservation(fast, "activations of all micro-batches in decode", sizes.in_decode)
         if nodes.count > 1:
@@ -230,7 +227,8 @@ class Reservations(ReadOnly):
             layers = self._stages if here else [range(self._layout.config.layers)]
             for memory, range_of_layers in zip(memories, layers, strict=True):
                 nbytes = tokens * len(range_of_layers) * self._operations.kv_bytes
-                yield Reservation(memory, f"KV cache of {tokens} tokens", nbytes, "KV cache")
+                what, parts = f"KV cache of {tokens:,} tokens", Parts(tokens, "tokens")
+                yield Reservation(memory, what, nbytes, "KV cache", parts)
             prompts = 0 if here or self._machine.unified else self.sizes.device_kv(chosen)
             if prompts:
                 for fast in self._accelerators:
@@ -240,7 +238,8 @@ class Reservations(ReadOnly):
         kv = self.kv(declared)
         if kv.slot_bytes:
             for fast in self._accelerators:
-                yield Reservation(fast, f"{kv.slots} slots for keys and values", kv.slots * kv.slot_bytes)
+                what, parts = f"{kv.slots} slots for keys and values", Parts(kv.slots, "slots")
+                yield Reservation(fast, what, kv.slots * kv.slot_bytes, parts=parts)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
         """Rows that go to experts on the host, the outputs that come back, and workspace."""

@@ -69,9 +69,9 @@ class RunState:
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.submit = self._submitter()
 
-    def batches(self, index: int) -> list[MicroBatch]:
-        """The micro-batches of a step."""
-        return self.micro_batches if index else self.prefill_batches
+    def batches(self, index: int) -> dict[int, MicroBatch]:
+        """The micro-batches of a step, by number."""
+        return dict(enumerate(self.micro_batches if index else self.prefill_batches))
 
     def numbered(self, number: int) -> MicroBatch:
         """The micro-batch that a task names, in prefill or decoding."""
@@ -80,7 +80,7 @@ class RunState:
 
     def size(self, index: int) -> None:
         """Set the micro-batches' works for a step, and have them begin at the first stage."""
-        self.works.size(self.batches(index), index)
+        self.works.size(self.batches(index).values(), index)
 
     def end_prefill(self) -> None:
         """Have the micro-batches of decoding continue from the end of prefill."""

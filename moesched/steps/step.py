@@ -116,7 +116,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
         if self._turn.thread != NOBODY:
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")
         samples = []
-        for batch in self._batches:
+        for batch in self._batches.values():
             if batch.progress != self._base + self._state.stride - 1 or batch.last is None:
                 last = f", where {batch.last.line} left it" if batch.last is not None else ""
                 raise OutOfOrder(

@@ -158,7 +158,7 @@ class AttentionVerbs(Verbs):
         batch = self._batches[micro_batch]
         before = batch.before
         if before is None:
-            following = self._batches[micro_batch + 1 :]
+            following = list(self._batches.values())[micro_batch + 1 :]
             others = [each for each in following if each.kv.device is batch.kv.device]
             if layer and not all(self._attended(each, layer - 1) for each in others):
                 raise OutOfOrder(

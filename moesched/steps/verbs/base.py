@@ -7,7 +7,7 @@ from sys import _getframe
 from threading import get_ident
 from typing import Any, TypeVar
 
-from moesched.errors import OutOfOrder
+from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.memory import View, Views
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.plan import Plan
@@ -50,11 +50,12 @@ class Verbs(StepFacts):
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
         self._base = index * run_state.stride
+        self._last_task = run_state.engine.submitted + run_state.plan.task_limit
         self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]
         self._left = [self._base + self._offset(verb) + verb.leaves for verb in VERBS]
         run_state.size(index)
         if not self.attends:
-            for batch in self._batches:
+            for batch in self._batches.values():
                 batch.progress += batch.progress == self._base - 1  # there is no `embed`
         self._seal()
 
@@ -77,11 +78,14 @@ class Verbs(StepFacts):
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb.name)
-        batch = self._batches[micro_batch]
-        if batch.progress != self._needed[verb.number] + layer * STRIDE or (
-            verb.saved and batch.kv.unsaved >= 0
-        ):
-            raise self._out_of_order(verb, layer, batch)
+        try:
+            batch = self._batches[micro_batch]
+            if batch.progress != self._needed[verb.number] + layer * STRIDE or (
+                verb.saved and batch.kv.unsaved >= 0
+            ):
+                raise self._out_of_order(verb, layer, batch)
+        except (KeyError, TypeError):
+            raise self._not_there(verb, layer, micro_batch) from None
         return batch
 
     def _in_time(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
@@ -93,10 +97,8 @@ class Verbs(StepFacts):
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb.name)
-        if layer not in self.layers:
-            raise OutOfOrder(
-                f"{verb.name}: the model has no L{layer}: its layers are L0 to L{len(self.layers) - 1}"
-            )
+        if layer not in self.layers or micro_batch not in self._batches:
+            raise self._not_there(verb, layer, micro_batch)
         batch = self._batches[micro_batch]
         if verb.when == "unsaved":
             in_time = batch.kv.unsaved == layer
@@ -136,7 +138,10 @@ class Verbs(StepFacts):
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        return self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
+        self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
+        if task.id >= self._last_task:
+            raise self._too_many(name)
+        return task
 
     def _enter(
         self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], transfer_class: int = 0
@@ -145,7 +150,17 @@ class Verbs(StepFacts):
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        return self._submit(task, reads, writes, (), transfer_class)
+        self._submit(task, reads, writes, (), transfer_class)
+        if task.id >= self._last_task:
+            raise self._too_many(task.verb)
+        return task
+
+    def _too_many(self, verb: str) -> PolicyError:
+        """The error of a step that has submitted as many tasks as a step may."""
+        return PolicyError(
+            f"{verb}: the step has submitted {self._state.plan.task_limit:,} tasks, its limit: end the loop, "
+            "or assign plan.task_limit in Policy.plan"
+        )
 
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._state.engine)
@@ -174,6 +189,22 @@ class Verbs(StepFacts):
     def _unsaved(self, batch: MicroBatch) -> str:
         return ", its keys and values not saved: offload_kv them" if batch.kv.unsaved >= 0 else ""
 
+    def _not_there(self, verb: Verb, layer: object, micro_batch: object) -> OutOfOrder:
+        """The error of a verb for a layer or a micro-batch that does not exist."""
+        if verb.in_layer and layer not in self.layers:
+            named = f"L{layer}" if isinstance(layer, int) else f"layer {layer!r}"
+            known = f"its layers are 0 to {len(self.layers) - 1}: loop over step.layers"
+            return OutOfOrder(f"{verb.name}: the model has no {named}: {known}")
+        named = f"mb{micro_batch}" if isinstance(micro_batch, int) else f"micro-batch {micro_batch!r}"
+        known = f"they are 0 to {len(self._batches) - 1}: loop over step.micro_batches"
+        return OutOfOrder(f"{verb.name}: there is no {named} in this step: {known}")
+
+    def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
+        """Whether a verb would be in order with its layer and micro-batch the other way round."""
+        other = self._batches.get(layer)
+        needed = self._needed[verb.number] + micro_batch * STRIDE
+        return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed
+
     def _out_of_order(self, verb: Verb, layer: int, batch: MicroBatch) -> OutOfOrder:
         """The error of a verb whose micro-batch has another progress than it needs."""
         if not self.attends and verb.elsewhere is None:
@@ -191,6 +222,8 @@ class Verbs(StepFacts):
         needs = "the end of the step before" if needed == -1 else f"step {self.index} {self._point(needed)}"
         if verb.when == "until":
             needs += " or earlier in the step"
+        if self._swapped(verb, layer, batch.index):
+            needs += f" (the layer comes first: {verb.name}({batch.index}, {layer}) would be in order)"
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )

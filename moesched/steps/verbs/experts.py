@@ -224,7 +224,9 @@ class ExpertVerbs(Verbs):
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int) -> View[Any]:
         """The weights of an expert in a processor's memory; the call counts as a use of them."""
-        views = stage.expert[at]
+        views = stage.expert.get(at)
+        if views is None:
+            raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
         view.touch()
         return view

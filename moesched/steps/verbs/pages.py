@@ -95,6 +95,8 @@ class PageVerbs(Verbs):
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb)
+        if not isinstance(pool, Pool):
+            raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned")
         if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
             raise PolicyError(
                 f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
@@ -110,7 +112,7 @@ class PageVerbs(Verbs):
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
         plan = self._state.plan
-        nbytes = require_pages(verb, pages, plan.layout)
+        nbytes = require_pages(verb, pages, plan.layout, pool.page_bytes)
         reads = () if source is None else held_slots(verb, pages, source)
         if len(pages) > len(pool.slots):
             raise OverBudget(

@@ -1,0 +1,129 @@
+"""Errors of a policy, as its author reads them: a line, then the policy's own frames and a hint at the likely cause."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from difflib import get_close_matches
+from types import TracebackType
+from typing import NamedTuple
+
+from moesched.errors import MoeschedError, PolicyError
+from moesched.system.source_lines import is_ours, is_pythons
+
+MOST_FRAMES = 4
+"""Frames that are shown of a deep stack, the innermost ones."""
+
+_CALLERS_OF_POLICIES = (
+    "moesched.drivers.capture",
+    "moesched.drivers.policies",
+    "moesched.drivers.replay",
+    "moesched.plugins",
+    "moesched.runs.generation",
+    "moesched.runs.planning",
+)
+
+_HINTS = (
+    (r"^TypeError: object \w+ can't be used in 'await'", "await one handle at a time, and only what a verb returned"),
+    (r"\.(plan|prefill|decode)\(\) ", "the methods are plan(self, plan), prefill(self, step) and decode(self, step)"),
+    (r"^RecursionError", "a method calls itself"),
+    (r"'NoneType' object", "a verb, a method or an attribute gave None there"),
+)  # fmt: skip
+
+
+class Frame(NamedTuple):
+    """A line of the policy's code that was being executed."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """The line itself, without its comment."""
+        return linecache.getline(self.file, self.line).split("#")[0].strip()
+
+
+def is_policys(error: BaseException) -> bool:
+    """Whether an error came from a policy's code: it broke a rule, or raised an exception of its own."""
+    if isinstance(error, MoeschedError):
+        return isinstance(error, PolicyError)
+    return bool(own_frames(error)) or _has_other_arguments(error)
+
+
+def explained(error: BaseException) -> list[str]:
+    """The lines about a policy's error: where and what, the policy's frames if there are several, and a hint."""
+    frames = own_frames(error)
+    what = _in_words(error)
+    lines = [f"{policy_line(error)}: {what}"]
+    if len(frames) > 1:
+        lines += [f"  {frame} in {frame.function}: {frame.source}" for frame in frames[-MOST_FRAMES:]]
+    lines += [f"  hint: {hint}" for pattern, hint in _HINTS if re.search(pattern, what)][:1]
+    return lines
+
+
+def policy_line(error: BaseException) -> str:
+    """The line of the policy that an error came from, as file:line; "the policy" where the line is unknown."""
+    if isinstance(error, PolicyError) and error.line:
+        return error.line
+    frames = own_frames(error)
+    return str(frames[-1]) if frames else _method_line(error.__traceback__) or "the policy"
+
+
+def own_frames(error: BaseException) -> list[Frame]:
+    """The policy's frames, outermost first; a line that calls itself again and again counts once."""
+    frames: list[Frame] = []
+    called = False
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if module in _CALLERS_OF_POLICIES:
+            frames, called = [], True  # inner frames are the policy, or functions that it called
+        elif called and not is_ours(module) and not is_pythons(code.co_filename):
+            found = Frame(code.co_filename, number, code.co_name)
+            frames += [found] if found not in frames[-1:] else []
+    return frames
+
+
+def _has_other_arguments(error: BaseException) -> bool:
+    """Whether a policy's method could not be called, since it takes other arguments."""
+    return isinstance(error, TypeError) and bool(
+        re.search(r"\.(plan|prefill|decode)\(\) (takes|missing)", str(error))
+    )
+
+
+def _in_words(error: BaseException) -> str:
+    """The error's type and text, with Python's guess at the name that was meant."""
+    if isinstance(error, MoeschedError):
+        return f"{type(error).__name__}: {error}"
+    told = " ".join("".join(traceback.format_exception_only(error)).split())
+    if isinstance(error, AttributeError) and error.name:
+        told += "".join(
+            f": did you mean {name!r}?" for name in get_close_matches(error.name, dir(error.obj), 1)
+        )
+    return told
+
+
+def _method_line(trace: TracebackType | None) -> str:
+    """The first line of the policy method that returned before its step or its plan was complete."""
+    for policy, kind in _methods(trace):
+        method = getattr(type(policy), kind, None)
+        if method is not None:
+            code = method.__code__
+            return f"{code.co_filename}:{code.co_firstlineno} ({type(policy).__name__}.{kind})"
+    return ""
+
+
+def _methods(trace: TracebackType | None) -> Iterator[tuple[object, str]]:
+    """The policies that frames of the framework were busy with, and the methods that they were about to complete."""
+    for frame, _ in traceback.walk_tb(trace):
+        known = frame.f_locals
+        policy = known.get("policy") or getattr(known.get("self"), "_policy", None)
+        if frame.f_globals.get("__name__") == "moesched.runs.planning":
+            yield policy, "plan"
+        elif "step" in known:
+            yield policy, getattr(known["step"], "kind", "")

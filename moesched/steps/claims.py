@@ -1,0 +1,24 @@
+"""Claims on a memory for the whole run, and the equal parts that they consist of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Parts(NamedTuple):
+    """The equal parts of a claim: a number of slots, tokens or micro-batches."""
+
+    count: int
+    unit: str
+
+    def that_fit(self, nbytes: int, free: int) -> str:
+        """The parts of `nbytes` bytes that fit in `free` bytes, in words."""
+        return f"{max(free, 0) * self.count // nbytes:,} {self.unit} would fit"
+
+
+class Claim(NamedTuple):
+    """Bytes that are needed of a memory; `what` completes "... needs N bytes"."""
+
+    what: str
+    nbytes: int
+    parts: Parts | None = None

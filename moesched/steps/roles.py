@@ -1,0 +1,43 @@
+"""The roles of memories, by which policies name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from moesched.errors import PolicyError
+from moesched.machines import Machine
+
+Role = Literal["accelerator", "host", "pinned"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
+"""The memories that may hold a KV cache."""
+
+
+def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
+    """The role of a memory, which a policy names by its role or as the machine does.
+
+    A unified memory is the accelerator's and the host's. A KV cache there needs the role: it says who attends.
+
+    Raises:
+        PolicyError: no role is named so, or two are and the KV cache needs one.
+    """
+    own = dict(_own_names(machine))
+    named = [role for role in roles if role == name] or [role for role in roles if own.get(role) == name]
+    if len(named) == 1 or (named and roles is ROLES):
+        return named[0]
+    known = " or ".join(
+        f"{role!r}" + (f" ({own[role]})" if own.get(role, role) != role else "") for role in roles
+    )
+    problem = "is both" if named else "is no memory for that"
+    raise PolicyError(f"{verb}: {name!r} {problem} on machine {machine.name}: give {known}")
+
+
+def _own_names(machine: Machine) -> Iterator[tuple[Role, str]]:
+    roles = machine.roles
+    yield "accelerator", machine.processors[roles.accelerator].memory
+    yield "host", machine.processors[roles.host].memory
+    if roles.pinned is not None:
+        yield "pinned", roles.pinned

@@ -1,0 +1,44 @@
+"""Lines of code outside the framework, such as a policy's: who calls, and where an error was raised."""
+
+from __future__ import annotations
+
+import sysconfig
+from sys import _getframe
+from traceback import walk_tb
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def calling_line() -> str:
+    """The innermost calling line that is not the framework's, as file:line; empty where there is none."""
+    frame = _getframe(1)
+    while is_ours(frame.f_globals.get("__name__", "")):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raising_line(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is neither the framework's nor a library's; empty without one."""
+    line = ""
+    for frame, number in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not is_ours(frame.f_globals.get("__name__", "")) and not is_a_librarys(file):
+            line = f"{file}:{number}"
+    return line
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module belongs to the framework; the policies that ship do not."""
+    return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
+
+
+def is_pythons(file: str) -> bool:
+    """Whether a file belongs to Python itself."""
+    return file.startswith((_STANDARD_LIBRARY, "<frozen")) and "site-packages" not in file
+
+
+def is_a_librarys(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    return is_pythons(file) or "site-packages" in file

@@ -1,0 +1,79 @@
+"""Policies with one mistake each (faulty/policies.py): each is told at its own line, in few lines, and none hangs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+FAULTY = Path(__file__).parent / "faulty" / "policies.py"
+MARK = "#!"
+MOST_LINES = 8
+
+
+class Faulty(NamedTuple):
+    """A policy, and its marked line with what must be said of it; no line where nothing is wrong."""
+
+    name: str
+    line: int
+    said: str
+
+
+def faulty_policies() -> list[Faulty]:
+    text = FAULTY.read_text()
+    lines = text.splitlines()
+    found = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            numbers = range(node.lineno, (node.end_lineno or 0) + 1)
+            marked = [number for number in numbers if MARK in lines[number - 1]]
+            said = [lines[number - 1].split(MARK)[1].strip() for number in marked]
+            found.append(Faulty(node.name, *marked[:1] or [0], *said[:1] or [""]))
+    return found
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A simulation of two micro-batches, by policies of the faulty file."""
+    (tmp_path / "two.toml").write_text('name = "two"\nnew_tokens = [4]\nprompt_tokens = [3, 2]\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "policies", raising=False)
+    return ["simulate", "--machine", "t4", "--workload", "two.toml", "--micro-batch-size", 1, "--json"]
+
+
+@pytest.mark.parametrize("faulty", faulty_policies(), ids=lambda faulty: faulty.name)
+def test_a_mistake_is_told_at_its_line(
+    command: Any, no_text: Path, simulated: list[Any], faulty: Faulty
+) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:{faulty.name}")
+    if not faulty.line:
+        assert said.code == 0
+        return
+    first, *others = said.err.splitlines()
+    assert said.code in (1, 2)
+    assert re.match(rf"moesched: .*policies\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", first), first
+    assert all(line.startswith("  ") for line in others)
+    assert len(others) < MOST_LINES
+
+
+def test_a_mistake_deep_within_shows_the_policys_own_frames(
+    command: Any, no_text: Path, simulated: list[Any]
+) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:StumblesDeepWithin")
+    shown = [line.split(":", 1)[1].split(" in ", 1)[1] for line in said.err.splitlines()[1:]]
+    assert shown == [
+        "decode: await self.first(step)",
+        "first: self.second(step.layers)",
+        "second: return layers[99]",
+    ]
+
+
+def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, simulated: list[Any]) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Stumbles", "--traceback")
+    assert "Traceback (most recent call last)" in said.err
+    assert re.search(r"moesched: .*policies\.py:\d+: KeyError: 'experts'\n$", said.err)
