@@ -178,5 +178,6 @@ def _target(kind: Kind, name: str) -> tuple[str, bool]:
     if ":" in name:
         return name, False
     raise BadInput(
-        f"unknown {_SINGULAR[kind]} {shown(name)}: choose {', '.join(names(kind))}, or write module:Class or file.py:Class"
+        f"unknown {_SINGULAR[kind]} {shown(name)}: choose {', '.join(names(kind))}, or write module:Class or "
+        "file.py:Class"
     )

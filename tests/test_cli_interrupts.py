@@ -38,6 +38,7 @@ def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.S
 
 
 LOGGED = ("first token",)
+ENDLESS_POLICIES = Path(__file__).parent / "faulty" / "endless.py"
 ENDLESS = ("--max-new-tokens", 150_000)
 
 
@@ -96,6 +97,22 @@ def test_ctrl_c_keeps_tokens_and_trace(
     assert said.json["tokens"][2] == []
     assert check_trace(trace) == []
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+@pytest.mark.parametrize("name", ["NeverEnds", "AwaitsOneHandleForEver", "NeverEndsOnHardware"])
+def test_the_first_ctrl_c_ends_a_policy_that_does_not_end_and_names_its_line(
+    no_text: Path, name: str
+) -> None:
+    lines = ENDLESS_POLICIES.read_text().splitlines()
+    begins = next(number for number, line in enumerate(lines) if line.startswith(f"class {name}("))
+    marked = next(number for number, line in enumerate(lines, 1) if number > begins and "#!" in line)
+    policy = f"{ENDLESS_POLICIES}:{name}"
+    said = interrupt(["run", no_text, "--policy", policy, "--prompt-ids", "1,2;3"], after="decoding")
+    assert said.code == 130
+    named = re.search(r"interrupted in the policy.*endless\.py:(\d+)\n", said.err)
+    assert named is not None, said.err
+    assert int(named[1]) in range(marked - 2, marked + 1)  # the loop, or the print before it
+    assert "Traceback" not in said.err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs setsid of util-linux")

@@ -1,4 +1,4 @@
-"""Policies with one mistake each (faulty/policies.py): each is told at its own line, in few lines, and none hangs."""
+"""Policies with one mistake each (faulty/mistakes.py): each is told at its own line, in few lines, and none hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-FAULTY = Path(__file__).parent / "faulty" / "policies.py"
+FAULTY = Path(__file__).parent / "faulty" / "mistakes.py"
 MARK = "#!"
 MOST_LINES = 8
 
@@ -42,7 +42,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     (tmp_path / "two.toml").write_text('name = "two"\nnew_tokens = [4]\nprompt_tokens = [3, 2]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "policies", raising=False)
+    monkeypatch.delitem(sys.modules, "mistakes", raising=False)
     return ["simulate", "--machine", "t4", "--workload", "two.toml", "--micro-batch-size", 1, "--json"]
 
 
@@ -56,7 +56,7 @@ def test_a_mistake_is_told_at_its_line(
         return
     first, *others = said.err.splitlines()
     assert said.code in (1, 2)
-    assert re.match(rf"moesched: .*policies\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", first), first
+    assert re.match(rf"moesched: .*mistakes\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", first), first
     assert all(line.startswith("  ") for line in others)
     assert len(others) < MOST_LINES
 
@@ -76,4 +76,4 @@ def test_a_mistake_deep_within_shows_the_policys_own_frames(
 def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, simulated: list[Any]) -> None:
     said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Stumbles", "--traceback")
     assert "Traceback (most recent call last)" in said.err
-    assert re.search(r"moesched: .*policies\.py:\d+: KeyError: 'experts'\n$", said.err)
+    assert re.search(r"moesched: .*mistakes\.py:\d+: KeyError: 'experts'\n$", said.err)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import structlog
+
 from moesched.errors import MoeschedError, TaskFailed, attach_report
+from moesched.system.source_lines import raising_line
+
+_log = structlog.get_logger(__name__)
 
 
 class Ending:
@@ -27,6 +32,8 @@ class Ending:
     ) -> bool:
         if isinstance(error, KeyboardInterrupt):
             self.interrupted = True
+            if line := raising_line(error):
+                _log.warning("interrupted in the policy", line=line)
         elif isinstance(error, Exception):
             self.error = error
         return error is None or self.interrupted or self.error is not None

@@ -24,7 +24,8 @@ from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Device, Emulates, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
-from moesched.system.signals import stopped_by
+from moesched.system.signals import Stopped, stopped_by
+from moesched.system.source_lines import calling_line
 from moesched.trace import LastSteps, Recorder
 
 _log = structlog.get_logger(__name__)
@@ -150,7 +151,8 @@ class _HardwareRun:
             with ExitStack() as opened:
                 for each in self.rank_runs:
                     close_at_end(opened, each)
-                opened.enter_context(stopped_by(partial(loop.call_soon_threadsafe, self._interrupt, running)))
+                stop = partial(loop.call_soon_threadsafe, self._interrupt, running)
+                opened.enter_context(stopped_by(stop, self._insist))
                 for rank in reversed(self._ranks):  # here, so that Ctrl-C waits for it
                     rank.device.begin(rank.plan, prompts, sampling)
                 self.began = True
@@ -162,6 +164,12 @@ class _HardwareRun:
             if not keep_open:
                 for rank in self._ranks:
                     await rank.device.aclose()
+
+    def _insist(self) -> None:
+        """Stop a policy that computes without a pause, so that `_interrupt` has not been called yet."""
+        if self.began and not self.interrupted:
+            _log.warning("interrupted in the policy", line=calling_line())
+            raise Stopped
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
         """Stop after the tasks that have started."""

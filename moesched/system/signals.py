@@ -23,6 +23,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SECONDS = 0.5
 """Signals within this time count as one: a terminal that closes sends several."""
 RETRY_SECONDS = 0.05
+INSIST_SECONDS = 1.0
 
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -38,6 +39,7 @@ class _Signals:
         self.in_use = False
         self.first: int | None = None
         self.stop: Callable[[], object] | None = None
+        self.insist: Callable[[], object] | None = None
         self.held = 0
         self.waits_for_results = False
         self._pending = False
@@ -63,6 +65,8 @@ class _Signals:
         if self.stop is None:
             raise Stopped
         self.stop()
+        if self.insist is not None:
+            self._call_after(INSIST_SECONDS, self._insist)
 
     def forget(self) -> None:
         """Deliver nothing more."""
@@ -78,8 +82,17 @@ class _Signals:
             sys.__unraisablehook__(told)
 
     def _retry(self) -> None:
-        signal.signal(signal.SIGALRM, lambda number, frame: self.deliver(frame))
-        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+        self._call_after(RETRY_SECONDS, self.deliver)
+
+    def _insist(self, _: FrameType | None) -> None:
+        if self.insist is not None:
+            self._call_after(INSIST_SECONDS, self._insist)
+            self.insist()
+
+    @staticmethod
+    def _call_after(seconds: float, act: Callable[[FrameType | None], object]) -> None:
+        signal.signal(signal.SIGALRM, lambda number, frame: act(frame))
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 _signals = _Signals()
@@ -117,20 +130,24 @@ def exit_code_of_signal() -> int:
 
 
 @contextmanager
-def stopped_by(stop: Callable[[], object]) -> Iterator[None]:
+def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None = None) -> Iterator[None]:
     """Call `stop` at the first signal, on the main thread, instead of raising `Stopped`.
 
     It has no effect on other threads, and where `ends_in_order` is not in use.
+
+    Args:
+        insist: called each second from then on, until the context ends; it may raise `Stopped`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _signals.stop = _signals.stop, stop
+    before = _signals.stop, _signals.insist
+    _signals.stop, _signals.insist = stop, insist
     try:
         _signals.deliver(None)
         yield
     finally:
-        _signals.stop = before
+        _signals.stop, _signals.insist = before
 
 
 @contextmanager

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sysconfig
 from sys import _getframe
 from traceback import walk_tb
+from types import FrameType
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def calling_line() -> str:
-    """The innermost calling line that is not the framework's, as file:line; empty where there is none."""
-    frame = _getframe(1)
-    while is_ours(frame.f_globals.get("__name__", "")):
-        if frame.f_back is None:
-            return ""
+    """The innermost calling line that is neither the framework's nor a library's, as file:line; empty without one."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_ours(frame.f_globals.get("__name__", "")) and not is_a_librarys(file):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
 
 
 def raising_line(error: BaseException) -> str:

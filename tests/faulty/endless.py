@@ -1,0 +1,30 @@
+"""Policies that do not end; `#!` marks the line that Ctrl-C must name."""
+
+import asyncio
+
+from mistakes import Streams
+
+
+class NeverEnds(Streams):
+    async def decode(self, step):
+        print("decoding", flush=True)
+        while True:
+            pass  #!
+
+
+class AwaitsOneHandleForEver(Streams):
+    async def decode(self, step):
+        handle = step.embed(0)
+        print("decoding", flush=True)
+        while True:
+            await handle  #!
+
+
+class NeverEndsOnHardware(Streams):
+    async def decode(self, step):
+        if asyncio._get_running_loop() is None:  # in the rehearsal on the virtual clock
+            await self.prefill(step)
+            return
+        print("decoding", flush=True)
+        while True:
+            pass  #!
