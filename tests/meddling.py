@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moesched.cli.failures import policy_line
+from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
 from moesched.machines import load_machine
 from moesched.steps.plan import Plan

@@ -31,8 +31,8 @@ def faulty_policies() -> list[Faulty]:
         if isinstance(node, ast.ClassDef):
             numbers = range(node.lineno, (node.end_lineno or 0) + 1)
             marked = [number for number in numbers if MARK in lines[number - 1]]
-            said = [lines[number - 1].split(MARK)[1].strip() for number in marked]
-            found.append(Faulty(node.name, *marked[:1] or [0], *said[:1] or [""]))
+            line = marked[0] if marked else 0
+            found.append(Faulty(node.name, line, lines[line - 1].partition(MARK)[2].strip()))
     return found
 
 
@@ -71,6 +71,14 @@ def test_a_mistake_deep_within_shows_the_policys_own_frames(
         "first: self.second(step.layers)",
         "second: return layers[99]",
     ]
+
+
+def test_what_a_policy_prints_is_not_among_the_json(
+    command: Any, no_text: Path, simulated: list[Any]
+) -> None:
+    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Prints")
+    assert said.json["policy"] == f"{FAULTY}:Prints"
+    assert "decoding 1" in said.err
 
 
 def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, simulated: list[Any]) -> None:

@@ -94,9 +94,13 @@ def test_more_than_a_budget_is_refused_as_soon_as_somebody_asks_what_is_left() -
     plan = made(budget=450_000_000)
     plan.place_kv("accelerator")
     plan.keep(EXPERTS)
-    with pytest.raises(OverBudget, match=r"page L\d+ E\d #0, number \d+ of \d+ kept in gpu, needs .* bytes too few"):
+    with pytest.raises(
+        OverBudget, match=r"page L\d+ E\d #0, number \d+ of \d+ kept in gpu, needs .* bytes too few"
+    ):
         plan.free("accelerator")
-    with pytest.raises(OverBudget, match=r"page L\d+ E\d #0, number \d+ of \d+ kept in gpu, needs .* bytes too few"):
+    with pytest.raises(
+        OverBudget, match=r"page L\d+ E\d #0, number \d+ of \d+ kept in gpu, needs .* bytes too few"
+    ):
         plan.check()
 
 

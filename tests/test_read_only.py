@@ -11,7 +11,7 @@ import pytest
 from _meddling import attributes, reachable
 
 from meddling import CASE, CLOCKS, Everything, Meddling, Mistake, refused
-from moesched.cli.failures import policy_line
+from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from meddling import CASE, CLOCKS, Everything, refused
-from moesched.cli.failures import policy_line
+from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import Page

@@ -22,7 +22,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Device, Exchange, Policy
 from moesched.steps.plan import Plan
-from moesched.steps.reservations import KV_ROLES, Role
+from moesched.steps.roles import KV_ROLES, Role
 from moesched.steps.step import Step
 from moesched.steps.works import Kind
 from moesched.tasks import Task

@@ -9,7 +9,7 @@ import torch
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
-from moesched.steps.reservations import KV_ROLES
+from moesched.steps.roles import KV_ROLES
 
 from .compute import Compute
 from .copies import HOST

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from moesched.errors import PolicyError
 
@@ -20,12 +21,17 @@ def forgotten_awaits() -> Iterator[list[PolicyError]]:
     found: list[PolicyError] = []
 
     def note(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         name = _NEVER_AWAITED.search(str(message))
         created = _CREATED.search(str(message))
         if name is None or created is None:
-            show(message, category, filename, lineno)
+            show(message, category, filename, lineno, file, line)
             return
         error = PolicyError(
             f"{name['name']} was called and not awaited, and did nothing: write `await` before it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 
 from cyclopts import App
@@ -27,6 +28,7 @@ from moesched.cli.failures import exit_code_of, tell
 from moesched.cli.forgotten_awaits import forgotten_awaits
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
+from moesched.cli.output import json_only
 from moesched.cli.surroundings import prepare_process
 from moesched.system.scratch import sweep
 
@@ -96,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not explains_only(given):
                 send_logs_to_stderr()
                 sweep()
-            code = make_app()(given, exit_on_error=False, print_error=False)
+            with json_only() if "--json" in given else nullcontext():
+                code = make_app()(given, exit_on_error=False, print_error=False)
             sys.stdout.flush()
         except BaseException as error:
             del spare

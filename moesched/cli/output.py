@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any, TextIO
 
 from moesched.system.plain_text import plain_text
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 1.0
 WIDE = 250
+
+_for_json: list[TextIO] = []
+"""Standard output, while it is kept for one JSON value."""
 
 
 def stdout() -> Console:
@@ -36,6 +40,17 @@ def stderr() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
+@contextmanager
+def json_only() -> Iterator[None]:
+    """Keep standard output for `print_json`: what a policy prints goes to standard error."""
+    _for_json.append(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _for_json.pop()
+
+
 def say(text: str = "") -> None:
     """Print text for people on standard output; names in it cannot act on the terminal."""
     print(plain_text(text))
@@ -45,11 +60,10 @@ def print_json(content: Any) -> None:
     """Print one JSON value on standard output."""
     import msgspec
 
-    sys.stdout.flush()
-    sys.stdout.buffer.write(
-        msgspec.json.encode(content) + b"\n"
-    )  # in UTF-8, whatever the terminal's encoding
-    sys.stdout.flush()
+    out = _for_json[-1] if _for_json else sys.stdout
+    out.flush()
+    out.buffer.write(msgspec.json.encode(content) + b"\n")  # in UTF-8, whatever the terminal's encoding
+    out.flush()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from inspect import iscoroutinefunction
 
 from moesched.drivers.lanes import LaneKind
 from moesched.drivers.policies import policys_failures
@@ -57,7 +58,8 @@ def plan_run(
             process=process,
         )
         with policys_failures():
-            _require_none(policy, policy.plan(plan))
+            _require_plain(policy)
+            policy.plan(plan)
         plan.check()
     except OverBudget as error:
         remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
@@ -71,10 +73,9 @@ def plan_run(
     return plan
 
 
-def _require_none(policy: Policy, gave: object) -> None:
-    """Check what `plan` returned."""
-    if isinstance(gave, Coroutine):
-        gave.close()
+def _require_plain(policy: Policy) -> None:
+    """Check that `plan` is no coroutine, which would do nothing."""
+    if iscoroutinefunction(policy.plan):
         raise PolicyError(f"plan of {type(policy).__name__} is `async def`: define it `def plan(self, plan)`")
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 class Parts(NamedTuple):
     """The equal parts of a claim: a number of slots, tokens or micro-batches."""
 
-    count: int
+    number: int
     unit: str
 
     def that_fit(self, nbytes: int, free: int) -> str:
         """The parts of `nbytes` bytes that fit in `free` bytes, in words."""
-        return f"{max(free, 0) * self.count // nbytes:,} {self.unit} would fit"
+        return f"{max(free, 0) * self.number // nbytes:,} {self.unit} would fit"
 
 
 class Claim(NamedTuple):

@@ -1,4 +1,5 @@
 """Policies that do not end; `#!` marks the line that Ctrl-C must name."""
+from __future__ import annotations
 
 import asyncio
 

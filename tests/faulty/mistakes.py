@@ -1,4 +1,5 @@
 """Policies with one mistake each. `#!` marks the line that must be named, and begins what must be said of it."""
+from __future__ import annotations
 
 import asyncio
 import threading
@@ -37,6 +38,14 @@ class Streams:
 
     async def experts(self, step, i, j):
         step.post_attention(i, j)
+
+
+class Prints(Streams):
+    """Says what it does, which is no mistake."""
+
+    async def decode(self, step):
+        print("decoding", step.index)
+        await self.prefill(step)
 
 
 class Routes(Streams):
@@ -228,15 +237,9 @@ class AwaitsNothing(Streams):
         await step.promote([], self.pool)  #! TypeError: object NoneType can't be used in 'await' expression
 
 
-class AwaitsAForeignTask(Streams):
-    kept = None
-
-    async def prefill(self, step):
-        await super().prefill(step)
-
+class AwaitsATaskOfItsOwn(Streams):
     async def decode(self, step):
-        task = next(iter(step.embed(0) for _ in range(1)))
-        type(task)(task.lane, task.work, "embed", -1, 0, -1)
+        task = step.embed(0)
         await type(task)(task.lane, task.work, "embed", -1, 0, -1)  #! PolicyError: <Kernel
 
 
@@ -424,7 +427,7 @@ class OverfillsItsPool(Streams):
         self.pool = plan.pool("accelerator", "layers", 1, plan.layout.pages)
 
     def bring(self, step, i):
-        step.fetch(step.pages(i), self.pool)  #! OverBudget: fetch: 
+        step.fetch(step.pages(i), self.pool)  #! OverBudget: fetch:
 
 
 class FillsAPoolThatReplacesNothing(Streams):
@@ -452,8 +455,7 @@ class EvictsWhatIsNotThere(Streams):
 
 class EvictsWhatStays(Streams):
     def plan(self, plan):
-        super().plan(plan)
-        self.kept = plan.keep(plan.layout.dense(0), "host") if False else None
+        plan.place_kv("accelerator")
         self.pool = plan.keep(plan.layout.pages)
 
     def bring(self, step, i):
@@ -535,5 +537,5 @@ class UsesAnotherThread(Streams):
 class SubmitsForEver(Streams):
     async def decode(self, step):
         while True:
-            step.fetch(step.dense_pages(0), self.pool)  #! PolicyError: 
+            step.fetch(step.dense_pages(0), self.pool)  #! PolicyError:
             step.evict(step.dense_pages(0), self.pool)
