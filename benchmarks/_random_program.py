@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from moesched.drivers.validation import CheckedEngine
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
 from moesched.models.layout import Page
-from moesched.steps.memory import Memory, Pool, Views, held_slots
+from moesched.steps.memory import Memory, Pool, held_slots
+from moesched.steps.views import Views
 from moesched.tasks import (
     Block,
     Collective,

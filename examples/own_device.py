@@ -20,8 +20,9 @@ from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling, sample
-from moesched.steps.memory import Slot, View
+from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
+from moesched.steps.views import View
 from moesched.tasks import PageTransfer, Task
 
 Array = npt.NDArray[np.float32]

@@ -11,7 +11,8 @@ from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.models.layout import Page
 from moesched.steps.ledger import ledger_problems, view_problems
-from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Slot, Views, held_slot, slots_of
+from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Slot, held_slot, slots_of
+from moesched.steps.views import Views
 from moesched.tasks import Block, Kernel, PageTransfer, Task
 
 PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]

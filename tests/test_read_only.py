@@ -103,18 +103,21 @@ def test_a_plan_whose_layers_are_cut_while_it_is_made_is_refused() -> None:
     ("declare", "says"),
     [
         (
-            lambda plan: plan.place_kv("gpu"),
-            "place_kv: a KV cache lives on 'accelerator' or 'host', not 'gpu'",
+            lambda plan: plan.place_kv("vram"),
+            "place_kv: 'vram' is no memory for that on machine t4: give 'accelerator' (gpu) or 'host'",
         ),
         (
             lambda plan: plan.place_kv("host", [-1]),
             "place_kv: there is no mb-1: micro-batches go from 0 to 1",
         ),
         (
-            lambda plan: plan.keep(plan.layout.pages, "gpu"),
-            "no memory is 'gpu': it is 'accelerator', 'host' or",
+            lambda plan: plan.keep(plan.layout.pages, "vram"),
+            "keep: 'vram' is no memory for that on machine t4: give 'accelerator' (gpu) or 'host' or 'pinned'",
         ),
-        (lambda plan: plan.pool("gpu", "mine", 1, []), "no memory is 'gpu': it is 'accelerator', 'host' or"),
+        (
+            lambda plan: plan.pool("vram", "mine", 1, []),
+            "pool: 'vram' is no memory for that on machine t4: give",
+        ),
     ],
 )
 def test_a_memory_or_micro_batch_that_does_not_exist_is_refused(

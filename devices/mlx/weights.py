@@ -15,8 +15,9 @@ import torch
 
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import global_shapes
-from moesched.steps.memory import Pool, View
+from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
+from moesched.steps.views import View
 from moesched.tasks import PageTransfer
 
 from ..shared.arena import aligned_bytes

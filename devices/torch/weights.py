@@ -9,8 +9,9 @@ import structlog
 
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.steps.memory import Pool, Slot, View
+from moesched.steps.memory import Pool, Slot
 from moesched.steps.plan import Plan
+from moesched.steps.views import View
 from moesched.tasks import PageTransfer
 
 from ..products.linear import Tensor

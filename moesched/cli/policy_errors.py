@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from moesched.errors import MoeschedError, PolicyError
-from moesched.system.source_lines import is_ours, is_pythons
+from moesched.system.source_lines import is_a_librarys, is_ours, is_pythons
 
 MOST_FRAMES = 4
 """Frames that are shown of a deep stack, the innermost ones."""
@@ -79,11 +79,14 @@ def own_frames(error: BaseException) -> list[Frame]:
     """The policy's frames, outermost first; a line that calls itself again and again counts once."""
     frames: list[Frame] = []
     called = False
+    raised_by_verbs = isinstance(error, PolicyError)
     for frame, number in traceback.walk_tb(error.__traceback__):
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module in _CALLERS_OF_POLICIES:
             frames, called = [], True  # inner frames are the policy, or functions that it called
-        elif called and not is_ours(module) and not is_pythons(code.co_filename):
+        elif is_ours(module) or is_pythons(code.co_filename):
+            continue
+        elif called or (raised_by_verbs and not is_a_librarys(code.co_filename)):
             found = Frame(code.co_filename, number, code.co_name)
             frames += [found] if found not in frames[-1:] else []
     return frames

@@ -17,8 +17,9 @@ from moesched.drivers.realtime import SharedEngine
 from moesched.engine import Engine, T
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
 from moesched.steps.ledger import Ledger
-from moesched.steps.memory import Memory, Pool, Views
+from moesched.steps.memory import Memory, Pool
 from moesched.steps.run_state import RunState
+from moesched.steps.views import Views
 from moesched.tasks import DONE, ISSUED, RUNNING, STATE_NAMES, Block, Collective, Lane, Task
 
 SWITCH = "MOESCHED_VALIDATE"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from moesched.steps.memory import Memory, Pool, Views
+from moesched.steps.memory import Memory, Pool
+from moesched.steps.views import Views
 
 
 class Ledger:

@@ -1,4 +1,4 @@
-"""Memories with budgets, pools of page slots, and views of the weights that a kernel reads.
+"""Memories with budgets, and pools of page slots.
 
 The accounts follow program order: bytes that a policy frees are free for its next line, although tasks that use them
 may not have run yet. Physical reuse waits through edges: freed bytes carry their last users, and the next writer waits
@@ -8,19 +8,20 @@ for those. So a budget that holds in program order holds on the machine, whateve
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from sys import maxsize
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from moesched.engine import Engine
-from moesched.errors import NotResident, OutOfOrder, OverBudget, PolicyError
+from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.claims import Claim, Parts
 from moesched.steps.model_pages import describe
 from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
 
-K = TypeVar("K", bound=Hashable)
+if TYPE_CHECKING:
+    from moesched.steps.views import View
 
 Replacement = Literal["ring", "lru", "none"]
 
@@ -344,87 +345,6 @@ class Home(Fixed):
             self._hold(page, page.nbytes)
 
 
-class View(Generic[K]):
-    """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
-
-    n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
-    two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
-    given another page; that write waits for every kernel that read through the view. `bound` belongs to the device:
-    the weights as its kernels read them.
-    """
-
-    __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
-
-    def __init__(
-        self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
-    ) -> None:
-        self.owner = owner
-        self.key = key
-        self.pages = pages
-        self.slots = slots
-        self.bound: Any = None
-        self.moving = tuple(slot for slot in slots if not slot.fixed)
-        self.block: Block | None = None
-        self.reads: tuple[Block, ...] = self.moving
-        if len(self.moving) > 1 and not engine.has_streams:
-            self.block = Block(f"view {key}")
-            engine.join(self.moving, (self.block,))
-            self.reads = (self.block,)
-        for slot in self.moving:
-            slot.views.append(self)
-
-    def touch(self) -> None:
-        """Note a use of the pages, for pools that replace the least recently used."""
-        for slot in self.moving:
-            slot.pool.touch(slot)
-
-    def close(self, engine: Engine) -> None:
-        """End the view; the next writers of its slots wait for its readers."""
-        readers_done = [] if self.block is None else [engine.join((), (self.block,))]
-        del self.owner.open[self.key]
-        for slot in self.moving:
-            slot.readers += readers_done
-            slot.views.remove(self)
-
-
-class Views(Generic[K]):
-    """The open views of one memory, by a key that identifies their pages."""
-
-    def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
-        self.memory = memory
-        self.pages_of = pages_of
-        self.open: dict[K, View[K]] = {}
-
-    def show(self, key: K, engine: Engine) -> View[K]:
-        """A view of the key's pages, all of which must be in this memory.
-
-        Raises:
-            NotResident: one of them is not.
-            OutOfOrder: the model has no such pages.
-        """
-        slots = []
-        pages = self.pages_of(key)
-        if not pages:
-            raise OutOfOrder(f"there are no weights of layer {key}: loop over step.layers")
-        for page in pages:
-            slot = self.memory._table.get(page.id)
-            lost = None if slot is None else _lost(slot)
-            if lost is not None:
-                engine.raise_failure()
-                raise NotResident(
-                    f"page {describe(page)} never came to {self.memory.name}: its transfer failed or was cancelled; "
-                    "fetch it again before the kernel that reads it"
-                ) from lost
-            if slot is None:
-                raise NotResident(
-                    f"page {describe(page)} is not in {self.memory.name}: fetch it before the kernel that reads it, "
-                    "and keep its slot until then"
-                )
-            slots.append(slot)
-        view = self.open[key] = View(self, key, pages, tuple(slots), engine)
-        return view
-
-
 def slots_of(pool: Pool) -> Sequence[Slot]:
     """The slots of a pool, by number."""
     return pool._slots
@@ -455,13 +375,13 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
 
 def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
     """Empty a slot whose page never arrived, since its transfer failed or was cancelled."""
-    if _lost(held) is None:
+    if lost(held) is None:
         raise PolicyError(
             f"page {describe(page)} is already in {held.memory} ({held.name}): fetch it once, or evict it first"
         )
     held.pool.vacate(held, engine)
 
 
-def _lost(slot: Slot) -> BaseException | None:
+def lost(slot: Slot) -> BaseException | None:
     """The reason that the transfer to a slot failed or was cancelled; None where it was not."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

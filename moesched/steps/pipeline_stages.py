@@ -9,9 +9,9 @@ from typing import Any
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
-from moesched.steps.memory import Views
 from moesched.steps.plan import Plan
 from moesched.steps.verbs.table import VERBS
+from moesched.steps.views import Views
 from moesched.tasks import Lane
 
 

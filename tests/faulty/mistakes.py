@@ -60,6 +60,14 @@ class Routes(Streams):
 # ---------------------------------------------------------------- the plan
 
 
+class NamesMemoriesAsTheMachineDoes(Streams):
+    """A machine's own names of memories are no mistake."""
+
+    def plan(self, plan):
+        plan.place_kv("gpu")
+        self.pool = plan.pool("gpu", "layers", 2 * len(plan.layout.layer(0)), plan.layout.pages)
+
+
 class UnknownMemory(Streams):
     def plan(self, plan):
         super().plan(plan)

@@ -8,13 +8,13 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.steps.memory import View, Views
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.plan import Plan
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.run_state import RunState
 from moesched.steps.turn import Turn
 from moesched.steps.verbs.table import PROGRESS, STRIDE, VERBS, Verb
+from moesched.steps.views import View, Views
 from moesched.steps.works import Kind
 from moesched.tasks import Block, Task
 
@@ -140,7 +140,7 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
         if task.id >= self._last_task:
-            raise self._too_many(name)
+            raise _too_many(name, self._state.plan.task_limit)
         return task
 
     def _enter(
@@ -152,15 +152,8 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         self._submit(task, reads, writes, (), transfer_class)
         if task.id >= self._last_task:
-            raise self._too_many(task.verb)
+            raise _too_many(task.verb, self._state.plan.task_limit)
         return task
-
-    def _too_many(self, verb: str) -> PolicyError:
-        """The error of a step that has submitted as many tasks as a step may."""
-        return PolicyError(
-            f"{verb}: the step has submitted {self._state.plan.task_limit:,} tasks, its limit: end the loop, "
-            "or assign plan.task_limit in Policy.plan"
-        )
 
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._state.engine)
@@ -227,6 +220,14 @@ class Verbs(StepFacts):
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )
+
+
+def _too_many(verb: str, limit: int) -> PolicyError:
+    """The error of a step that has submitted as many tasks as a step may."""
+    return PolicyError(
+        f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "
+        "Policy.plan"
+    )
 
 
 def turn_of(step: Verbs) -> Turn:

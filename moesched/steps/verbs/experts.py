@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.steps.memory import View
 from moesched.steps.micro_batch import HostOutput, MicroBatch
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
@@ -21,6 +20,7 @@ from moesched.steps.verbs.table import (
     RUN_EXPERT,
     WARM_EXPERT,
 )
+from moesched.steps.views import View
 from moesched.tasks import DONE, Block, HostKernel, Kernel, PageTransfer, Task, Work
 
 At = Literal["accelerator", "host"]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from itertools import count
 from typing import Any
 
-from moesched.steps.memory import View
+from moesched.steps.views import View
 from moesched.tasks import Task
 from moesched.testing.symbolic.model import symbol
 

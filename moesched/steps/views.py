@@ -1,0 +1,96 @@
+"""Views of the weights that kernels read: the slots of several pages, as one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+from moesched.engine import Engine
+from moesched.errors import NotResident, OutOfOrder
+from moesched.models.layout import Page
+from moesched.steps.memory import Memory, Slot, lost
+from moesched.steps.model_pages import describe
+from moesched.tasks import Block
+
+K = TypeVar("K", bound=Hashable)
+
+
+class View(Generic[K]):
+    """The slots of several pages, as a kernel reads them: one node that stands for all of their transfers.
+
+    n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
+    two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
+    given another page; that write waits for every kernel that read through the view. `bound` belongs to the device:
+    the weights as its kernels read them.
+    """
+
+    __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
+
+    def __init__(
+        self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
+    ) -> None:
+        self.owner = owner
+        self.key = key
+        self.pages = pages
+        self.slots = slots
+        self.bound: Any = None
+        self.moving = tuple(slot for slot in slots if not slot.fixed)
+        self.block: Block | None = None
+        self.reads: tuple[Block, ...] = self.moving
+        if len(self.moving) > 1 and not engine.has_streams:
+            self.block = Block(f"view {key}")
+            engine.join(self.moving, (self.block,))
+            self.reads = (self.block,)
+        for slot in self.moving:
+            slot.views.append(self)
+
+    def touch(self) -> None:
+        """Note a use of the pages, for pools that replace the least recently used."""
+        for slot in self.moving:
+            slot.pool.touch(slot)
+
+    def close(self, engine: Engine) -> None:
+        """End the view; the next writers of its slots wait for its readers."""
+        readers_done = [] if self.block is None else [engine.join((), (self.block,))]
+        del self.owner.open[self.key]
+        for slot in self.moving:
+            slot.readers += readers_done
+            slot.views.remove(self)
+
+
+class Views(Generic[K]):
+    """The open views of one memory, by a key that identifies their pages."""
+
+    def __init__(self, memory: Memory, pages_of: Callable[[K], tuple[Page, ...]]) -> None:
+        self.memory = memory
+        self.pages_of = pages_of
+        self.open: dict[K, View[K]] = {}
+
+    def show(self, key: K, engine: Engine) -> View[K]:
+        """A view of the key's pages, all of which must be in this memory.
+
+        Raises:
+            NotResident: one of them is not.
+            OutOfOrder: the model has no such pages.
+        """
+        slots = []
+        pages = self.pages_of(key)
+        if not pages:
+            raise OutOfOrder(f"there are no weights of layer {key}: loop over step.layers")
+        for page in pages:
+            slot = self.memory._table.get(page.id)
+            failure = None if slot is None else lost(slot)
+            if failure is not None:
+                engine.raise_failure()
+                raise NotResident(
+                    f"page {describe(page)} never came to {self.memory.name}: its transfer failed or was cancelled; "
+                    "fetch it again before the kernel that reads it"
+                ) from failure
+            if slot is None:
+                raise NotResident(
+                    f"page {describe(page)} is not in {self.memory.name}: fetch it before the kernel that reads it, "
+                    "and keep its slot until then"
+                )
+            slots.append(slot)
+        view = self.open[key] = View(self, key, pages, tuple(slots), engine)
+        return view
