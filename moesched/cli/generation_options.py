@@ -116,7 +116,7 @@ class DeviceArguments:
     """The device, and the machine that the policy plans for."""
 
     device: Annotated[
-        str, Parameter(metavar="D", help="A name of `moesched list devices`, or package.module:Class.")
+        str, Parameter(metavar="D", help="A name of `moesched list devices`, or file.py:Class.")
     ] = DEVICE
     device_settings: Annotated[
         tuple[str, ...],

@@ -65,7 +65,7 @@ Policy = Annotated[
     str,
     Parameter(
         metavar="P",
-        help="A name of `moesched list policies`, or package.module:Class (also in the current folder).",
+        help="A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder).",
     ),
 ]
 Settings = Annotated[

@@ -55,7 +55,7 @@ class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
     gen: options.NewTokens = None
     policy: Annotated[
         str | None,
-        Parameter(metavar="P", help="Plan for this policy alone: a name, or package.module:Class."),
+        Parameter(metavar="P", help="Plan for this policy alone: a name, or file.py:Class."),
     ] = None
     settings: options.Settings = ()
     dtype: options.DType = None

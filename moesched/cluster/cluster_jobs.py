@@ -78,7 +78,7 @@ def run_local(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         nodes: number of processes.
-        policy: a name of `moesched list policies`, or package.module:Class, for several nodes.
+        policy: a name of `moesched list policies`, or file.py:Class, for several nodes.
         machine: "auto" for this one, a name of `moesched list machines`, or a TOML file.
         start: starts the nodes' processes, given a folder for their output.
 
@@ -115,7 +115,7 @@ def run_cluster(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         cluster_file: nodes, addresses and keys, as docs/cluster.md describes them.
-        policy: a name of `moesched list policies`, or package.module:Class, for several nodes.
+        policy: a name of `moesched list policies`, or file.py:Class, for several nodes.
         machine: the machine of each node: "auto", a name of `moesched list machines`, or a TOML file.
         key: the file of the launcher's secret key; by default the one that `moesched keygen` writes.
         start: starts the nodes' processes.

@@ -67,7 +67,7 @@ def machine_file(machine: Machine | str) -> Path | None:
 
 
 def find_policy(name: str) -> type[Policy]:
-    """A policy's class by its name, or by package.module:Class.
+    """A policy's class by its name, or by file.py:Class.
 
     Raises:
         BadInput: there is none of that name, or it is not a policy.

@@ -48,7 +48,7 @@ class PolicyOptions(SettingOptions):
     """The policy, with its settings.
 
     Attributes:
-        policy: a name of `moesched list policies`, or package.module:Class.
+        policy: a name of `moesched list policies`, or file.py:Class.
     """
 
     policy: str
@@ -133,7 +133,7 @@ class DeviceOptions:
     """The device that computes.
 
     Attributes:
-        device: a name of `moesched list devices`, or package.module:Class.
+        device: a name of `moesched list devices`, or file.py:Class.
         device_settings: the device's own settings, by name.
     """
 

@@ -44,7 +44,7 @@ def profile_routing(
     Args:
         model: a Hugging Face folder.
         prompts: texts, or token ids.
-        policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
+        policy: a name of `moesched list policies`, or file.py:Class; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         max_new_tokens: tokens to generate for each prompt, at most; they are recorded too.
         progress: called with the number of choices so far (tokens times layers) and the largest possible number.

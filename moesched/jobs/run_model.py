@@ -50,7 +50,7 @@ def run_model(
     Args:
         model: a Hugging Face folder.
         prompts: texts, or token ids.
-        policy: a name of `moesched list policies`, or package.module:Class.
+        policy: a name of `moesched list policies`, or file.py:Class.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
 
     Raises:

@@ -57,7 +57,7 @@ def simulate_model(
     Args:
         model: a name of `moesched list models`, or a folder with a config.json.
         machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
-        policy: a name of `moesched list policies`, or package.module:Class.
+        policy: a name of `moesched list policies`, or file.py:Class.
         workload: a name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes them,
             as a list or in a .jsonl file.
 

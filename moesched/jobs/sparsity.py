@@ -65,7 +65,7 @@ def sparsity_of(
     Args:
         model: a Hugging Face folder.
         prompts: texts, or token ids; by default random ids. A trained model may behave differently on text.
-        policy: a name of `moesched list policies`, or package.module:Class; all make the same choices.
+        policy: a name of `moesched list policies`, or file.py:Class; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         seed: seed of the random ids.
         progress: called with the number of values counted and the total.

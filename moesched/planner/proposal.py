@@ -134,7 +134,7 @@ def plan_model(
         machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
         workload: a name of `moesched list workloads`, a TOML file, or a Workload.
         gen: tokens to generate for each prompt; None for the workload's own number.
-        policy: a name or package.module:Class; None for the best of `POLICIES`.
+        policy: a name or file.py:Class; None for the best of `POLICIES`.
         seed: of the order of prompts.
         on_progress: called with the name of each stage of the search.
 

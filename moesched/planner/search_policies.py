@@ -71,7 +71,7 @@ def plan_best(
 
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
-        policies: names, or package.module:Class, which all take `settings`.
+        policies: names, or file.py:Class, which all take `settings`.
         process: the process that would run the plan.
         on_progress: called with the name of each stage of the search.
 

@@ -206,9 +206,10 @@ def check_policy(
 
     Raises:
         AssertionError: the policy generated wrong tokens or exceeded a budget, or its plan fits in no case.
-        PolicyError: the policy submitted something illegal.
+        Exception: the policy submitted something illegal, or raised an error of its own; a note on it names the case.
     """
     taken = 0
+    unfit: list[str] = []
     if not cases:
         cases = policy_cases() + (node_cases() if is_expert_parallel(make()) else [])
     for case in cases:
@@ -216,18 +217,28 @@ def check_policy(
             policies = [make() for _ in range(case.nodes)]
             try:
                 plans = [case.plan(policy, node) for node, policy in enumerate(policies)]
-            except BadInput:
+            except BadInput as error:
+                unfit.append(f"{case.name}: {error}")
                 break
-            (plan, policy), *peers = zip(plans, policies, strict=True)
-            ended = run_on_symbols(policy, plan, clock, peers=peers)
-            assert ended.tokens == ended.expected, f"{case.name}, {clock}: wrong tokens"
-            memories = [memory for each in plans for memory in each.memories.values()]
-            over = [memory.name for memory in memories if memory.peak > memory.capacity]
-            assert not over, f"{case.name}, {clock}: more than the budget of {over}"
+            try:
+                _check(plans, policies, clock, f"{case.name}, {clock} clock")
+            except Exception as error:
+                error.add_note(f"in the case {case.name}, {clock} clock")
+                raise
         else:
             taken += 1
-    assert taken, "the policy ran in none of the cases: its plans never fit"
+    assert taken, f"the policy's plan fits in none of {len(unfit)} cases; the first is {unfit[0]}"
     return taken
+
+
+def _check(plans: Sequence[Plan], policies: Sequence[Policy], clock: Clock, where: str) -> None:
+    """Run the plans of all nodes, and check their tokens and their use of memory."""
+    (plan, policy), *peers = zip(plans, policies, strict=True)
+    ended = run_on_symbols(policy, plan, clock, peers=peers)
+    assert ended.tokens == ended.expected, f"{where}: wrong tokens"
+    memories = [memory for each in plans for memory in each.memories.values()]
+    over = [memory.name for memory in memories if memory.peak > memory.capacity]
+    assert not over, f"{where}: more than the budget of {over}"
 
 
 def _run_virtual(
