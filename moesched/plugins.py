@@ -134,7 +134,7 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     """Make a policy by its name and settings.
 
     Raises:
-        BadInput: it does not exist, or does not take one of the settings, or needs another one.
+        BadInput: it does not exist, or does not take one of the settings.
         Exception: an error of its constructor.
     """
     make: Callable[..., Policy] = find("policies", name)
@@ -143,8 +143,7 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # within the constructor
-        remedy = "give each argument of its constructor a default, or --set NAME=VALUE"
-        raise BadInput(f"policy {name} does not take these settings: {error}: {remedy}") from None
+        raise BadInput(f"policy {name} does not take these settings: {error}") from None
     except SystemExit as error:
         if came_from_a_signal(error):
             raise

@@ -65,6 +65,25 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
     return {key: str(value) if hints.get(key) is str else value for key, value in settings.items()}
 
 
+def require_defaults(policy: type, title: str) -> None:
+    """Check that a policy can be made without arguments, since settings replace defaults.
+
+    Raises:
+        BadInput: a parameter of its constructor has no default.
+    """
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(policy).parameters.values()
+    missing = [
+        each.name
+        for each in parameters
+        if each.default is inspect.Parameter.empty and each.kind not in variable
+    ]
+    if missing:
+        raise BadInput(
+            f"{title}: its constructor has no default for {', '.join(missing)}: give one; --set NAME=VALUE replaces it"
+        )
+
+
 def takes_setting(plugin: type, name: str) -> bool:
     """Whether a plug-in has a setting of that name."""
     parameter = inspect.signature(plugin).parameters.get(name)

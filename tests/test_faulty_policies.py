@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from commands import refused
+
 FAULTY = Path(__file__).parent / "faulty" / "mistakes.py"
 MARK = "#!"
 MOST_LINES = 8
@@ -41,7 +43,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A simulation of two micro-batches, by policies of the faulty file."""
     (tmp_path / "two.toml").write_text('name = "two"\nnew_tokens = [4]\nprompt_tokens = [3, 2]\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY.parent)])
     monkeypatch.delitem(sys.modules, "mistakes", raising=False)
     return ["simulate", "--machine", "t4", "--workload", "two.toml", "--micro-batch-size", 1, "--json"]
 
@@ -85,3 +87,59 @@ def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, sim
     said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Stumbles", "--traceback")
     assert "Traceback (most recent call last)" in said.err
     assert re.search(r"moesched: .*mistakes\.py:\d+: KeyError: 'experts'\n$", said.err)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("import numpy\nimport nump\n\nclass Mine: ...\n", 2, "No module named 'nump'"),
+        ("class Mine:\n    def plan(self plan): ...\n", 2, "SyntaxError: "),
+        ("table = {}\nfirst = table['first']\n", 2, "KeyError: 'first'"),
+        ("def load():\n    raise ValueError('no table')\n\nload()\n", 2, "ValueError: no table"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_at_its_line(
+    command: Any, simulated: list[Any], text: str, line: int, said: str
+) -> None:
+    Path("mine.py").write_text(text)
+    told = command(*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine")
+    refused(told, rf"policy 'mine.py:Mine' cannot be loaded \(\S*mine\.py:{line}\): {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "cannot be loaded: module 'mine' has no attribute 'Mine'"),
+        ("Mine = 3\n", "should be a class"),
+        ("class Mine:\n    def plan(self, plan): ...\n", "it has no prefill"),
+        (None, "cannot be loaded: .*No such file"),
+    ],
+)
+def test_what_is_no_policy_is_refused(
+    command: Any, simulated: list[Any], text: str | None, said: str
+) -> None:
+    if text is not None:
+        Path("mine.py").write_text(text)
+    refused(command(*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine"), said)
+
+
+CONSTRUCTED = """
+from mistakes import Streams
+
+class Mine(Streams):
+    def __init__(self, ahead{default}):
+        self.ahead = 1 // ahead
+"""
+
+
+def test_a_constructor_without_defaults_is_told_with_its_remedy(command: Any, simulated: list[Any]) -> None:
+    Path("mine.py").write_text(CONSTRUCTED.format(default=""))
+    mine = (*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine")
+    refused(command(*mine), "policy mine.py:Mine: its constructor has no default for ahead: give one; --set")
+
+
+def test_an_error_in_a_constructor_is_told_at_its_line(command: Any, simulated: list[Any]) -> None:
+    Path("mine.py").write_text(CONSTRUCTED.format(default="=0"))
+    said = command(*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine")
+    assert said.code == 1
+    assert re.match(r"moesched: \S*mine\.py:6: ZeroDivisionError: ", said.err)

@@ -79,14 +79,15 @@ def own_frames(error: BaseException) -> list[Frame]:
     """The policy's frames, outermost first; a line that calls itself again and again counts once."""
     frames: list[Frame] = []
     called = False
-    raised_by_verbs = isinstance(error, PolicyError)
     for frame, number in traceback.walk_tb(error.__traceback__):
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module in _CALLERS_OF_POLICIES:
             frames, called = [], True  # inner frames are the policy, or functions that it called
         elif is_ours(module) or is_pythons(code.co_filename):
             continue
-        elif called or (raised_by_verbs and not is_a_librarys(code.co_filename)):
+        elif called or not is_a_librarys(
+            code.co_filename
+        ):  # installed policies count where the framework calls them
             found = Frame(code.co_filename, number, code.co_name)
             frames += [found] if found not in frames[-1:] else []
     return frames

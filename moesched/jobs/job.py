@@ -24,7 +24,7 @@ from moesched.requests.batching import BatchSizes
 from moesched.requests.sampling import MOST_BEAMS
 from moesched.runs.planning import plan_run
 from moesched.seams import Policy
-from moesched.settings import check_settings
+from moesched.settings import check_settings, require_defaults
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 
@@ -55,6 +55,7 @@ class Job:
         self.beams = beams
         self.nodes = nodes
         cls = find_policy(options.policy)
+        require_defaults(cls, f"policy {options.policy}")
         self.make = partial(cls, **check_settings(cls, f"policy {options.policy}", options.settings or {}))
         cut, self.machine, self.budgets = cut_over_ranks(
             config, machine, options.budgets, options.tensor_parallel, cls, here=options.machine == MACHINE
