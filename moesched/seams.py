@@ -5,7 +5,8 @@ All of them are structural: no base class is needed. `moesched.testing` has conf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -243,6 +244,25 @@ class Emulates(Protocol):
 
     def emulation(self) -> Emulation:
         """Compare real work with the emulated machine's time since `begin`. Called after a batch."""
+
+
+Progress: TypeAlias = Callable[[str, float, float], object]
+"""Told of the work at hand: its name, the amount that is done, and the whole amount."""
+
+
+def nobody_hears(what: str, done: float, total: float) -> None:
+    """Take no note of progress."""
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A device whose `begin` may take long.
+
+    Attributes:
+        tell: called by `begin` with its progress; assigned before the first batch.
+    """
+
+    tell: Progress
 
 
 @runtime_checkable

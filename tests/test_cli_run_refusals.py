@@ -72,7 +72,10 @@ def test_what_cannot_be_used_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("residant", "unknown policy 'residant': choose .*resident.*, or write package.module:Class"),
+        (
+            "residant",
+            "unknown policy 'residant': choose .*resident.*, or write module:Class or file.py:Class",
+        ),
         ("no_such_module:Mine", "'no_such_module:Mine' cannot be loaded: No module named 'no_such_module'"),
         ("json:JSONDecoder", r"json:JSONDecoder is not a policy: it has no plan\(\)"),
     ],

@@ -32,6 +32,7 @@ from moesched.runs.hardware import run
 from moesched.runs.outcome import Dilations, Report
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
+from moesched.seams import nobody_hears
 from moesched.steps.plan import Plan
 from moesched.tasks import Work
 from moesched.testing import check_device
@@ -249,7 +250,14 @@ def test_a_rehearsal_sees_the_verbs_that_the_plan_needs(
 ) -> None:
     device = emulated(checkpoint)
     plan = plan_of(machine, device, make_policy(policy), {})
-    rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))
+    told: list[tuple[str, float, float]] = []
+    cost = Roofline(machine, "float32")
+    rehearsed = rehearse(checkpoint, device.layout, plan, cost, lambda *progress: told.append(progress))
+    assert [each[:2] for each in told] == [
+        ("rehearsing on this machine", done + 1) for done in range(len(told))
+    ]
+    (expected,) = {each[2] for each in told}
+    assert 0.5 < len(told) / expected < 2
     assert {each.verb for each in rehearsed["decode"]} >= verbs
     assert all(each.real > 0 and each.modelled > 0 for kind in rehearsed.values() for each in kind)
 
@@ -259,7 +267,7 @@ def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
 ) -> None:
     device = emulated(checkpoint)
     plan = plan_of(machine, device, make_policy("resident"), {})
-    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"))["prefill"]
+    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"), nobody_hears)["prefill"]
     modelled = {
         each.verb: each.modelled for each in prefill
     }  # here nearly all of it is the time per operation

@@ -196,7 +196,7 @@ def test_closed_output_and_a_removed_folder_are_told(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("..:X", "is not the name of a class: write package.module:Class"),
+        ("..:X", "is not the name of a class: write module:Class or file.py:Class"),
         (":A", "is not the name of a class"),
         ("x:", "is not the name of a class"),
         ("os:system", "os:system is not a device: it is <built-in function system>, and should be a class"),
@@ -216,7 +216,9 @@ def test_a_module_that_fails_while_it_is_imported_is_one_line(
     (tmp_path / "failing_module.py").write_text(fault)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(BadInput, match="policy 'failing_module:X' cannot be loaded: "):
+    with pytest.raises(
+        BadInput, match=r"policy 'failing_module:X' cannot be loaded \(\S*failing_module.py:1\): "
+    ):
         plugins.find("policies", "failing_module:X")
     assert sys.path[-1] == str(tmp_path)
 

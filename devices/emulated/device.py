@@ -21,7 +21,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
 from moesched.runs.outcome import Dilations, Emulation
-from moesched.seams import CostModel, Transport
+from moesched.seams import CostModel, Progress, Transport, nobody_hears
 from moesched.steps.plan import Plan
 from moesched.system.memory import available_memory
 from moesched.tasks import Task
@@ -61,6 +61,7 @@ class EmulatedDevice:
         self._asked = Dilations(dilation, dilation) if dilation else None
         self._time = DilatedClock()
         self._leads = True
+        self.tell: Progress = nobody_hears
         self._cost: CostModel
         self._dilations = Dilations(1.0, 1.0)
         self._pace: Pace | None = None
@@ -139,7 +140,10 @@ class EmulatedDevice:
         _require_memory(plan)
         self._cost = cost_model(plan.machine, plan.layout.dtype)
         if self._leads:
-            self._dilations = self._asked or choose_dilations(self._checkpoint, self.layout, plan, self._cost)
+            self._dilations = self._asked or choose_dilations(
+                self._checkpoint, self.layout, plan, self._cost, self.tell
+            )
+        self._torch.tell = self.tell
         self._torch.begin(plan, prompts, sampling)
         self._meters = Meters(
             ["accelerator", "host", INTERCONNECT, *(link.lane for link in plan.machine.links)]

@@ -8,7 +8,7 @@ from itertools import count
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.runs.outcome import Dilations
-from moesched.seams import CostModel
+from moesched.seams import CostModel, Progress
 from moesched.steps.plan import Plan
 
 from .rehearsal import Rehearsed, rehearse
@@ -23,9 +23,11 @@ NEGLIGIBLE = 1 / 200
 """Share of a lane's time by which operations together may exceed that, since some take only microseconds."""
 
 
-def choose_dilations(checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel) -> Dilations:
+def choose_dilations(
+    checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
+) -> Dilations:
     """The least dilations for a plan, found by a rehearsal; ranks share the cores, so each rank makes time slower."""
-    rehearsed, ranks = rehearse(checkpoint, layout, plan, cost), layout.config.ranks
+    rehearsed, ranks = rehearse(checkpoint, layout, plan, cost, tell), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from statistics import median
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,9 @@ from moesched.requests.batch import Batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
+from moesched.runs.simulation import simulate
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Device, Exchange, Policy
+from moesched.seams import CostModel, Device, Exchange, Policy, Progress
 from moesched.steps.plan import Plan
 from moesched.steps.roles import KV_ROLES, Role
 from moesched.steps.step import Step
@@ -47,7 +49,7 @@ class Rehearsed(NamedTuple):
 
 
 def rehearse(
-    checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel
+    checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Kind, list[Rehearsed]]:
     """Run the model's first layer on the plan's largest micro-batch, one task after the other.
 
@@ -55,13 +57,15 @@ def rehearse(
     """
     config = msgspec.structs.replace(checkpoint.config, layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
-    device = _TimedDevice(msgspec.structs.replace(checkpoint, config=config), short, cost)
+    device = _TimedDevice(msgspec.structs.replace(checkpoint, config=config), short, cost, tell)
     if config.ranks > 1:
         device.join(0, _Alone(), device)
     batch = _largest_micro_batch(plan.batch)
     policy = _OneLayer([role for role in KV_ROLES if plan.kv.held_by(role)], plan.declared.experts_on_host)
     budgets = dict.fromkeys(plan.memories, NO_LIMIT)
-    trial = plan_run(plan.machine, short, batch, policy, budgets, device.slot_bytes)
+    make = partial(plan_run, plan.machine, short, batch, policy, budgets, device.slot_bytes)
+    device.expected = simulate(make(), policy).tasks
+    trial = make()
     with closing(device), ThreadPoolExecutor(1, "rehearsal") as thread:
         device.begin(trial, _prompts(batch.prompts, config.vocabulary), Sampling())
         # A lane's thread sets the number of cores that torch uses; the caller's own number must not change.
@@ -159,11 +163,14 @@ class _OneLayer:
 
 
 class _TimedDevice(TorchDevice):
-    """A device that measures its tasks."""
+    """A device that measures its tasks, and tells how many of the expected ones are done."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel, tell: Progress) -> None:
         super().__init__(checkpoint, layout)
+        self.expected = 0
         self._cost = cost
+        self._tell = tell
+        self._done = 0
         self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
@@ -175,6 +182,8 @@ class _TimedDevice(TorchDevice):
         key = (kind, task.lane.name, task.verb)
         modelled = nanoseconds(task.work, self._cost) / 1e9
         self._seconds.setdefault(key, []).append((real, modelled, task.layer >= 0))
+        self._done += 1
+        self._tell("rehearsing on this machine", self._done, self.expected)
         return value
 
     def summary(self, layers: int) -> dict[Kind, list[Rehearsed]]:

@@ -13,7 +13,7 @@ from moesched.machines import Machine, machine_names
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import ActivationObserver, RoutingObserver, Transport
+from moesched.seams import ActivationObserver, Progress, RoutingObserver, Transport, nobody_hears
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
@@ -65,6 +65,7 @@ class TorchDevice:
     ) -> None:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
+        self.tell: Progress = nobody_hears
         self._keep_logits = keep_logits
         self._compute = Compute(accelerator, layout, kernel, pin)
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct)
@@ -155,7 +156,7 @@ class TorchDevice:
         self._compute.start(largest * config.top_k / config.experts)
         if plan.nodes.attends and self._global_weights is None:
             self._global_weights = read_global_weights(config, self._store.reader, self._compute, self._rank)
-        self._store.begin(plan)
+        self._store.begin(plan, self.tell)
         parts = parts_of(
             plan,
             states_of(plan, prompts, self._compute),

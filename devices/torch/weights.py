@@ -9,6 +9,7 @@ import structlog
 
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
+from moesched.seams import Progress, nobody_hears
 from moesched.steps.memory import Pool, Slot
 from moesched.steps.plan import Plan
 from moesched.steps.views import View
@@ -66,7 +67,7 @@ class WeightStore:
         """Bytes read from the checkpoint's files so far."""
         return self.reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan, tell: Progress = nobody_hears) -> None:
         """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self._resident.retain(
@@ -75,12 +76,19 @@ class WeightStore:
         if self._mapping and self._mapped is None and plan.machine.unified:
             self._mapped = self._map_files()
         if self._mapped is None:
-            self._arenas = {pool: self._arena(pool, plan) for pool in plan.weights.pools}
+            self._allocate(plan, tell)
         if missing:
             self._resident.expect(missing, self._staging(missing, plan.weights.load_buffers))
         self._host = "" if plan.machine.unified else plan.memory("host").name
         if self._host:
             self.home.begin(plan)
+
+    def _allocate(self, plan: Plan, tell: Progress) -> None:
+        total, done = sum(pool.nbytes for pool in plan.weights.pools), 0
+        for pool in plan.weights.pools:
+            tell("allocating memory", done, total)
+            self._arenas[pool] = self._arena(pool, plan)
+            done += pool.nbytes
 
     def let_go(self) -> None:
         """Free the previous batch's memory, except weights that may stay."""

@@ -25,6 +25,7 @@ _log = structlog.get_logger(__name__)
 
 SHOWN_PROMPT = 60
 REFRESHES_PER_SECOND = 8
+ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
 def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
@@ -37,20 +38,26 @@ def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> Load
 
 
 class LoadingBar(Listener):
-    """A progress bar while the resident pages load."""
+    """A progress bar until the first token: the device prepares, resident pages load, and prompts are computed."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._loaded = 0
-        self._pages = 0
+        self._loaded = self._pages = 0
+        self._prefilled = self._layers = 0
 
     def planned(self, plan: Plan) -> None:
         """Begin the bar."""
         self.close()
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
+        self._prefilled, self._layers = 0, len(plan.layers) * len(plan.chunks)
         self._bar = Bar("loading weights").__enter__()
         self._bar.update(0, self._pages or None)
+
+    def preparing(self, what: str, done: float, total: float) -> None:
+        """Show what the device does before the first step."""
+        if self._bar is not None:
+            self._bar.update(done, total, what)
 
     def loading(self, done: int, total: int) -> None:
         """Advance the bar by the pages that all nodes loaded."""
@@ -59,10 +66,16 @@ class LoadingBar(Listener):
         self._bar.update(done, total)
 
     def ended(self, task: Task) -> None:
-        """Advance the bar by one page."""
-        if task.verb == "load" and self._bar is not None:
+        """Advance the bar by one page, or by a micro-batch's layer of prefill."""
+        bar = self._bar
+        if bar is None:
+            return
+        if task.verb == "load":
             self._loaded += 1
-            self._bar.update(self._loaded, self._pages)
+            bar.update(self._loaded, self._pages, "loading weights")
+        elif not task.step and task.verb in ENDS_OF_LAYERS:
+            self._prefilled += 1
+            bar.update(self._prefilled, self._layers, "prefill")
 
     def generated(self, request: int, token: int, text: str) -> None:
         """Remove the bar at the first token, when loading and prefill are over."""

@@ -239,9 +239,10 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """Set the amounts done and in total; `what` begins another activity, of unknown length."""
+        """Set the amounts done and in total; another `what` begins another activity, whose total may be unknown."""
+        other = what is not None and plain_text(what) != self._what
         self._done = done
-        self._total = None if what else total or self._total
+        self._total = total or (None if other else self._total)
         self._what = plain_text(what or self._what)
         if self._progress is not None:
             self._progress.update(self._task, completed=done, description=self._what)
@@ -258,13 +259,22 @@ class Bar:
                 self._progress = None
 
     def _show(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         with self._lock:
             if self._closed:
                 return
             columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()]
-            progress = Progress(*columns, TimeElapsedColumn(), console=stderr(), transient=True)
+            progress = Progress(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=stderr(), transient=True
+            )
             self._task = progress.add_task(self._what, total=self._total, completed=int(self._done))
             progress.start()
             self._progress = progress

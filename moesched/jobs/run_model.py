@@ -28,6 +28,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
+from moesched.seams import TellsProgress
 from moesched.system.outputs import Output, numbered, require_outputs
 
 
@@ -76,6 +77,8 @@ def run_model(
     reports = BatchReports()
     with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
         listener.opened(devices.first)
+        if isinstance(devices.first, TellsProgress):
+            devices.first.tell = listener.preparing
         job.use_process(process_of(devices.all, job.machine))
         batches = _batches(job, lengths, given.max_new_tokens, devices)
         checkpoint.require_unchanged()

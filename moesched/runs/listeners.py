@@ -21,6 +21,9 @@ class Listener:
     def opened(self, device: Device) -> None:
         """The run's device is open (the first rank's, of several), and no batch has begun."""
 
+    def preparing(self, what: str, done: float, total: float) -> None:
+        """The device prepares a batch, and has done a part of this work: it allocates memory, or measures itself."""
+
     def planned(self, plan: Plan) -> None:
         """A batch with this plan is about to run."""
 

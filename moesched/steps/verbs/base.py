@@ -186,10 +186,10 @@ class Verbs(StepFacts):
         """The error of a verb for a layer or a micro-batch that does not exist."""
         if verb.in_layer and layer not in self.layers:
             named = f"L{layer}" if isinstance(layer, int) else f"layer {layer!r}"
-            known = f"its layers are 0 to {len(self.layers) - 1}: loop over step.layers"
+            known = f"its layers are L0 to L{len(self.layers) - 1}: loop over step.layers"
             return OutOfOrder(f"{verb.name}: the model has no {named}: {known}")
         named = f"mb{micro_batch}" if isinstance(micro_batch, int) else f"micro-batch {micro_batch!r}"
-        known = f"they are 0 to {len(self._batches) - 1}: loop over step.micro_batches"
+        known = f"they are mb0 to mb{len(self._batches) - 1}: loop over step.micro_batches"
         return OutOfOrder(f"{verb.name}: there is no {named} in this step: {known}")
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
