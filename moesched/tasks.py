@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from heapq import heapify, heappop
 from types import CodeType, MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -234,13 +234,6 @@ class Task(msgspec.Struct, eq=False, gc=False):
             assert self.cause is not None
             raise self.cause
         return self._value
-
-    if not TYPE_CHECKING:  # mypy would take any name for an attribute
-
-        def __getattr__(self, name):
-            raise AttributeError(
-                f"{self._handle()} has no {name!r}: await it for its value", name=name, obj=self
-            )
 
     def __getitem__(self, key: object) -> Any:
         raise TypeError(f"{self._handle()} has no items: await it for its value")

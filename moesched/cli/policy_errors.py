@@ -26,6 +26,7 @@ _CALLERS_OF_POLICIES = (
 )
 
 _HINTS = (
+    (r"^AttributeError: '(\w*Kernel|PageTransfer|Decision|Collective|Task)'", "await the handle that a verb returns"),
     (r"^TypeError: object \w+ can't be used in 'await'", "await one handle at a time, and only what a verb returned"),
     (r"\.(plan|prefill|decode)\(\) ", "the methods are plan(self, plan), prefill(self, step) and decode(self, step)"),
     (r"^RecursionError", "a method calls itself"),

@@ -213,7 +213,7 @@ class ForgetsToAwaitTheRouter(Routes):
 
 class ForgetsToAwaitTheRoutersItems(Routes):
     async def experts(self, step, i, j):
-        for expert, _ in step.route(i, j).items():  #! AttributeError: what route L0 mb0 returned is a handle
+        for expert, _ in step.route(i, j).items():  #! AttributeError: 'Decision' object has no attribute 'items'
             step.run_expert(i, expert, j)
 
 

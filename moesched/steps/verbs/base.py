@@ -135,13 +135,12 @@ class Verbs(StepFacts):
         task = verb.task(lane, batch.works[name], name, layer, batch.index, -1, operands, self.index)
         if verb.moves:
             batch.last = task
+        elif self._state.engine.submitted >= self._last_task:  # other verbs can be repeated without an end
+            raise _too_many(name, self._state.plan.task_limit)
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
-        if task.id >= self._last_task:
-            raise _too_many(name, self._state.plan.task_limit)
-        return task
+        return self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(
         self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], transfer_class: int = 0

@@ -95,12 +95,13 @@ class PageVerbs(Verbs):
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb)
-        if not isinstance(pool, Pool):
-            raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned")
-        if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
-            raise PolicyError(
-                f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
-            )
+        try:
+            if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
+                raise PolicyError(
+                    f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
+                )
+        except AttributeError:
+            raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned") from None
 
     def _transfer(
         self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
