@@ -1,0 +1,84 @@
+"""`moesched new-policy`: a runnable policy to start from, with its test."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+from moesched.cli.output import say
+from moesched.errors import BadInput
+from moesched.system.plain_text import shown
+from moesched.system.whole_file import whole_file
+
+HELP = options.paragraphs(
+    "Write a policy to start from, and its test.",
+    "NAME is that of the file, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream "
+    "layer by layer. Comments tell what each part does.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched new-policy my_policy
+  moesched new-policy ahead_of_time --dir policies"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(new_policy, name="new-policy", help=HELP, help_epilogue=EPILOGUE, sort_key=2)
+
+
+def new_policy(
+    name: Annotated[
+        str, Parameter(help="Name of the file, without .py: small letters, digits and underscores.")
+    ],
+    /,
+    *,
+    directory: Annotated[
+        Path, Parameter(name="--dir", help="Folder for the files. By default the current one.")
+    ] = Path(),
+    json: options.Json = False,
+) -> None:
+    """See HELP."""
+    from moesched.cli.output import print_json
+
+    policy, test = write_starter(name, directory)
+    named = f"{policy}:{class_named(name)}"
+    if json:
+        print_json({"policy": named, "files": [str(policy), str(test)]})
+        return
+    say(f"{policy}: the policy\n{test}: its test\n\nTry it:")
+    say(f"  moesched simulate --model mixtral-8x7b --machine t4 --workload mtbench --policy {named}")
+    say(f"  pytest {test}")
+
+
+def write_starter(name: str, directory: Path) -> tuple[Path, Path]:
+    """Write the policy and its test; returns their files.
+
+    Raises:
+        BadInput: the name is none for a module, or one of the files exists.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise BadInput(
+            f"{shown(name)} is no name of a file: give small letters, digits and underscores, as in mine"
+        )
+    policy, test = directory / f"{name}.py", directory / f"test_{name}.py"
+    for path in (policy, test):
+        if path.exists():
+            raise BadInput(f"{path} exists: choose another name, or remove it")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, starter in ((policy, "new_policy.py"), (test, "test_new_policy.txt")):
+        text = (files("moesched.cli.starter") / starter).read_text(encoding="utf-8")
+        text = text.replace("new_policy", name).replace("NewPolicy", class_named(name))
+        with whole_file(path, "policy") as file:
+            file.write(text.encode())
+    return policy, test
+
+
+def class_named(name: str) -> str:
+    """The name of a class, for that of a module: my_policy gives MyPolicy."""
+    return "".join(part.capitalize() for part in name.split("_"))
