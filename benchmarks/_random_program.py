@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from moesched.drivers.validation import CheckedEngine
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskCancelled, TaskFailed
 from moesched.models.layout import Page
-from moesched.steps.memory import Memory, Pool, held_slots
+from moesched.steps.memory import Memory, Pool, Slot, held_slots
+from moesched.steps.pool_counts import FETCHED
 from moesched.steps.views import Views
 from moesched.tasks import (
     Block,
@@ -146,12 +147,12 @@ class Rank:
     def move_pages(self) -> None:
         """Pages into slots, over others."""
         pool = self.pool
-        slots = []
+        slots: list[Slot] = []
         for page in self._some(self.pages, len(pool.slots)):
             if pool.replacement == "none" and not pool.empty_slots:
                 self._evict()
             try:
-                slots.append(pool.assign(page, self.engine))
+                slots += pool.assign_all([page], self.engine, FETCHED, 0)
             except PolicyError:
                 assert page in pool, f"{pool.name} refuses a page that it does not hold"
         if slots:
@@ -167,7 +168,7 @@ class Rank:
             view = self.views.open.get(key) or self.views.show(key, self.engine)
         except NotResident:
             return
-        view.touch()
+        view.use(0, 1)
         self._submit(view.slots, self._some(self.live, 1), through=view.reads)
 
     def meet(self) -> None:

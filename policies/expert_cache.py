@@ -1,20 +1,20 @@
 """One cache of experts for all layers; missing experts are fetched or run on the CPU.
 
 A common cache gives less room to layers with few popular experts. Plain LRU does badly there: layers take turns, so the
-least recently used experts belong to the layer whose turn is next. Here recency counts in whole steps. Of the experts
-last used in the same step, the one with the fewest tokens so far is evicted. vLLM's expert cache (pull request 37190,
+least recently used experts belong to the layer whose turn is next. Here recency counts in whole steps
+(`LeastRecentStep`). Of the experts last used in the same step, the one with the fewest tokens so far is evicted. vLLM's
+expert cache (pull request 37190,
 "LFRU") weighs frequency against age in one number, for the same reason.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Iterable, Sequence
 
+from moesched.dispatch.cached_experts import CachedExperts
+from moesched.dispatch.eviction import LeastRecentStep
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import (
-    Expert,
     Routed,
     keep_dense,
     order_of,
@@ -29,61 +29,6 @@ from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-
-
-class Uses:
-    """The experts of a cache, ordered by their last use.
-
-    held: experts in the cache at the start, used before all others.
-    """
-
-    def __init__(self, held: Iterable[Expert]) -> None:
-        self._tokens: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._last: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By layer, the experts in the cache, each with the step of its last use."""
-        self._count = 0
-        self._earliest: list[tuple[int, int, Expert]] = []
-        """A heap with one use of each expert: its last one or an earlier one."""
-        for expert in held:
-            self.enter(expert, -1)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
-        """Record the use of a layer's chosen experts in this step; returns those that are in the cache.
-
-        chosen: number of tokens by expert. Steps never go back.
-        """
-        last, tokens = self._last[layer], self._tokens[layer]
-        for expert, more in chosen.items():
-            tokens[expert] += more
-        hits = sorted(chosen.keys() & last)
-        for expert in hits:
-            last[expert] = step
-        return hits
-
-    def enter(self, expert: Expert, step: int) -> None:
-        """Add a chosen expert to the cache, last used in this step."""
-        layer, number = expert
-        self._last[layer][number] = step
-        self._count += 1
-        heappush(self._earliest, (step, self._tokens[layer][number], expert))
-
-    def give_up(self) -> Expert:
-        """Remove and return the expert last used in the earliest step; of several, the one with the fewest tokens."""
-        while True:
-            earliest = self._earliest[0]
-            expert = earliest[2]
-            layer, number = expert
-            last = self._last[layer]
-            use = last[number], self._tokens[layer][number], expert
-            if use == earliest:
-                heappop(self._earliest)
-                del last[number]
-                self._count -= 1
-                return expert
-            heapreplace(self._earliest, use)
 
 
 class ExpertCache(LayerByLayer):
@@ -122,7 +67,7 @@ class ExpertCache(LayerByLayer):
             fit = max(0, experts_that_fit(plan) - self.buffers)
             self.room = fit if self.most is None else min(self.most, len(order))
             self.pool = ExpertPool(plan, self.room + self.buffers, order[: self.room], on_host=self.has_host)
-        self.cache = Uses(order[: self.room])
+        self.cache = CachedExperts(plan.layout, LeastRecentStep(), self.room, order[: self.room])
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         chosen, users = tokens_of(routed), users_of(routed)
@@ -138,9 +83,9 @@ class ExpertCache(LayerByLayer):
             page = i, expert
             self.pool.fetch(step, page)
             self._run(step, i, expert, users[expert])
-            self.cache.enter(page, step.index)
-            if len(self.cache) > self.room:
-                self.pool.evict(step, self.cache.give_up())
+            gone = self.cache.enter(page, step.index)
+            if gone is not None:
+                self.pool.evict(step, gone)
         for j in back:
             step.load_routed(i, j)
 

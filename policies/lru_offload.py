@@ -7,10 +7,11 @@ kernels. Here evicted experts are not copied, and copies and kernels overlap, wh
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
 
-from moesched.dispatch.expert_placement import Routed, keep_dense, users_of
+from moesched.dispatch.cached_experts import CachedExperts
+from moesched.dispatch.eviction import LeastRecentlyUsed
+from moesched.dispatch.expert_placement import Routed, keep_dense, tokens_of, users_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
@@ -41,8 +42,12 @@ class LruOffload(LayerByLayer):
         # The published code offloads the first ones.
         filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
         self.room = experts - offloaded
-        self.cached = [OrderedDict.fromkeys(range(offloaded, experts)) for _ in layers]
-        """By layer, least recently used first."""
+        self.cached = [
+            CachedExperts(
+                plan.layout, LeastRecentlyUsed(), self.room, [(i, e) for e in range(offloaded, experts)]
+            )
+            for i in layers
+        ]
         if offloaded:
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
         else:
@@ -73,15 +78,13 @@ class LruOffload(LayerByLayer):
         coming: missing experts whose fetch is already submitted.
         """
         cache, users = self.cached[i], users_of(routed)
-        missing = [expert for expert in users if expert not in cache]
-        for expert in [expert for expert in users if expert in cache]:
-            cache.move_to_end(expert)
+        hits = cache.hits(i, tokens_of(routed), step.index)
+        for expert in hits:
             self._run(step, i, expert, users[expert])
-        for expert in missing:
+        for expert in sorted(users.keys() - hits):
             if expert not in coming:
                 self.pool.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])
-            cache[expert] = None
-            if len(cache) > self.room:
-                oldest, _ = cache.popitem(last=False)
-                self.pool.evict(step, (i, oldest))
+            gone = cache.enter((i, expert), step.index)
+            if gone is not None:
+                self.pool.evict(step, gone)

@@ -60,7 +60,7 @@ class PrefetchGate(LruOffload):
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
         """Prefetch the forecast experts that are missing, those with the most tokens first."""
         tokens = tokens_of(foretold)
-        missing = [expert for expert in tokens if expert not in self.cached[i]]
+        missing = [expert for expert in tokens if (i, expert) not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)
         for expert in missing[: self.buffers - 1]:
             self.pool.prefetch(step, (i, expert))

@@ -1,4 +1,4 @@
-"""The kit of policy authors: placement, expert latencies, makespans, and base classes.
+"""The kit of policy authors: placement, eviction rules, expert latencies, makespans, and base classes.
 
     from moesched.dispatch import ExpertLatencies, keep_dense, keep_experts, order_of, popularity_of
 
@@ -11,6 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesched.dispatch.cached_experts import CachedExperts
+    from moesched.dispatch.eviction import (
+        FrequencyClasses,
+        LeastFrequentlyUsed,
+        LeastRecentlyUsed,
+        LeastRecentStep,
+        LeastStale,
+        LowestRank,
+        LowestScore,
+    )
     from moesched.dispatch.expert_latencies import ExpertLatencies
     from moesched.dispatch.expert_placement import (
         Expert,
@@ -43,6 +53,16 @@ if TYPE_CHECKING:
     from moesched.dispatch.resident_pages import double_buffered, keep_beside_buffer
 
 _NAMES = {
+    "cached_experts": ("CachedExperts",),
+    "eviction": (
+        "FrequencyClasses",
+        "LeastFrequentlyUsed",
+        "LeastRecentlyUsed",
+        "LeastRecentStep",
+        "LeastStale",
+        "LowestRank",
+        "LowestScore",
+    ),
     "expert_latencies": ("ExpertLatencies",),
     "expert_placement": (
         "Expert",
@@ -77,15 +97,23 @@ _NAMES = {
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "CachedExperts",
     "Expert",
     "ExpertLatencies",
     "ExpertPool",
+    "FrequencyClasses",
     "Layer",
     "LayerByLayer",
     "LayerCosts",
     "LayerDecision",
+    "LeastFrequentlyUsed",
     "LeastRecent",
+    "LeastRecentStep",
+    "LeastRecentlyUsed",
+    "LeastStale",
     "Load",
+    "LowestRank",
+    "LowestScore",
     "NodeExperts",
     "Placement",
     "Popularity",

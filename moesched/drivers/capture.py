@@ -13,6 +13,8 @@ from moesched.drivers.policies import scheduled
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
 from moesched.seams import Policy
+from moesched.steps.memory import counts_of
+from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.steps.works import GROWING
@@ -23,7 +25,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle, so its graph depends on results and cannot be captured."""
+    """The policy awaited a handle, or has an eviction rule, so its steps may differ and cannot be captured."""
 
 
 class CapturingEngine(Engine):
@@ -117,10 +119,12 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
     """The graphs of a whole run: of loading, of prefill, then of each decode step.
 
     Raises:
-        NotFixed: the policy awaited a handle.
+        NotFixed: the policy awaited a handle, or has an eviction rule, which may decide otherwise in each step.
     """
-    engine = run_state.engine
+    engine, pools = run_state.engine, run_state.plan.weights.pools
     assert isinstance(engine, CapturingEngine)
+    if any(isinstance(pool, RuledPool) for pool in pools):
+        raise NotFixed
     edges = Edges()
     count = run_state.steps
 
@@ -136,12 +140,15 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
     steps = [Template(engine.take(), engine.lanes, edges)]
     index = 0
     while index < count:
+        counted = [counts_of(pool).now() for pool in pools]
         steps.append(submit(index))
         index += 1
         left = count - 1 - index
         if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
             steps += [steps[-1]] * left
             run_state.skip(left)
+            for pool, since in zip(pools, counted, strict=True):
+                counts_of(pool).repeat(since, left, engine.submitted, len(steps[-1].tasks))
             index += left
     return steps
 

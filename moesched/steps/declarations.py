@@ -12,8 +12,8 @@ from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
 
 
-def require_slots(name: str, slots: int, filled: int, replacement: str) -> None:
-    """Check the slots of a pool that is declared, and its replacement rule.
+def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
+    """Check the slots of a pool that is declared, and the name of its replacement rule.
 
     Raises:
         PolicyError: they are no number, or too few for the pages that fill it; or there is no such rule.
@@ -24,9 +24,9 @@ def require_slots(name: str, slots: int, filled: int, replacement: str) -> None:
         raise PolicyError(
             f"pool: {name} has {slots} slots, and {filled} pages fill it: give as many slots, or fewer pages"
         )
-    if replacement not in get_args(Replacement):
+    if isinstance(replacement, str) and replacement not in get_args(Replacement):
         known = ", ".join(map(repr, get_args(Replacement)))
-        raise PolicyError(f"pool: replacement is {replacement!r}: give one of {known}")
+        raise PolicyError(f"pool: replacement is {replacement!r}: give one of {known}, or an eviction rule")
 
 
 class Declarations(ReadOnly):

@@ -17,10 +17,12 @@ from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
 from moesched.steps.claims import Claim, Parts
 from moesched.steps.model_pages import describe
+from moesched.steps.pool_counts import FETCHED, LOADED, PoolCounts
 from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
 
 if TYPE_CHECKING:
+    from moesched.seams import Eviction
     from moesched.steps.views import View
 
 Replacement = Literal["ring", "lru", "none"]
@@ -132,9 +134,12 @@ class Memory(ReadOnly):
 
 
 class Slot(Block):
-    """Space for one page; `page` is the page that it holds, `views` are the views that read it."""
+    """Space for one page; `page` is the page that it holds, `views` are the views that read it.
 
-    __slots__ = ("fixed", "index", "page", "pool", "views")
+    `read` is the last step that read the page, or how the page came, as long as none has: see `PoolCounts`.
+    """
+
+    __slots__ = ("fixed", "index", "page", "pool", "read", "views")
 
     def __init__(self, pool: Pool, index: int, nbytes: int, *, fixed: bool = False) -> None:
         super().__init__(f"{pool.name}[{index}]", nbytes, pool.memory.name)
@@ -142,6 +147,7 @@ class Slot(Block):
         self.index = index
         self.fixed = fixed
         self.page: Page | None = None
+        self.read = LOADED
         self.views: list[View[Any]] = []
 
     def forget(self) -> None:
@@ -155,7 +161,7 @@ class Pool(ReadOnly):
     """Page slots of one size in one memory, allocated once for the whole run.
 
     Empty slots are filled first. When there are none, a `ring` replaces the oldest page, `lru` the least recently used
-    one, and `none` raises OverBudget. `reserve` takes the bytes.
+    one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` names the page. `reserve` takes the bytes.
 
     Attributes:
         page_bytes: bytes of the largest page that it was declared for.
@@ -168,7 +174,7 @@ class Pool(ReadOnly):
         memory: Memory,
         slots: int,
         slot_bytes: int,
-        replacement: Replacement = "ring",
+        replacement: Replacement | Eviction = "ring",
         page_bytes: int = maxsize,
         line: str = "",
     ) -> None:
@@ -178,6 +184,8 @@ class Pool(ReadOnly):
         self.memory = memory
         self.slot_bytes = slot_bytes
         self.replacement = replacement
+        self._told_of_uses = replacement == "lru" or not isinstance(replacement, str)
+        self._counts = PoolCounts()
         self._slots = [Slot(self, index, slot_bytes) for index in range(slots)]
         self._empty = deque(self._slots)
         self._held: OrderedDict[int, Slot] = OrderedDict()
@@ -223,27 +231,29 @@ class Pool(ReadOnly):
         """The pages that it holds, the next to be replaced first."""
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
-    def assign(self, page: Page, engine: Engine) -> Slot:
-        """Assign a slot to `page`; in program order, the page that it held is gone from here on."""
-        number = page.id
-        table = self.memory._table
-        if number in table:
-            _vacate_lost(page, table[number], engine)
-        slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
-        slot.page = page
-        table[number] = self._held[number] = slot
-        return slot
+    def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
+        """Assign slots to all these pages, or, where that raises an error, to none of them.
 
-    def assign_all(self, pages: Sequence[Page], engine: Engine) -> tuple[Slot, ...]:
-        """Assign slots to all these pages, or, where that raises an error, to none of them."""
+        In program order, the pages that the slots held are gone from here on.
+
+        Args:
+            arrival: of the pages: `LOADED`, `FETCHED` or `SPECULATED`.
+            step: the step that brings them; -1 before the first one.
+        """
         slots: list[Slot] = []
         try:
             for page in pages:
-                slots.append(self.assign(page, engine))
+                slots.append(self._assign(page, engine, arrival))
+            if self._told_of_uses:
+                for slot in slots:
+                    self.touch(slot, step, 0)
         except PolicyError:
             for slot in slots:
+                slot.read = LOADED
                 self.vacate(slot, engine)
             raise
+        if arrival != LOADED:
+            self._counts.fetched += len(slots)
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
@@ -272,14 +282,26 @@ class Pool(ReadOnly):
             )
         if used is not None or not engine.cancel(transfer):
             return False
+        self._counts.cancelled += len(slots)
         for slot in slots:
             self.vacate(slot, engine)
         return True
 
-    def touch(self, slot: Slot) -> None:
-        """Note a use, for the replacement rule."""
-        if self.replacement == "lru" and slot.page is not None:
+    def touch(self, slot: Slot, step: int, tokens: int) -> None:
+        """Note a use, for the replacement rule; by 0 tokens when its page comes or is copied."""
+        if self._told_of_uses and slot.page is not None:
             self._held.move_to_end(slot.page.id)
+
+    def _assign(self, page: Page, engine: Engine, arrival: int) -> Slot:
+        number = page.id
+        table = self.memory._table
+        if number in table:
+            _vacate_lost(page, table[number], engine)
+        slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
+        slot.page = page
+        slot.read = arrival
+        table[number] = self._held[number] = slot
+        return slot
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
         """Choose the slot whose page is replaced next."""
@@ -297,6 +319,8 @@ class Pool(ReadOnly):
         if slot.views:
             for view in list(slot.views):
                 view.close(engine)
+        if slot.read < LOADED:
+            self._counts.wasted += 1
         assert slot.page is not None
         del self.memory._table[slot.page.id]
         del self._held[slot.page.id]
@@ -345,9 +369,31 @@ class Home(Fixed):
             self._hold(page, page.nbytes)
 
 
+def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
+    """Note that a task reads pages; returns whether one of their pools has to be told of every use."""
+    every_use = False
+    for slot in slots:
+        read, pool = slot.read, slot.pool
+        if read != step:
+            slot.read = step
+            if read == FETCHED:
+                pool._counts.misses += 1
+            else:
+                pool._counts.hits += 1
+        if pool._told_of_uses:
+            pool.touch(slot, step, tokens)
+            every_use = True
+    return every_use
+
+
 def slots_of(pool: Pool) -> Sequence[Slot]:
     """The slots of a pool, by number."""
     return pool._slots
+
+
+def counts_of(pool: Pool) -> PoolCounts:
+    """The counts of a pool's pages and their uses."""
+    return pool._counts
 
 
 def held_slot(page: Page, pool: Pool) -> Slot | None:

@@ -19,6 +19,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
+from moesched.seams import Eviction
 from moesched.steps.claims import Parts
 from moesched.steps.declarations import Declarations, require_slots
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
@@ -28,6 +29,7 @@ from moesched.steps.placed_weights import PlacedWeights
 from moesched.steps.process import Process
 from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
 from moesched.steps.roles import KV_ROLES, Role, role_named
+from moesched.steps.ruled_pool import RuledPool
 from moesched.system.source_lines import calling_line
 
 VERBS_OF_A_LAYER = 20
@@ -261,16 +263,20 @@ class Plan(Declarations):
         name: str,
         slots: int,
         pages: Sequence[Page],
-        replacement: Replacement = "ring",
+        replacement: Replacement | Eviction = "ring",
         filled: Sequence[Page] = (),
     ) -> Pool:
         """Declare a pool of `slots` slots, each large enough for any of `pages`.
 
-        filled: pages that are in it before the first step; they are loaded after the resident ones.
+        Args:
+            replacement: the page that makes room for another one: the oldest ("ring"), the least recently used ("lru"),
+                or the one that an `Eviction` names, an object that no other pool has; with "none", the policy evicts.
+            filled: pages that are in it before the first step; they are loaded after the resident ones.
 
         Raises:
             PolicyError: the pages belong to several stages, and the pool would be an accelerator's; there is no such
-                memory or rule; or the slots are too few for the pages that fill it.
+                memory or rule, or the rule belongs to another pool, of this run or an earlier one; or the slots are too
+                few for the pages that fill it.
             OverBudget: the memory has fewer bytes than the slots.
         """
         self._declare("pool", self.declared)
@@ -282,7 +288,8 @@ class Plan(Declarations):
         memory.require_free(
             f"pool {name} of {slots:,} slots", slots * size, memory.capacity, Parts(slots, "slots")
         )
-        pool = Pool(
+        make = Pool if isinstance(replacement, str) else RuledPool
+        pool = make(
             name,
             memory,
             slots,

@@ -9,11 +9,12 @@ from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
-from moesched.steps.memory import Fixed, Slot, slots_of
+from moesched.steps.memory import Fixed, Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
+from moesched.steps.pool_counts import LOADED
 from moesched.steps.rank_tasks import RankTasks
 from moesched.steps.verbs.table import STRIDE
 from moesched.steps.works import Works
@@ -108,6 +109,11 @@ class RunState:
         batch.enter(self.stages[stage.number + 1])
         return hops
 
+    def count_pools(self) -> None:
+        """Add the counts of all pools to their logs, if a recorder asks for them."""
+        for pool in self.plan.weights.pools:
+            counts_of(pool).record(self.engine.submitted)
+
     def load(self, resident: Fixed) -> list[PageTransfer]:
         """Submit the transfers that fill kept pages from where the weights come from."""
         return [
@@ -118,9 +124,10 @@ class RunState:
     def fill(self) -> list[PageTransfer]:
         """Submit the transfers of pages that are in pools before the first step."""
         return [
-            self._bring(page, pool.assign(page, self.engine), "fetch")
+            self._bring(page, slot, "fetch")
             for pool, pages in self.plan.weights.filled
             for page in pages
+            for slot in pool.assign_all([page], self.engine, LOADED, -1)
         ]
 
     def close(self) -> None:

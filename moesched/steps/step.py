@@ -95,6 +95,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
             )
         whole = batch.stage.whole
         view = whole.open.get(layer) or self._view(whole, layer)
+        if view.noted != self.index:
+            view.use(self.index, batch.works["post_attention"].tokens)
         reads = view.reads if batch.room is None else (*view.reads, *self._room(batch, leaves=True))
         return self._run(POST_ATTENTION, layer, batch, view, reads)
 
@@ -127,4 +129,5 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
                 samples.append((batch, batch.last))
         if self.chunked:
             self._state.end_prefill()
+        self._state.count_pools()
         return samples

@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 from moesched.engine import Engine
 from moesched.errors import NotResident, OutOfOrder
 from moesched.models.layout import Page
-from moesched.steps.memory import Memory, Slot, lost
+from moesched.steps.memory import Memory, Slot, lost, note_use
 from moesched.steps.model_pages import describe
+from moesched.steps.pool_counts import LOADED
 from moesched.tasks import Block
 
 K = TypeVar("K", bound=Hashable)
@@ -21,10 +22,10 @@ class View(Generic[K]):
     n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
     two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
     given another page; that write waits for every kernel that read through the view. `bound` belongs to the device:
-    the weights as its kernels read them.
+    the weights as its kernels read them. `noted` is the last step whose use was noted, unless every use has to be.
     """
 
-    __slots__ = ("block", "bound", "key", "moving", "owner", "pages", "reads", "slots")
+    __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots")
 
     def __init__(
         self, owner: Views[K], key: K, pages: tuple[Page, ...], slots: tuple[Slot, ...], engine: Engine
@@ -34,6 +35,7 @@ class View(Generic[K]):
         self.pages = pages
         self.slots = slots
         self.bound: Any = None
+        self.noted = LOADED
         self.moving = tuple(slot for slot in slots if not slot.fixed)
         self.block: Block | None = None
         self.reads: tuple[Block, ...] = self.moving
@@ -44,10 +46,10 @@ class View(Generic[K]):
         for slot in self.moving:
             slot.views.append(self)
 
-    def touch(self) -> None:
-        """Note a use of the pages, for pools that replace the least recently used."""
-        for slot in self.moving:
-            slot.pool.touch(slot)
+    def use(self, step: int, tokens: int) -> None:
+        """Note that a kernel reads the pages, unless `noted` is this step already; `tokens` are its rows."""
+        if not note_use(self.moving, step, tokens):
+            self.noted = step
 
     def close(self, engine: Engine) -> None:
         """End the view; the next writers of its slots wait for its readers."""

@@ -32,6 +32,8 @@ class AttentionVerbs(Verbs):
                 self._enter(hop, hidden, hidden)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
+        if view.noted != self.index:
+            view.use(self.index, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
         if self._state.limited and not self.index:
             batch.room = self._free_room(micro_batch)

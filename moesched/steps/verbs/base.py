@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from moesched.errors import OutOfOrder, PolicyError
+from moesched.steps.memory import Pool
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.plan import Plan
 from moesched.steps.read_only import ReadOnly
@@ -49,6 +50,7 @@ class Verbs(StepFacts):
         self._state = run_state
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
+        self._own_pools: set[Pool] = set()
         self._base = index * run_state.stride
         self._last_task = run_state.engine.submitted + run_state.plan.task_limit
         self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]

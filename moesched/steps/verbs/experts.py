@@ -36,6 +36,8 @@ class ExpertVerbs(Verbs):
         if self.attends:
             dense = batch.stage.dense
             view = dense.open.get(layer) or self._view(dense, layer)
+            if view.noted != self.index:
+                view.use(self.index, batch.works["route"].tokens)
         batch.routing.pending = None
         task = self._run(ROUTE, layer, batch, view, () if view is None else view.reads)
         batch.routing.decision = task
@@ -55,6 +57,8 @@ class ExpertVerbs(Verbs):
             )
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
+        if view.noted != self.index:
+            view.use(self.index, batch.works["preview_route"].tokens)
         return self._run(PREVIEW_ROUTE, layer, batch, view, view.reads)
 
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
@@ -125,7 +129,7 @@ class ExpertVerbs(Verbs):
                 f"run_expert: L{layer} mb{micro_batch} is not on the host: call offload_routed before"
             )
         stage = batch.stage
-        view = self._expert_view(stage, at, layer, expert)
+        view = self._expert_view(stage, at, layer, expert, tokens)
         pending.discard(expert)
         output = Block(f"output E{expert} mb{micro_batch}")
         if at == "host" and routing.on_host is not None:
@@ -150,7 +154,7 @@ class ExpertVerbs(Verbs):
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
         stage = batch.stage
-        view = self._expert_view(stage, "accelerator", layer, expert)
+        view = self._expert_view(stage, "accelerator", layer, expert, 0)
         warmed = Block(f"touched E{expert} mb{micro_batch}")
         batch.routing.outputs.append(warmed)
         work = self._expert_work(stage, view, "accelerator", 1)
@@ -222,13 +226,14 @@ class ExpertVerbs(Verbs):
                 f"combine: L{layer} mb{batch.index} lacks the outputs of {left} on the host: call load_routed first"
             )
 
-    def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int) -> View[Any]:
-        """The weights of an expert in a processor's memory; the call counts as a use of them."""
+    def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
+        """The weights of an expert in a processor's memory; the call counts as a use of them by these tokens."""
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
-        view.touch()
+        if view.noted != self.index:
+            view.use(self.index, tokens)
         return view
 
     def _expert_work(self, stage: PipelineStage, view: View[Any], at: At, tokens: int) -> Work:

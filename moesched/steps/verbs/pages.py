@@ -7,8 +7,9 @@ from threading import get_ident
 
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.memory import Pool, Slot, held_slot, held_slots
+from moesched.steps.memory import Pool, Slot, held_slot, held_slots, note_use, slots_of
 from moesched.steps.model_pages import describe, require_pages
+from moesched.steps.pool_counts import FETCHED, SPECULATED
 from moesched.steps.verbs.base import Verbs
 from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
@@ -45,13 +46,14 @@ class PageVerbs(Verbs):
             PolicyError: a page is in that memory already, or there are no pages to move.
             NotResident: `source` does not hold a page.
         """
-        task, reads = self._transfer("fetch", pages, pool, source)
+        arrival = SPECULATED if speculative else FETCHED
+        task, reads = self._transfer("fetch", pages, pool, source, arrival)
         transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
         return self._enter(task, reads, task.slots, transfer_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
-        task, reads = self._transfer("copy_to_pinned", pages, pool, source)
+        task, reads = self._transfer("copy_to_pinned", pages, pool, source, FETCHED)
         return self._enter(task, reads, task.slots, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
@@ -96,32 +98,39 @@ class PageVerbs(Verbs):
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb)
         try:
-            if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
-                raise PolicyError(
-                    f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
-                )
-        except AttributeError:
+            if pool not in self._own_pools:
+                if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
+                    raise PolicyError(
+                        f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
+                    )
+                self._own_pools.add(pool)
+        except (AttributeError, TypeError):
             raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned") from None
 
     def _transfer(
-        self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None
+        self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None, arrival: int
     ) -> tuple[PageTransfer, tuple[Slot, ...]]:
-        """The task that moves pages into slots of a pool, and the slots that it reads them from."""
+        """The task that moves pages into slots of a pool, and the slots that it reads them from.
+
+        arrival: `FETCHED` or `SPECULATED`.
+        """
         self._require_own(verb, pool)
         if source is not None:
             self._require_own(verb, source)
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
-        plan = self._state.plan
+        state = self._state
+        plan = state.plan
         nbytes = require_pages(verb, pages, plan.layout, pool.page_bytes)
         reads = () if source is None else held_slots(verb, pages, source)
-        if len(pages) > len(pool.slots):
-            raise OverBudget(
-                f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {len(pool.slots)} slots"
-            )
-        slots = pool.assign_all(pages, self._state.engine)
+        room = len(slots_of(pool))
+        if len(pages) > room:
+            raise OverBudget(f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {room} slots")
+        slots = pool.assign_all(pages, state.engine, arrival, self.index)
+        if reads:
+            note_use(reads, self.index, 0)
         origin = plan.machine.roles.weights if source is None else source.memory.name
-        lane, work = self._state.works.move(origin, pool.memory.name, nbytes, len(slots))
+        lane, work = state.works.move(origin, pool.memory.name, nbytes, len(slots))
         first = pages[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
         task.pages, task.slots = tuple(pages), slots

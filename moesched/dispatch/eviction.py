@@ -1,0 +1,246 @@
+"""Eviction rules, for `plan.pool(..., replacement=rule)` and for `CachedExperts`.
+
+Make a new object for every cache. Ties are broken by the order of the model's pages, so that runs repeat.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+
+from moesched.errors import BadInput
+from moesched.models.layout import Page
+
+HALF_LIFE = 512
+"""Steps after which llama.cpp's expert cache halves its counts."""
+
+
+class LeastRecentlyUsed:
+    """The page whose last use is the longest ago. The pool's own "lru" does the same, in less time."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+        """The ids of used pages; those that have left are removed once their turn would come."""
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        number, order = page.id, self._order
+        order[number] = None
+        order.move_to_end(number)
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        order = self._order
+        while order:
+            number = next(iter(order))
+            if number in pages:
+                return pages[number]
+            del order[number]
+        return next(iter(pages.values()))
+
+
+class LowestRank(ABC):
+    """Base of rules that rank pages: the page of the lowest rank goes, among equals the first one of the model.
+
+    Ranks are kept in a heap, so that a large cache does not take long. A page's rank may rise when it is used, and must
+    not fall: call `rank_all` if it did.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, ...], int, Page]] = []
+        """Pages that came, each with its rank then or later; those that left are removed once their turn would come."""
+        self._in_heap: set[int] = set()
+
+    @abstractmethod
+    def rank(self, page: Page) -> tuple[int, ...]:
+        """The page's rank; of equal length for all pages."""
+
+    @abstractmethod
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        """Take note of a use, and call `add` if it is by 0 tokens."""
+
+    def add(self, page: Page) -> None:
+        """Add a page that comes to the cache."""
+        number = page.id
+        if number not in self._in_heap:
+            self._in_heap.add(number)
+            heappush(self._heap, (self.rank(page), number, page))
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        heap, rank = self._heap, self.rank
+        while heap:
+            known, number, page = heap[0]
+            if number not in pages:
+                heappop(heap)
+                self._in_heap.discard(number)
+                continue
+            now = rank(page)
+            if now == known:
+                return page
+            heapreplace(heap, (now, number, page))
+        return min(pages.values(), key=lambda page: (rank(page), page.id))
+
+    def rank_all(self) -> None:
+        """Rank all pages anew."""
+        self._heap = [(self.rank(page), number, page) for _, number, page in self._heap]
+        heapify(self._heap)
+
+
+class LeastFrequentlyUsed(LowestRank):
+    """The page that the fewest tokens used, over the whole run, whether it was in the cache or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: defaultdict[int, int] = defaultdict(int)
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        self._tokens[page.id] += tokens
+        if not tokens:
+            self.add(page)
+
+    def rank(self, page: Page) -> tuple[int, ...]:
+        return (self._tokens[page.id],)
+
+
+class LeastRecentStep(LowestRank):
+    """The page whose last use was in the earliest step; among equals the one that the fewest tokens used so far.
+
+    Within a step layers take turns, so that plain LRU would evict the pages of the layer whose turn is next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uses: dict[int, tuple[int, int]] = {}
+        """By page, the step of its last use, and the tokens so far."""
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        number, uses = page.id, self._uses
+        if number in uses:
+            uses[number] = step, uses[number][1] + tokens
+        else:
+            uses[number] = step, tokens
+        if not tokens:
+            self.add(page)
+
+    def rank(self, page: Page) -> tuple[int, ...]:
+        return self._uses.get(page.id, (-1, 0))
+
+
+class FrequencyClasses(LowestRank):
+    """The page of the lowest frequency class; within a class, the one whose last use is the longest ago.
+
+    A page's class is the power of two below the number of steps that used it, and the numbers are halved from time to
+    time: what was popular long ago does not stay for ever, and small differences in number do not decide.
+
+    Modelled on the expert cache proposed for llama.cpp (pull request 24524 and its forks), which halves its counts
+    every 512 decode steps and admits an expert from its second use on. That classes are powers of two is our reading of
+    "frequency classes". Admission is left to the policy: do not fetch.
+
+    half_life: number of steps after which the numbers are halved.
+
+    Raises:
+        BadInput: the half-life is below 1.
+    """
+
+    def __init__(self, half_life: int = HALF_LIFE) -> None:
+        if half_life < 1:
+            raise BadInput(f"half_life is {half_life}: give 1 step or more")
+        super().__init__()
+        self._half_life = half_life
+        self._halved_in = 0
+        self._steps: dict[int, tuple[int, int]] = {}
+        """By page, the number of steps that used it, and the last of them."""
+        self._recency: dict[int, int] = {}
+        """By page, the number of its last use among all uses."""
+        self._uses = 0
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        if step - self._halved_in >= self._half_life:
+            self._halve(step)
+        self._uses += 1
+        self._recency[page.id] = self._uses
+        steps, last = self._steps.get(page.id, (0, -1))
+        if tokens and step != last:
+            self._steps[page.id] = steps + 1, step
+        if not tokens:
+            self.add(page)
+
+    def rank(self, page: Page) -> tuple[int, ...]:
+        steps, _ = self._steps.get(page.id, (0, -1))
+        return steps.bit_length(), self._recency.get(page.id, 0)
+
+    def _halve(self, step: int) -> None:
+        self._halved_in = step
+        self._steps = {number: (steps // 2, last) for number, (steps, last) in self._steps.items()}
+        self.rank_all()
+
+
+class LeastStale:
+    """Least-Stale of SpecMD (Hoang et al. 2026, arXiv 2602.03921): pages of earlier steps go before those of this one.
+
+    Layers take turns, so recency says little: the page used the longest ago may belong to the next layer. Pages that
+    this step neither used nor fetched are stale, and go first: those of layers that the step has passed, which are not
+    needed before the next step, in the order of their layers; then those of layers to come, the last layer first. Then
+    go the pages of this step in the same order, so prefetched pages of layers to come stay the longest.
+
+    The paper's abstract and accounts of it by others give the two criteria, the forward pass and the layer's position.
+    The order within each of the four groups is our reading.
+    """
+
+    def __init__(self) -> None:
+        self._step = self._layer = -1
+        self._last: dict[int, int] = {}
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        self._last[page.id] = step
+        if step != self._step:
+            self._step, self._layer = step, -1
+        if tokens:
+            self._layer = page.layer
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return min(pages.values(), key=self._rank)
+
+    def _rank(self, page: Page) -> tuple[bool, bool, int, int]:
+        to_come = page.layer >= self._layer
+        return (
+            self._last.get(page.id, -1) == self._step,
+            to_come,
+            -page.layer if to_come else page.layer,
+            page.id,
+        )
+
+
+class LowestScore:
+    """The page of the expert with the lowest router score, averaged over time; HybriMoE calls it minus recent score.
+
+    The policy tells the scores of a layer's experts by `scored`. A layer's averages move towards them, and towards 0
+    for the experts that are missing: HybriMoE (Zhong et al. 2025, arXiv 2504.05897) gives the scores of the likeliest
+    experts of each token, more of them than are chosen. Pages without a score, such as dense ones, go first.
+
+    weight: of the new scores in the average, above 0 and up to 1. The paper's value is not known to us.
+
+    Raises:
+        BadInput: the weight is out of range.
+    """
+
+    def __init__(self, weight: float = 0.3) -> None:
+        if not 0 < weight <= 1:
+            raise BadInput(f"weight is {weight}: give a number above 0, up to 1")
+        self._weight = weight
+        self._scores: dict[int, dict[int, float]] = {}
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        """Scores decide alone."""
+
+    def scored(self, layer: int, scores: Mapping[int, float]) -> None:
+        averages = self._scores.setdefault(layer, {})
+        for expert in averages.keys() | scores.keys():
+            before = averages.get(expert, 0.0)
+            averages[expert] = before + self._weight * (scores.get(expert, 0.0) - before)
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return min(pages.values(), key=self._rank)
+
+    def _rank(self, page: Page) -> tuple[float, int]:
+        return self._scores.get(page.layer, {}).get(page.expert, 0.0), page.id

@@ -1,0 +1,144 @@
+"""Calls of eviction rules: each answer is checked, and each failure is an error that names the rule and its line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from traceback import extract_tb
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from moesched.errors import PolicyError
+from moesched.models.layout import Page
+from moesched.seams import Eviction
+from moesched.steps.model_pages import describe
+
+_taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
+"""The rules that order a cache, by `id`."""
+
+
+class RuledPages:
+    """The pages of a cache that may go, in the order of their arrival, and the rule that says which one does.
+
+    Args:
+        rule: belongs to this cache from here on.
+        cache: the cache's name in messages.
+
+    Attributes:
+        held: the pages by id.
+
+    Raises:
+        PolicyError: the rule is none, or belongs to another cache.
+    """
+
+    def __init__(self, rule: object, cache: str) -> None:
+        self._rule = _taken_by(cache, rule)
+        self._cache = cache
+        self.held: dict[int, Page] = {}
+        self._shown = MappingProxyType(self.held)
+
+    def enter(self, page: Page, step: int) -> None:
+        """Add a page that comes in this step."""
+        self.held[page.id] = page
+        try:
+            self._rule.used(page, step, 0)
+        except Exception as error:
+            raise self._failed("used", [page], error) from error
+
+    def use(self, page: Page, step: int, tokens: int) -> None:
+        """Tell the rule of a use."""
+        try:
+            self._rule.used(page, step, tokens)
+        except Exception as error:
+            raise self._failed("used", [page], error) from error
+
+    def use_all(self, pages: Sequence[Page], tokens: Mapping[int, int], step: int) -> None:
+        """Tell the rule of several uses, in the order of the pages: `tokens` by index in `pages`."""
+        used, index = self._rule.used, -1
+        try:
+            for index in sorted(tokens):
+                used(pages[index], step, tokens[index])
+        except Exception as error:
+            raise self._failed("used", [pages[index]], error) from error
+
+    def next_to_go(self, incoming: Sequence[Page] = ()) -> Page:
+        """The page that the rule names.
+
+        incoming: pages that need the room.
+
+        Raises:
+            PolicyError: it failed, or named another page than one of those here.
+        """
+        try:
+            named: object = self._rule.choose(self._shown)
+        except Exception as error:
+            raise self._failed("choose", incoming, error) from error
+        if isinstance(named, Page):
+            held = self.held.get(named.id)
+            if held is not None and (held is named or held == named):
+                return held
+            comes = any(page.id == named.id for page in incoming)
+            why = "which comes with this very fetch" if comes else f"which is not in {self._cache}"
+            what = f"page {describe(named)}, {why}"
+        else:
+            what = f"{named!r}, which is no page"
+        raise PolicyError(
+            f"{self._cache}: eviction rule {_name(self._rule)} named {what}{_for(incoming)}: return one of the pages "
+            f"that it is given ({_line(self._rule.choose)})"
+        )
+
+    def _failed(self, call: str, about: Sequence[Page], error: Exception) -> PolicyError:
+        """The error of a rule that raised one."""
+        method = self._rule.used if call == "used" else self._rule.choose
+        return PolicyError(
+            f"{self._cache}: eviction rule {_name(self._rule)} failed in `{call}`{_for(about)} at "
+            f"{_line(method, error)}: {type(error).__name__}: {' '.join(str(error).split())}"
+        )
+
+
+def _for(pages: Sequence[Page]) -> str:
+    """The first of the pages that a call was about."""
+    return f" for page {describe(pages[0])}" if pages else ""
+
+
+def _taken_by(cache: str, rule: object) -> Eviction:
+    """Note that a rule belongs to a cache, and return it.
+
+    Raises:
+        PolicyError: it is none, or belongs to another one.
+    """
+    if isinstance(rule, type):
+        raise PolicyError(f"{cache}: the eviction rule is a class: give an object, {rule.__name__}()")
+    if not isinstance(rule, Eviction):
+        raise PolicyError(
+            f"{cache}: {rule!r} is no rule of replacement: give 'ring', 'lru', 'none', or an object with the methods "
+            "`used` and `choose` (moesched.seams.Eviction)"
+        )
+    if _taken.get(id(rule)) is rule:
+        raise PolicyError(
+            f"{cache}: eviction rule {_name(rule)} orders another cache, of this run or an earlier one: make a new "
+            "object for each, in `plan`"
+        )
+    try:
+        _taken[id(rule)] = rule
+    except TypeError:
+        raise PolicyError(
+            f"{cache}: runs cannot tell eviction rules of class {_name(rule)} apart: add '__weakref__' to its slots"
+        ) from None
+    return rule
+
+
+def _name(rule: Eviction) -> str:
+    return type(rule).__name__
+
+
+def _line(method: Callable[..., Any], error: Exception | None = None) -> str:
+    """The line of a rule's file that raised an error, or the first line of its method, as `file:line`."""
+    function = inspect.unwrap(method.__func__ if inspect.ismethod(method) else method)
+    file = function.__code__.co_filename if inspect.isfunction(function) else ""
+    frames = [] if error is None else extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == file] or frames
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}"
+    return f"{file}:{function.__code__.co_firstlineno}" if inspect.isfunction(function) else "its class"

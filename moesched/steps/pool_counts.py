@@ -1,0 +1,68 @@
+"""Counts of a pool: pages fetched, uses that found their page there, and pages that left without being read."""
+
+from __future__ import annotations
+
+from operator import add
+from typing import NamedTuple
+
+LOADED, FETCHED, SPECULATED = -1, -2, -3
+"""The arrival of a page that no step has read yet: before the first step, by a fetch, or by a speculative one."""
+
+
+class Counted(NamedTuple):
+    """The counts of one pool, in pages.
+
+    A page is used once in each step that reads it, and again if the step fetched it again.
+
+    Attributes:
+        fetched: pages that steps fetched, those whose transfer was cancelled included.
+        hits: uses that found the page in the pool, or on its way there by a speculative fetch.
+        misses: uses that had to fetch the page: the first one after a fetch that is not speculative.
+        wasted: fetched pages that left the pool before anything read them.
+        cancelled: those of them whose transfer was cancelled, and moved no bytes.
+    """
+
+    fetched: int
+    hits: int
+    misses: int
+    wasted: int
+    cancelled: int
+
+
+class PoolCounts:
+    """The running counts of one pool; see `Counted`.
+
+    Attributes:
+        log: the counts at the end of each step, with the number of tasks submitted by then; None unless a recorder
+            asks for them.
+        skipped: number of tasks that were counted without being submitted.
+    """
+
+    __slots__ = ("cancelled", "fetched", "hits", "log", "misses", "skipped", "wasted")
+
+    def __init__(self) -> None:
+        self.fetched = self.hits = self.misses = self.wasted = self.cancelled = self.skipped = 0
+        self.log: list[tuple[int, Counted]] | None = None
+
+    def now(self) -> Counted:
+        """The counts so far."""
+        return Counted(self.fetched, self.hits, self.misses, self.wasted, self.cancelled)
+
+    def record(self, submitted: int) -> None:
+        """Add the counts to the log, if there is one, after this number of tasks."""
+        if self.log is not None:
+            self.log.append((submitted + self.skipped, self.now()))
+
+    def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
+        """Count further steps, each like the one that began with the counts `since`.
+
+        Args:
+            times: number of steps.
+            submitted: number of tasks so far.
+            tasks: number of tasks of each step.
+        """
+        more = [late - early for late, early in zip(self.now(), since, strict=True)]
+        for _ in range(times):
+            self.fetched, self.hits, self.misses, self.wasted, self.cancelled = map(add, self.now(), more)
+            self.skipped += tasks
+            self.record(submitted)
