@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
-    from moesched.runs.outcome import Emulation
+    from moesched.runs.outcome import Emulation, PoolUse
     from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
@@ -93,7 +93,7 @@ def print_whole(table: Table) -> None:
 def print_report(report: JobReport) -> None:
     """Print the figures of a run: rates, lanes, memories."""
     from moesched.jobs.report import ClusterReport
-    from moesched.units import format_bytes, format_seconds
+    from moesched.units import format_seconds
 
     measured = "measured" if report.measured else "predicted"
     say(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.place}")
@@ -131,6 +131,22 @@ def print_report(report: JobReport) -> None:
     ]
     print_table(["lane", "busy", "in use"], lanes, figures=2)
     say()
+    _print_memories(report)
+    if any(pool.hits or pool.fetched for pool in report.pools):
+        say()
+        _print_pools(report.pools)
+    if report.emulation is not None:
+        say()
+        _print_emulation(report.emulation)
+    if isinstance(report, ClusterReport):
+        say()
+        _print_members(report.members)
+
+
+def _print_memories(report: JobReport) -> None:
+    """Print the peak and the budget of each memory and of the process, and the parts of the latter."""
+    from moesched.units import format_bytes
+
     memories = [
         [name, format_bytes(peak), format_bytes(report.budget_bytes[name])]
         for name, peak in report.peak_bytes.items()
@@ -143,12 +159,20 @@ def print_report(report: JobReport) -> None:
     print_table(["memory", "peak", "budget"], memories, figures=2)
     if process is not None and process.predicted is not None:
         say(f"\n{_process(process)}")
-    if report.emulation is not None:
-        say()
-        _print_emulation(report.emulation)
-    if isinstance(report, ClusterReport):
-        say()
-        _print_members(report.members)
+
+
+def _print_pools(pools: Sequence[PoolUse]) -> None:
+    """Print the use of each pool, in pages."""
+    rows = [
+        [
+            f"{pool.name} in {pool.memory}",
+            *(f"{count:,}" for count in (pool.slots, pool.fetched, pool.hits, pool.misses, pool.wasted)),
+            f"{pool.hits / (pool.hits + pool.misses):.1%}" if pool.hits + pool.misses else "",
+        ]
+        for pool in pools
+    ]
+    columns = ["pool, in pages", "slots", "fetched", "hits", "misses", "wasted", "hit rate"]
+    print_table(columns, rows, figures=6)
 
 
 def _process(process: ProcessBytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from moesched.runs.outcome import (
     EmulatedLane,
     Emulation,
     LaneUse,
+    PoolUse,
     Report,
     bytes_of_all_ranks,
 )
@@ -209,6 +211,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         kinds=_merge_kinds([kind for report in reports for kind in report.kinds]),
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
+        pools=_merge_pools([pool for report in reports for pool in report.pools]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
     )
 
@@ -251,6 +254,19 @@ def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
 def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
     busy = sum(use.busy_seconds for use in uses)
     return LaneUse(busy, _rate(busy, seconds))
+
+
+def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
+    """Add up the counts of pools of one name and memory; of their slots, the largest number counts."""
+    merged: dict[tuple[str, str], PoolUse] = {}
+    for pool in pools:
+        name, memory, slots, *counts = msgspec.structs.astuple(pool)
+        before = merged.get((name, memory))
+        if before is not None:
+            _, _, most, *known = msgspec.structs.astuple(before)
+            slots, counts = max(slots, most), list(map(add, known, counts))
+        merged[name, memory] = PoolUse(name, memory, slots, *counts)
+    return list(merged.values())
 
 
 def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:

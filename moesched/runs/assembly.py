@@ -84,5 +84,6 @@ def observers_of(
     if recorder is None:
         return observers
     for each in rank_runs:
-        recorder.watch(each.engine, each.rank.plan.memories)
+        plan = each.rank.plan
+        recorder.watch(each.engine, plan.memories, plan.weights.pools)
     return [*observers, recorder]

@@ -9,7 +9,7 @@ import msgspec
 
 from moesched.runs.process_bytes import ProcessBytes, process_bytes_of
 from moesched.seams import Policy
-from moesched.steps.memory import Memory
+from moesched.steps.memory import Memory, counts_of
 from moesched.steps.plan import Plan
 
 
@@ -40,6 +40,28 @@ class LaneUse(msgspec.Struct, frozen=True):
 
     busy_seconds: float
     utilization: float
+
+
+class PoolUse(msgspec.Struct, frozen=True):
+    """Use of a pool in all steps, in pages. A page is used once in each step that reads it.
+
+    Attributes:
+        slots: number of pages that it has room for.
+        fetched: pages that were fetched, those whose transfer was cancelled included.
+        hits: uses that found the page in the pool, or on its way there by a speculative fetch.
+        misses: uses that had to fetch the page.
+        wasted: fetched pages that left the pool before anything read them.
+        cancelled: those of them whose transfer was cancelled, and moved no bytes.
+    """
+
+    name: str
+    memory: str
+    slots: int
+    fetched: int
+    hits: int
+    misses: int
+    wasted: int
+    cancelled: int
 
 
 class Dilations(msgspec.Struct, frozen=True):
@@ -113,6 +135,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             `prefill_seconds`, all requests have their first token.
         failure: reason for an early end of the generation; None for a complete one.
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
+        pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
     """
 
     measured: bool
@@ -140,6 +163,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     nodes: int = 1
     process_bytes: ProcessBytes | None = None
+    pools: list[PoolUse] = []
 
 
 def make_report(
@@ -196,6 +220,10 @@ def make_report(
         interrupted=interrupted,
         failure=failure,
         emulation=emulation,
+        pools=[
+            PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
+            for pool in plan.weights.pools
+        ],
     )
 
 

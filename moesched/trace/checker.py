@@ -195,7 +195,7 @@ def _counters(events: list[Event]) -> Iterator[str]:
         if event.ph == "C":
             for name, value in _decoded(event).items():
                 if not isinstance(value, int) or value < 0:
-                    yield f"{event.name} at {bytes(event.ts).decode()}: {name} is {value!r}, not a number of bytes"
+                    yield f"{event.name} at {bytes(event.ts).decode()}: {name} is {value!r}, not a number of 0 or more"
 
 
 def _decoded(event: Event) -> dict[str, Any]:

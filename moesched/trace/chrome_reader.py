@@ -13,11 +13,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.steps.pool_counts import Counted
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
+from moesched.trace.recording import (
+    About,
+    Clock,
+    LaneName,
+    MemorySample,
+    PoolSample,
+    Recording,
+    Slice,
+    TaskInfo,
+)
 
 MOST_BYTES = 1_000_000_000
 """Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
@@ -103,6 +113,16 @@ class _NameArgs(msgspec.Struct):
 class _CounterArgs(msgspec.Struct):
     reserved: int
     pages: int
+
+
+class _PoolArgs(msgspec.Struct):
+    """The counts of a pool, in the order of `Counted`."""
+
+    fetched: int
+    hits: int
+    misses: int
+    wasted: int
+    cancelled: int
 
 
 class Trace(NamedTuple):
@@ -219,6 +239,7 @@ def trace_of(file: TraceFile) -> Trace:
         other.trimmed,
         other.joins,
         frozenset(lanes[event.tid] for event, args in named if args.in_order),
+        pools=_pools(events),
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
@@ -266,7 +287,7 @@ def _producers(tasks: list[Event], events: list[Event]) -> list[tuple[int, ...]]
 def _memory(events: list[Event]) -> list[MemorySample]:
     samples = []
     for event in events:
-        if event.ph == "C":
+        if event.ph == "C" and not event.name.startswith("pool "):
             args = msgspec.json.decode(event.args, type=_CounterArgs)
             name = event.name.removeprefix("memory ")
             samples.append(
@@ -275,3 +296,16 @@ def _memory(events: list[Event]) -> list[MemorySample]:
                 )
             )
     return samples
+
+
+def _pools(events: list[Event]) -> list[PoolSample]:
+    return [
+        PoolSample(
+            event.pid - FIRST_RANK_PID,
+            event.name.removeprefix("pool "),
+            nanoseconds(event.ts),
+            Counted(*msgspec.structs.astuple(msgspec.json.decode(event.args, type=_PoolArgs))),
+        )
+        for event in events
+        if event.ph == "C" and event.name.startswith("pool ")
+    ]

@@ -293,3 +293,9 @@ def _counters(run: _Shown) -> Iterable[str]:
             f'"ts":{microseconds(sample.time + run.shift)},'
             f'"args":{{"reserved":{sample.reserved},"pages":{sample.pages}}}}}'
         )
+    for count in run.recording.pools:
+        yield (
+            f'{{"ph":"C","pid":{run.pid + count.rank},"name":{json.dumps(f"pool {count.pool}")},'
+            f'"ts":{microseconds(count.time + run.shift)},'
+            f'"args":{json.dumps(count.counted._asdict(), separators=(",", ":"))}}}'
+        )

@@ -41,6 +41,11 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         sum(each.joins for each in recordings.values()),
         frozenset(LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.in_order),
         first,
+        [
+            sample._replace(rank=rank, time=sample.time + shifts[rank])
+            for rank, each in recordings.items()
+            for sample in each.pools
+        ],
     )
     for rank, index, end in found:
         recording = recordings[rank]

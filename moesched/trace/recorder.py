@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
+from moesched.steps.memory import Pool, counts_of
+from moesched.steps.pool_counts import Counted
 from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
-from moesched.trace.recording import LaneName, MemorySample, Recording, Slice, TaskInfo
+from moesched.trace.recording import LaneName, MemorySample, PoolSample, Recording, Slice, TaskInfo
 
 if TYPE_CHECKING:
     from moesched.drivers.replay import Timeline
@@ -27,15 +29,23 @@ class HasPeak(Protocol):
 
 
 class _Rank:
-    """Data of one rank: lanes, joins, awaited tasks, submit delays, memories, and slots filled by dropped tasks."""
+    """Data of one rank: lanes, joins, awaited tasks, submit delays, memories, and slots filled by dropped tasks.
 
-    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak]) -> None:
+    Attributes:
+        pools: name and log of each pool.
+    """
+
+    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
         self.lanes = engine.lanes
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
         self.submit_delays: list[tuple[int, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
+        self.pools: list[tuple[str, list[tuple[int, Counted]]]] = []
+        for pool in pools:
+            log = counts_of(pool).log = []
+            self.pools.append((f"{pool.name} in {pool.memory.name}", log))
         engine.joined = self.joins
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
@@ -53,10 +63,12 @@ class _RankRecorder:
         self._ranks: list[_Rank] = []
         self._rank_of: dict[Lane, int] = {}
 
-    def watch(self, engine: Engine, memories: Mapping[str, HasPeak] | None = None) -> None:
-        """Record the next rank, with its lanes, joins and memories. Call it before the engine runs."""
+    def watch(
+        self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
+    ) -> None:
+        """Record the next rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
-        self._ranks.append(_Rank(engine, memories or {}))
+        self._ranks.append(_Rank(engine, memories or {}, pools))
 
 
 class Recorder(_RankRecorder):
@@ -156,6 +168,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
         origin,
     )
     recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
+    recording.pools = _pools(recording, ranks)
     return recording
 
 
@@ -294,6 +307,30 @@ def _memory(
     for rank, totals in enumerate(held):
         for memory in totals:
             sample(rank, memory, end)
+    return samples
+
+
+def _pools(recording: Recording, ranks: Sequence[_Rank]) -> list[PoolSample]:
+    """Sample the pools' counts at the start of the task that was submitted next, and at the end."""
+    samples = []
+    for rank, each in enumerate(ranks):
+        if not each.pools:
+            continue
+        starts = sorted((task.id, task.start) for task in recording.slices if task.lane.rank == rank)
+        for pool, log in each.pools:
+            counts: dict[int, Counted] = {}
+            time, last = recording.start, None
+            for submitted, counted in log:
+                if counted == last:
+                    continue
+                last = counted
+                place = bisect_left(starts, (submitted, 0))
+                # Tasks start in another order than they are submitted in; counts never fall.
+                time = max(time, starts[place][1] if place < len(starts) else recording.end)
+                counts[time] = counted
+            if last is not None:
+                counts[recording.end] = last
+            samples += [PoolSample(rank, pool, time, counted) for time, counted in counts.items()]
     return samples
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from moesched.steps.pool_counts import Counted
+
 
 class LaneName(NamedTuple):
     """A lane of one rank."""
@@ -82,6 +84,18 @@ class MemorySample(NamedTuple):
     pages: int
 
 
+class PoolSample(NamedTuple):
+    """The counts of one pool at one time, since the start of the run.
+
+    They follow program order: those at the start of a task are what the policy had counted when it submitted the task.
+    """
+
+    rank: int
+    pool: str
+    time: int
+    counted: Counted
+
+
 class Recording(msgspec.Struct):
     """The tasks of a run, in order of their ends.
 
@@ -92,6 +106,7 @@ class Recording(msgspec.Struct):
         joins: number of joins that were expanded.
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: time of the driver's clock at time 0, in nanoseconds.
+        pools: the counts of pools over time.
     """
 
     lanes: list[LaneName]
@@ -102,6 +117,7 @@ class Recording(msgspec.Struct):
     joins: int = 0
     in_order: frozenset[LaneName] = frozenset()
     origin: int = 0
+    pools: list[PoolSample] = []
 
     @property
     def edges(self) -> int:
