@@ -108,7 +108,9 @@ def kit_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return "policy_kit_page"
 
 
-@pytest.mark.parametrize("policy", ["TwoBuffers", "WhereItIs", "FirstInFirstOut", "Overlapping"])
+@pytest.mark.parametrize(
+    "policy", ["TwoBuffers", "WhereItIs", "FirstInFirstOut", "CachedInPool", "ByScore", "Overlapping"]
+)
 def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other(kit_page: str, policy: str) -> None:
     prompts = ["Return a new", "Raise an error if"]
     ours = run_model(MODEL, prompts, policy=f"{kit_page}:{policy}", max_new_tokens=8, micro_batch_size=1)
@@ -122,6 +124,8 @@ def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other(kit_pag
         ("TwoBuffers", {"fetch", "cpu_attention"}),
         ("WhereItIs", {"offload_routed", "load_routed"}),
         ("FirstInFirstOut", {"fetch", "offload_routed"}),
+        ("CachedInPool", {"fetch"}),
+        ("ByScore", {"fetch"}),
     ],
 )
 def test_each_policy_of_the_kit_s_page_offloads_where_the_accelerator_is_too_small(

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from moesched.dispatch import CachedExperts, LeastRecentStep
 from moesched.drivers.validation import CheckedEngine
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
-from moesched.policies.expert_cache import Uses
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs.simulation import simulate
 from moesched.tasks import CANCELLED, DEMAND, DONE, IDLE, HostKernel, Kernel, Task, link_class
@@ -26,6 +26,7 @@ from moesched.testing import Case, policy_cases
 from moesched.trace import Recorder
 
 T4 = load_machine("t4")
+LAYOUT = Case(name="cache", machine=T4, layers=4).layout()
 Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
 """Experts by step and layer."""
 
@@ -59,8 +60,8 @@ class Scripted:
 class Watch(Recorder):
     """Knows all tasks of a run, also those that were cancelled."""
 
-    def watch(self, engine: Engine, memories: Any = None) -> None:
-        super().watch(engine, memories)
+    def watch(self, engine: Engine, memories: Any = None, pools: Any = ()) -> None:
+        super().watch(engine, memories, pools)
         assert isinstance(engine, CheckedEngine)
         self._submitted = engine.tasks
 
@@ -202,11 +203,11 @@ def test_what_was_last_used_in_the_earliest_step_goes_whatever_its_layer() -> No
 
 
 def test_of_experts_last_used_in_the_same_step_the_one_that_fewest_tokens_chose_goes() -> None:
-    uses = Uses([])
+    cache = CachedExperts(LAYOUT, LeastRecentStep(), room=4)
     for step, layer, tokens in ((0, 0, 3), (0, 1, 1), (0, 2, 2), (1, 3, 1)):
-        assert uses.hits(layer, {0: tokens}, step) == []
-        uses.enter((layer, 0), step)
-    assert [uses.give_up()[0] for _ in range(4)] == [1, 2, 0, 3]
+        assert cache.hits(layer, {0: tokens}, step) == []
+        assert cache.enter((layer, 0), step) is None
+    assert [cache.enter((layer, 1), 2) for layer in range(4)] == [(1, 0), (2, 0), (0, 0), (3, 0)]
 
 
 def test_an_expert_that_is_given_up_is_the_one_that_is_fetched_when_it_is_needed_again() -> None:
@@ -300,10 +301,10 @@ def end_of(
 
 
 def test_an_expert_goes_by_its_last_use_however_often_it_was_used_before() -> None:
-    uses = Uses([(0, expert) for expert in range(4)])
+    cache = CachedExperts(LAYOUT, LeastRecentStep(), 4, [(0, expert) for expert in range(4)])
     for step in range(998):
-        assert uses.hits(0, {step % 4: 1}, step) == [step % 4]
-    assert [uses.give_up() for _ in range(4)] == [(0, 2), (0, 3), (0, 0), (0, 1)]
+        assert cache.hits(0, {step % 4: 1}, step) == [step % 4]
+    assert [cache.enter((1, expert), 998) for expert in range(4)] == [(0, 2), (0, 3), (0, 0), (0, 1)]
 
 
 # -- prefetches by the next layer's router -------------------------------------------------------------------------

@@ -6,64 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_script import WORK, Script
+from engine_script import Script
 from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
-from moesched.models.layout import Page
-from moesched.steps.ledger import ledger_problems, view_problems
-from moesched.steps.memory import Fixed, Memory, Pool, Replacement, Slot, held_slot, slots_of
+from moesched.steps.ledger import ledger_problems
+from moesched.steps.memory import Fixed, Memory, slots_of
 from moesched.steps.views import Views
-from moesched.tasks import Block, Kernel, PageTransfer, Task
-
-PAGES = [Page(number, 0, number, 0, (), 10) for number in range(6)]
-
-
-class Bench:
-    """A memory with a pool of page slots, a link that fills them and a GPU that reads them."""
-
-    def __init__(self, slots: int = 2, replacement: Replacement = "ring", capacity: int = 100) -> None:
-        self.script = Script(gpu="ready_first", link="ready_first", cpu="ready_first")
-        self.engine = self.script.engine
-        self.memory = Memory("gpu", capacity)
-        self.pool = Pool("weights", self.memory, slots, 10, replacement)
-        self.views: Views[tuple[int, ...]] = Views(self.memory, lambda key: tuple(PAGES[n] for n in key))
-        self.pool.reserve()
-        self.engine.watch([self.memory], [self.pool])
-
-    def fetch(self, *numbers: int) -> Task:
-        """Move pages in, in one transfer."""
-        slots = self.pool.assign_all([PAGES[number] for number in numbers], self.engine)
-        task = PageTransfer(self.script.lanes["link"], WORK, f"fetch {numbers}")
-        self.script.tasks[task.verb] = task
-        return self.engine.submit(task, (), slots)
-
-    def read(self, *numbers: int, name: str = "", lane: str = "gpu") -> Task:
-        """A kernel that reads pages through a view."""
-        view = self.views.open.get(numbers) or self.views.show(numbers, self.engine)
-        view.touch()
-        task = Kernel(self.script.lanes[lane], WORK, name or f"read {numbers}")
-        self.script.tasks[task.verb] = task
-        return self.engine.submit(task, view.reads)
-
-    def evict(self, number: int) -> None:
-        """Give a page up."""
-        self.pool.vacate(self.slot(number), self.engine)
-
-    def slot(self, number: int) -> Slot:
-        """The slot that holds a page."""
-        slot = held_slot(PAGES[number], self.pool)
-        assert slot is not None
-        return slot
-
-    def held(self) -> list[int]:
-        """The pages in the pool, the next to be replaced first."""
-        return [page.id for page in self.pool.pages()]
-
-    def check(self) -> None:
-        """The books agree."""
-        assert ledger_problems(self.memory, [self.pool]) == []
-        assert view_problems(self.views) == []
-
+from moesched.tasks import Block
+from page_bench import PAGES, Bench
 
 # -- budgets ---------------------------------------------------------------------------------------
 

@@ -47,15 +47,23 @@ PUBLIC = [
 ]
 
 KIT = [
+    "CachedExperts",
     "Expert",
     "ExpertLatencies",
     "ExpertPool",
+    "FrequencyClasses",
     "Layer",
     "LayerByLayer",
     "LayerCosts",
     "LayerDecision",
+    "LeastFrequentlyUsed",
     "LeastRecent",
+    "LeastRecentStep",
+    "LeastRecentlyUsed",
+    "LeastStale",
     "Load",
+    "LowestRank",
+    "LowestScore",
     "NodeExperts",
     "Placement",
     "Popularity",

@@ -130,7 +130,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     ),
     "a negative counter": (
         change_first("C", args={"reserved": -1, "pages": 0}),
-        "reserved is -1, not a number of bytes",
+        "reserved is -1, not a number of 0 or more",
     ),
 }
 

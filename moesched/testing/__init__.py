@@ -1,4 +1,4 @@
-"""Conformance suites for plug-ins: they check that a policy, device or transport keeps its promises.
+"""Conformance suites for plug-ins: they check that a policy, device, transport or eviction rule keeps its promises.
 
 Call them in tests of your own:
 
@@ -11,6 +11,7 @@ Call them in tests of your own:
 from __future__ import annotations
 
 from moesched.testing.device_checks import check_device
+from moesched.testing.eviction_checks import check_eviction
 from moesched.testing.policy_checks import (
     CLOCKS,
     Case,
@@ -26,6 +27,7 @@ from moesched.testing.transport_checks import check_transport
 __all__ = [
     "check_policy",
     "check_device",
+    "check_eviction",
     "check_transport",
     "run_on_symbols",
     "Ended",

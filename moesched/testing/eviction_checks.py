@@ -1,0 +1,79 @@
+"""The conformance suite of eviction rules: random uses and arrivals, as pools make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from types import MappingProxyType
+
+from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
+from moesched.models.layout import Page
+from moesched.seams import Eviction
+
+LAYERS, EXPERTS = 3, 5
+
+
+def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
+    """Check that a rule names one of the pages that it is given, whatever it was told before, and repeats itself.
+
+    The pages are dense ones and experts'. Some leave without the rule having named them, some that it named come back
+    at once, and sometimes only one may go. Rules that take scores and previews are told of these now and then.
+
+    Args:
+        make: creates the rule, once per round.
+        rounds: number of random sequences.
+
+    Raises:
+        AssertionError: the rule named another page, changed the pages, or decided otherwise the second time.
+    """
+    for seed in range(rounds):
+        first, second = _choices(make(), seed), _choices(make(), seed)
+        assert first == second, f"seed {seed}: the same uses gave other choices the second time"
+
+
+def _choices(rule: Eviction, seed: int) -> list[int]:
+    """The ids of the pages that a rule names in one random sequence."""
+    random = Random(seed)
+    pages = [
+        Page(number, number // (EXPERTS + 1), number % (EXPERTS + 1) - 1, 0, (), 10)
+        for number in range(LAYERS * (EXPERTS + 1))
+    ]
+    room = random.randint(1, len(pages) - 1)
+    held: dict[int, Page] = {}
+    named = []
+    for page in random.sample(pages, random.randint(0, room)):
+        _come(rule, held, page, -1)
+    for step in range(random.randint(1, 12)):
+        for page in sorted(random.sample(pages, random.randint(1, len(pages))), key=lambda page: page.layer):
+            _tell_experts(rule, page.layer, random)
+            if page.id not in held:
+                if len(held) == room:
+                    named.append(_named(rule, held))
+                    del held[named[-1]]
+                _come(rule, held, page, step)
+            for _ in range(random.randint(0, 2)):
+                rule.used(page, step, random.randint(1, 50))
+            if held and random.random() < 0.1:
+                del held[random.choice(sorted(held))]
+    return named
+
+
+def _come(rule: Eviction, held: dict[int, Page], page: Page, step: int) -> None:
+    held[page.id] = page
+    rule.used(page, step, 0)
+
+
+def _tell_experts(rule: Eviction, layer: int, random: Random) -> None:
+    """Tell a rule of a layer's scores and previews, if it takes them."""
+    experts = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
+    if isinstance(rule, TakesScores) and random.random() < 0.5:
+        rule.scored(layer, {expert: random.random() for expert in experts})
+    if isinstance(rule, TakesPreviews) and random.random() < 0.5:
+        rule.previewed(layer, {expert: random.randint(1, 9) for expert in experts})
+
+
+def _named(rule: Eviction, held: Mapping[int, Page]) -> int:
+    page: object = rule.choose(MappingProxyType(held))
+    assert isinstance(page, Page), f"choose gave {page!r}: return a page"
+    assert held.get(page.id) == page, f"choose named page #{page.id}, which is none of {sorted(held)}"
+    return page.id

@@ -1,0 +1,485 @@
+"""Eviction rules: the page that each names, what pools tell them, and errors of rules that err."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import msgspec
+import pytest
+
+from meddling import CASE, Everything, refused
+from moesched.dispatch import (
+    CachedExperts,
+    FrequencyClasses,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    LeastRecentStep,
+    LeastStale,
+    LowestRank,
+    LowestScore,
+)
+from moesched.errors import BadInput, PolicyError
+from moesched.models.layout import Page
+from moesched.seams import Eviction
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+from moesched.testing import check_eviction, run_on_symbols
+from page_bench import PAGES, Bench
+
+RULES: list[Callable[[], Eviction]] = [
+    LeastRecentlyUsed,
+    LeastFrequentlyUsed,
+    LeastRecentStep,
+    FrequencyClasses,
+    lambda: FrequencyClasses(half_life=2),
+    LeastStale,
+    LowestScore,
+]
+HERE = str(Path(__file__))
+OTHER = CASE.layout().pages[0]
+FOREIGN = msgspec.structs.replace(CASE.layout().pages[-2], nbytes=1)
+"""A page of another model, with the id of one that is in the pool."""
+
+
+class Told:
+    """Writes down what it is told, and evicts the page that came first."""
+
+    def __init__(self) -> None:
+        self.uses: list[tuple[int, int, int]] = []
+        self.offered: list[list[int]] = []
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        self.uses.append((page.id, step, tokens))
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        self.offered.append(list(pages))
+        return next(iter(pages.values()))
+
+
+class Names(Told):
+    """Names whatever it was made with."""
+
+    def __init__(self, named: object) -> None:
+        super().__init__()
+        self.named = named
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return self.named  # type: ignore[return-value]  # a rule that errs
+
+
+# -- pools -----------------------------------------------------------------------------------------
+
+
+def test_a_rule_is_told_of_arrivals_and_uses_and_names_the_page_that_goes() -> None:
+    rule = Told()
+    bench = Bench(slots=2, replacement=rule)
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.read(0)
+    bench.fetch(2)
+    assert rule.uses == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (2, 0, 0)]
+    assert rule.offered == [[0, 1]]
+    assert bench.held() == [1, 2]
+    bench.check()
+
+
+def test_a_fetch_does_not_replace_its_own_pages() -> None:
+    rule = Told()
+    bench = Bench(slots=2, replacement=rule)
+    bench.fetch(0)
+    bench.fetch(1, 2)
+    assert rule.offered == [[0]]
+    bench.fetch(3, 4)
+    assert rule.offered[1:] == [[1, 2], [2]]
+    bench.check()
+
+
+def test_pages_that_a_policy_evicts_are_no_longer_offered() -> None:
+    rule = Told()
+    bench = Bench(slots=2, replacement=rule)
+    bench.fetch(0)
+    bench.fetch(1)
+    bench.evict(0)
+    bench.fetch(2)
+    bench.fetch(3)
+    assert rule.offered == [[1, 2]]
+
+
+def test_a_rule_cannot_change_the_pages_that_it_is_given() -> None:
+    class Removes(Told):
+        def choose(self, pages: Mapping[int, Page]) -> Page:
+            return pages.pop(0)  # type: ignore[attr-defined, no-any-return]  # a mapping for reading only
+
+    bench = Bench(slots=1, replacement=Removes())
+    bench.fetch(0)
+    with pytest.raises(PolicyError, match=r"Removes failed in `choose` for page L0 E1 #0 .*AttributeError"):
+        bench.fetch(1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rule_lru_evicts_the_same_pages_as_the_pools_own(seed: int) -> None:
+    def held(replacement: Literal["lru"] | Eviction) -> list[list[int]]:
+        random, states = Random(seed), []
+        bench = Bench(slots=3, replacement=replacement)
+        for _ in range(40):
+            missing = [page.id for page in PAGES if page not in bench.pool]
+            present = sorted(bench.held())
+            if present and random.random() < 0.5:
+                bench.read(random.choice(present))
+            else:
+                bench.fetch(*random.sample(missing, random.randint(1, 2)))
+            states.append(sorted(bench.held()))
+        bench.check()
+        return states
+
+    assert held(LeastRecentlyUsed()) == held("lru")
+
+
+def test_reads_of_dense_pages_and_copies_to_another_pool_are_uses() -> None:
+    class Streams(Everything):
+        def plan(self, plan: Plan) -> None:
+            pages = plan.layout.pages
+            plan.place_kv("accelerator")
+            plan.keep([page for page in pages if page.expert >= 0])
+            self.dense = [page for page in pages if page.expert < 0]
+            self.rule, self.staged = Told(), Told()
+            self.staging = plan.pool("pinned", "staging", len(self.dense), self.dense, self.staged)
+            self.pool = plan.pool("accelerator", "dense", len(self.dense), self.dense, self.rule)
+
+        async def prefill(self, step: Step) -> None:
+            if not step.index:
+                step.copy_to_pinned(self.dense, self.staging)
+                step.fetch(self.dense, self.pool, source=self.staging)
+            await super().prefill(step)
+
+        decode = prefill
+
+    policy = Streams()
+    run_on_symbols(policy, CASE.plan(policy))
+    first = policy.dense[0].id
+    uses = [use for use in policy.rule.uses if use[0] == first and use[1] < 2]
+    # It comes; then attention and the router read it, for 2 micro-batches of 8 and 6 tokens, and of 2 tokens.
+    assert uses == [(first, 0, 0), *[(first, 0, 8)] * 2, *[(first, 0, 6)] * 2, *[(first, 1, 2)] * 4]
+    assert policy.staged.uses == [(page.id, 0, 0) for page in policy.dense * 2], "they come, and are copied"
+
+
+# -- rules that err --------------------------------------------------------------------------------
+
+
+class Evicts(Everything):
+    """Streams the last expert of the model through one slot, which a rule empties."""
+
+    def __init__(self, rule: object) -> None:
+        self.rule = rule
+
+    def plan(self, plan: Plan) -> None:
+        pages = plan.layout.pages
+        plan.place_kv("accelerator")
+        plan.keep(pages[:-2])
+        self.last = pages[-2:]
+        self.pool = plan.pool("accelerator", "last", 1, self.last, self.rule, self.last[:1])  # type: ignore[arg-type]
+
+    async def run_experts(self, step: Step, i: int, j: int) -> None:
+        for expert in await step.route(i, j):
+            for page in step.expert_pages(i, expert):
+                if page in self.last and page not in self.pool:
+                    step.fetch([page], self.pool)
+            step.run_expert(i, expert, j)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (None, "named None, which is no page"),
+        (3, "named 3, which is no page"),
+        (OTHER, "named page L0 dense #0, which is not in pool last"),
+        (CASE.layout().pages[-1], "named page L2 E3 #0, which comes with this very fetch"),
+        (FOREIGN, "named page L2 E2 #0, which is not in pool last"),
+    ],
+    ids=["nothing", "a number", "a page elsewhere", "a page that comes", "a page of another model"],
+)
+def test_a_rule_that_names_none_of_the_pages_is_told_with_its_line(named: object, says: str) -> None:
+    said = str(refused(Evicts(Names(named))))
+    assert said.startswith(
+        f"pool last: eviction rule Names {says} for page L2 E3 #0: return one of the pages"
+    )
+    line = Names.choose.__code__.co_firstlineno
+    assert said.endswith(f"({HERE}:{line})")
+
+
+@pytest.mark.parametrize("method", ["used", "choose"])
+def test_an_error_in_a_rule_names_the_rule_the_page_and_its_line(method: str) -> None:
+    def fail(*_: object) -> Page:
+        raise KeyError("no\nsuch thing")
+
+    def choose(self: Told, pages: Mapping[int, Page]) -> Page:
+        return fail()
+
+    def used(self: Told, page: Page, step: int, tokens: int) -> None:
+        if step >= 0:
+            fail()
+
+    failing = {"used": used, "choose": choose}
+    kind = type("Fails", (Told,), {method: failing[method]})
+    said = refused(Evicts(kind()))
+    line = fail.__code__.co_firstlineno + 1
+    assert re.match(
+        rf"pool last: eviction rule Fails failed in `{method}` for page L2 E[23] #0 at ", str(said)
+    )
+    assert str(said).endswith(rf"{HERE}:{line}: KeyError: 'no\nsuch thing'")
+    assert isinstance(said.__cause__, KeyError)
+    assert "\n" not in str(said)
+
+
+def test_a_fetch_whose_arrival_a_rule_refuses_leaves_no_page_behind() -> None:
+    class Refuses(Told):
+        def used(self, page: Page, step: int, tokens: int) -> None:
+            if page.id == 1:
+                raise ValueError
+
+    bench = Bench(slots=2, replacement=Refuses())
+    with pytest.raises(PolicyError):
+        bench.fetch(0, 1)
+    assert bench.held() == []
+    bench.check()
+
+
+class Rigid:
+    """A rule without a place for weak references."""
+
+    __slots__ = ()
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        """It forgets."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return next(iter(pages.values()))
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (Told, "the eviction rule is a class: give an object, Told()"),
+        (object(), "is no rule of replacement: give 'ring', 'lru', 'none', or an object with"),
+        (None, "None is no rule of replacement"),
+        (Rigid(), "runs cannot tell eviction rules of class Rigid apart: add '__weakref__' to its slots"),
+    ],
+    ids=["a class", "another object", "nothing", "slots"],
+)
+def test_what_is_no_rule_is_refused_where_the_pool_is_declared(rule: object, says: str) -> None:
+    with pytest.raises(PolicyError, match=re.escape(says)):
+        CASE.plan(Evicts(rule))
+
+
+def test_a_rule_orders_one_pool_of_one_run() -> None:
+    rule = Told()
+    CASE.plan(Evicts(rule))
+    with pytest.raises(
+        PolicyError, match="Told orders another cache, of this run or an earlier one: make a new"
+    ):
+        CASE.plan(Evicts(rule))
+    with pytest.raises(PolicyError, match="the cache of experts: eviction rule Told orders another cache"):
+        CachedExperts(CASE.layout(), rule, room=1)
+
+
+# -- the rules of the kit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", RULES)
+def test_every_rule_of_the_kit_conforms(make: Callable[[], Eviction]) -> None:
+    check_eviction(make)
+
+
+@pytest.mark.parametrize("make", RULES)
+def test_every_rule_of_the_kit_gives_the_tokens_of_the_model(make: Callable[[], Eviction]) -> None:
+    policy = Evicts(make())
+    ended = run_on_symbols(policy, CASE.plan(policy))
+    assert ended.tokens == ended.expected
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [(None, "choose gave None: return a page"), (OTHER, "choose named page #0, which is none of")],
+)
+def test_the_conformance_suite_finds_a_rule_that_names_another_page(named: object, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_eviction(lambda: Names(named))
+
+
+def test_the_conformance_suite_finds_a_rule_that_does_not_repeat_itself() -> None:
+    random = Random(1)
+
+    class Draws(Told):
+        def choose(self, pages: Mapping[int, Page]) -> Page:
+            return random.choice(list(pages.values()))
+
+    with pytest.raises(AssertionError, match="seed 0: the same uses gave other choices the second time"):
+        check_eviction(Draws)
+
+
+def order(rule: Eviction, pages: Sequence[Page]) -> list[int]:
+    """The ids of pages in the order in which a rule evicts them."""
+    left = {page.id: page for page in pages}
+    gone = []
+    while left:
+        gone.append(rule.choose(left).id)
+        del left[gone[-1]]
+    return gone
+
+
+def come(rule: Eviction, *pages: Page, step: int = -1) -> None:
+    """Tell a rule of arrivals."""
+    for page in pages:
+        rule.used(page, step, 0)
+
+
+def test_lfu_evicts_the_page_that_the_fewest_tokens_used() -> None:
+    rule = LeastFrequentlyUsed()
+    come(rule, *PAGES[:4])
+    for number, tokens in ((0, 5), (1, 2), (2, 2), (1, 4)):
+        rule.used(PAGES[number], number, tokens)
+    assert order(rule, PAGES[:4]) == [3, 2, 0, 1]
+
+
+def test_frequency_classes_are_powers_of_two_and_ordered_by_recency_within() -> None:
+    rule = FrequencyClasses(half_life=100)
+    come(rule, *PAGES[:4])
+    # Numbers of steps: 0 has 3, 1 has 2, 2 has 4, 3 has 1.
+    for step, used in enumerate([(1, 2), (0, 2), (0, 2, 3), (2,), (1, 0)]):
+        for number in used:
+            rule.used(PAGES[number], step, 7)
+        rule.used(PAGES[used[0]], step, 7)  # another micro-batch of the step
+    assert order(rule, PAGES[:4]) == [3, 0, 1, 2]
+
+
+def test_frequency_classes_forget_old_popularity_half_by_half() -> None:
+    rule = FrequencyClasses(half_life=8)
+    come(rule, *PAGES[:2])
+    for step in range(7):
+        rule.used(PAGES[0], step, 1)
+    assert order(rule, PAGES[:2]) == [1, 0]
+    for step in range(8, 26):
+        rule.used(PAGES[1], step, 1)
+    assert order(rule, PAGES[:2]) == [0, 1]
+
+
+def test_when_frequencies_are_halved_all_pages_are_ranked_anew() -> None:
+    rule = FrequencyClasses(half_life=8)
+    come(rule, *PAGES[:2])
+    for step in range(7):
+        rule.used(PAGES[0], step, 1)
+        if step < 2:
+            rule.used(PAGES[1], step, 1)
+    pages = {page.id: page for page in PAGES[:2]}
+    assert rule.choose(pages) is PAGES[1]
+    rule.used(PAGES[1], 8, 1)
+    rule.used(PAGES[1], 9, 1)
+    assert rule.choose(pages) is PAGES[0], (
+        "3 of 7 steps count, and as many of the other page, which was used since"
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [LeastFrequentlyUsed, LeastRecentStep, lambda: FrequencyClasses(half_life=3)]
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rule_of_ranks_names_the_page_of_the_lowest_rank(make: Callable[[], LowestRank], seed: int) -> None:
+    random, rule = Random(seed), make()
+    held: dict[int, Page] = {}
+    for step in range(30):
+        for page in random.sample(PAGES, 4):
+            if page.id not in held:
+                while len(held) > 2:
+                    lowest = min(held.values(), key=lambda page: (rule.rank(page), page.id))
+                    assert rule.choose(held) is lowest
+                    del held[lowest.id]
+                held[page.id] = page
+                rule.used(page, step, 0)
+            if random.random() < 0.7:
+                rule.used(page, step, random.randint(1, 5))
+            if random.random() < 0.1:
+                held.pop(random.randint(0, 5), None)  # the policy evicts it
+
+
+LAYERED = [Page(number, number // 2, number % 2, 0, (), 10) for number in range(10)]
+"""Two experts in each of five layers."""
+
+
+def test_least_stale_evicts_what_this_step_has_passed_before_what_it_has_yet_to_reach() -> None:
+    rule = LeastStale()
+    come(rule, *LAYERED)
+    for number in (0, 2, 4, 6, 8):
+        rule.used(LAYERED[number], 0, 1)
+    for number in (0, 2, 4):  # the next step is in layer 2
+        rule.used(LAYERED[number], 1, 1)
+    rule.used(LAYERED[8], 1, 0)  # prefetched for layer 4
+    stale_behind, stale_to_come, behind, here_and_to_come = [1, 3], [9, 6, 7, 5], [0, 2], [8, 4]
+    assert order(rule, LAYERED) == stale_behind + stale_to_come + behind + here_and_to_come
+
+
+def test_the_lowest_score_goes_and_scores_fade() -> None:
+    rule = LowestScore(weight=0.5)
+    rule.scored(0, {0: 0.9, 1: 0.4})
+    assert order(rule, LAYERED[:4]) == [2, 3, 1, 0]
+    for _ in range(3):
+        rule.scored(0, {1: 0.4})
+    assert order(rule, LAYERED[:2]) == [0, 1]
+
+
+def test_settings_of_rules_that_cannot_be_are_refused() -> None:
+    with pytest.raises(BadInput, match="half_life is 0: give 1 step or more"):
+        FrequencyClasses(half_life=0)
+    for weight in (0.0, 1.5, float("nan")):
+        with pytest.raises(BadInput, match=r"weight is .*: give a number above 0, up to 1"):
+            LowestScore(weight)
+
+
+# -- caches of experts -----------------------------------------------------------------------------
+
+
+def test_a_cache_of_experts_tells_its_rule_of_all_chosen_experts_by_their_first_pages() -> None:
+    rule, layout = Told(), CASE.layout()
+    cache = CachedExperts(layout, rule, room=2, held=[(0, 1)])
+    assert cache.hits(0, {2: 5, 1: 3}, step=4) == [1]
+    first = [layout.expert(0, expert)[0].id for expert in range(3)]
+    assert rule.uses == [(first[1], -1, 0), (first[1], 4, 3), (first[2], 4, 5)]
+    assert cache.enter((0, 2), step=4) is None
+    assert cache.enter((1, 0), step=4) == (0, 1)
+    assert [(0, 1) in cache, (0, 2) in cache, (1, 0) in cache, len(cache)] == [False, True, True, 2]
+
+
+def test_a_cache_without_room_gives_up_what_enters() -> None:
+    assert CachedExperts(CASE.layout(), Told(), room=0).enter((1, 2), step=0) == (1, 2)
+
+
+def test_a_cache_hands_scores_and_previews_to_rules_that_take_them() -> None:
+    class Takes(Told):
+        def scored(self, layer: int, scores: Mapping[int, float]) -> None:
+            self.heard = layer, dict(scores)
+
+        def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
+            self.foretold = layer, dict(tokens)
+
+    rule = Takes()
+    for each in (rule, Told()):
+        cache = CachedExperts(CASE.layout(), each, room=1)
+        cache.scored(1, {0: 0.5})
+        cache.previewed(2, {3: 7})
+    assert (rule.heard, rule.foretold) == ((1, {0: 0.5}), (2, {3: 7}))
+
+
+def test_an_error_in_a_caches_rule_names_the_expert_it_was_told_of() -> None:
+    class Stumbles(Told):
+        def used(self, page: Page, step: int, tokens: int) -> None:
+            if tokens == 2:
+                raise RuntimeError("two")
+
+    cache = CachedExperts(CASE.layout(), Stumbles(), room=1)
+    with pytest.raises(
+        PolicyError, match=r"Stumbles failed in `used` for page L1 E3 #0 at .*RuntimeError: two"
+    ):
+        cache.hits(1, {0: 1, 3: 2}, step=0)
