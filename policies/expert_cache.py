@@ -3,8 +3,7 @@
 A common cache gives less room to layers with few popular experts. Plain LRU does badly there: layers take turns, so the
 least recently used experts belong to the layer whose turn is next. Here recency counts in whole steps
 (`LeastRecentStep`). Of the experts last used in the same step, the one with the fewest tokens so far is evicted. vLLM's
-expert cache (pull request 37190,
-"LFRU") weighs frequency against age in one number, for the same reason.
+expert cache (pull request 37190, "LFRU") weighs frequency against age in one number, for the same reason.
 """
 
 from __future__ import annotations
