@@ -245,15 +245,11 @@ def suggest(traces: Path) -> None:
         "Try next", f"{traces} has a trace of each run; open one at https://ui.perfetto.dev to see its lanes."
     )
     measured, predicted = (shown(traces / f"cgopipe-{clock}.json") for clock in ("measured", "predicted"))
-    tiny = shown(HERE / "tiny-mixtral")
     moesched_command = shown(Path(sys.executable).parent / "moesched")
     for does, command in (
         ("why the prediction was off, kind by kind", f"compare {predicted} {measured}"),
         ("a paper's model on a GPU that you may not have", "plan --model mixtral-8x7b --machine t4"),
-        (
-            "a policy of your own: edit examples/on_demand.py",
-            f'run {tiny} --policy examples.on_demand:OnDemand --budget host=9MB --prompt "Return a new"',
-        ),
+        ("a policy of your own, with its test", "new-policy my_policy"),
     ):
         console.print(
             f"{does}:\n    {moesched_command} {command}", highlight=False, markup=False, soft_wrap=True
