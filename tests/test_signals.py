@@ -136,9 +136,9 @@ whole = True
 ''')
     try:
         import half
-    finally:
+        time.sleep(60)
+    finally:  # no other signal comes here
         print(sys.modules["half"].whole)
-    time.sleep(60)
 sys.path.insert(0, ".")
 """
 
