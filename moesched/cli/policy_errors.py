@@ -86,9 +86,7 @@ def own_frames(error: BaseException) -> list[Frame]:
             frames, called = [], True  # inner frames are the policy, or functions that it called
         elif is_ours(module) or is_pythons(code.co_filename):
             continue
-        elif called or not is_a_librarys(
-            code.co_filename
-        ):  # installed policies count where the framework calls them
+        elif called or not is_a_librarys(code.co_filename):  # a policy may be an installed package
             found = Frame(code.co_filename, number, code.co_name)
             frames += [found] if found not in frames[-1:] else []
     return frames
@@ -102,15 +100,13 @@ def _has_other_arguments(error: BaseException) -> bool:
 
 
 def _in_words(error: BaseException) -> str:
-    """The error's type and text, with Python's guess at the name that was meant."""
-    if isinstance(error, MoeschedError):
-        return f"{type(error).__name__}: {error}"
-    told = " ".join("".join(traceback.format_exception_only(error)).split())
+    """The error's type and text, with a guess at the attribute that was meant."""
+    meant = ""
     if isinstance(error, AttributeError) and error.name:
-        told += "".join(
-            f": did you mean {name!r}?" for name in get_close_matches(error.name, dir(error.obj), 1)
+        meant = "".join(
+            f": did you mean {each!r}?" for each in get_close_matches(error.name, dir(error.obj), 1)
         )
-    return told
+    return f"{type(error).__name__}: {error}{meant}"
 
 
 def _method_line(trace: TracebackType | None) -> str:
