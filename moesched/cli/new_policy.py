@@ -29,7 +29,7 @@ EPILOGUE = """Examples:
 
 def add_to(app: App) -> None:
     """Add the command."""
-    app.command(new_policy, name="new-policy", help=HELP, help_epilogue=EPILOGUE, sort_key=2)
+    app.command(new_policy, name="new-policy", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
 
 
 def new_policy(
