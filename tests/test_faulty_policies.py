@@ -44,7 +44,8 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     (tmp_path / "two.toml").write_text('name = "two"\nnew_tokens = [4]\nprompt_tokens = [3, 2]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY.parent)])
-    monkeypatch.delitem(sys.modules, "mistakes", raising=False)
+    for name in ("mistakes", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return ["simulate", "--machine", "t4", "--workload", "two.toml", "--micro-batch-size", 1, "--json"]
 
 
