@@ -2,7 +2,7 @@
 
 Each command runs as a process of its own, with its own folders for temporary files, caches and outputs. At a random
 moment of the time that it takes it gets SIGINT, SIGTERM or SIGHUP. Commands with nodes also get SIGKILL: then all nodes
-must be gone in time.
+must be gone in time. The result is written after each command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -70,30 +70,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [case for case in cases if case["command"] not in options.only]
     with TemporaryDirectory() as folder:
         prepare(Path(folder))
-        plans = [
-            (name, number, moment)
-            for name in options.only
-            for number in (*ENDING, *([signal.SIGKILL] if name in WITH_NODES else []))
-            for moment in range(options.rounds)
-        ]
-        lasts = {name: seconds_of(Path(folder), name) for name in options.only}
-        for name, number, moment in track(plans, "sending signals"):
-            share = Random(f"{name}/{number}/{moment}").random()
-            case = one_case(Path(folder), name, number, share * lasts[name])
-            cases.append(case)
-            if case["problems"]:
-                print(case, flush=True)
-    bad = [case for case in cases if case["problems"]]
-    figures = {
+        for name in options.only:
+            cases += list(cases_of(name, Path(folder), options.rounds))
+            BENCHMARK.write(figures_of(cases))
+    as_promised = sum(not case["problems"] for case in cases)
+    print(f"{as_promised} of {len(cases)} as promised")
+    return int(as_promised < len(cases))
+
+
+def cases_of(name: str, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
+    """Stop one command by each signal, `rounds` times, and print what falls short."""
+    numbers = (*ENDING, *([signal.SIGKILL] if name in WITH_NODES else []))
+    plans = [(number, moment) for number in numbers for moment in range(rounds)]
+    last = seconds_of(folder, name)
+    for number, moment in track(plans, f"stopping {name}"):
+        share = Random(f"{name}/{number}/{moment}").random()
+        case = one_case(folder, name, number, share * last)
+        if case["problems"]:
+            print(case, flush=True)
+        yield case
+
+
+def figures_of(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the cases, and the cases themselves."""
+    return {
         "cases": len(cases),
-        "as_promised": len(cases) - len(bad),
+        "as_promised": sum(not case["problems"] for case in cases),
         "seconds_to_end": round(max(case["seconds_to_end"] for case in cases), 2),
         "codes": dict(Counter(str(case["code"]) for case in cases)),
-        "all": cases,
+        "all": list(cases),
     }
-    print(f"{figures['as_promised']} of {len(cases)} as promised")
-    BENCHMARK.write(figures)
-    return int(bool(bad))
 
 
 def prepare(folder: Path) -> None:
