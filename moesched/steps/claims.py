@@ -22,3 +22,8 @@ class Claim(NamedTuple):
     what: str
     nbytes: int
     parts: Parts | None = None
+
+
+def claim_of_slots(pool: str, slots: int, slot_bytes: int) -> Claim:
+    """The claim of a pool."""
+    return Claim(f"pool {pool} of {slots:,} slots", slots * slot_bytes, Parts(slots, "slots"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.claims import Claim, Parts
+from moesched.steps.claims import Claim, Parts, claim_of_slots
 from moesched.steps.model_pages import describe
 from moesched.steps.pool_counts import FETCHED, LOADED, PoolCounts
 from moesched.steps.read_only import ReadOnly
@@ -206,8 +206,7 @@ class Pool(ReadOnly):
 
     def claims(self, free: int) -> Iterable[Claim]:
         """The reservations that it needs; `free` bytes are available."""
-        slots = len(self._slots)
-        return [Claim(f"pool {self.name} of {slots:,} slots", self.nbytes, Parts(slots, "slots"))]
+        return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:
         """Take its bytes of the memory for the whole run.

@@ -20,7 +20,7 @@ from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
 from moesched.seams import Eviction
-from moesched.steps.claims import Parts
+from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import Declarations, require_slots
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
@@ -33,6 +33,7 @@ from moesched.steps.ruled_pool import RuledPool
 from moesched.system.source_lines import calling_line
 
 VERBS_OF_A_LAYER = 20
+"""Tasks of a layer beside its experts, and more."""
 
 
 class Plan(Declarations):
@@ -285,9 +286,8 @@ class Plan(Declarations):
         require_slots(name, slots, len(filled), replacement)
         memory = self._memory_for("pool", pages, role)
         size = max((self.slot_bytes(page) for page in pages), default=0)
-        memory.require_free(
-            f"pool {name} of {slots:,} slots", slots * size, memory.capacity, Parts(slots, "slots")
-        )
+        what, nbytes, parts = claim_of_slots(name, slots, size)
+        memory.require_free(what, nbytes, memory.capacity, parts)  # before there is an object for each slot
         make = Pool if isinstance(replacement, str) else RuledPool
         pool = make(
             name,

@@ -81,7 +81,7 @@ class RunState:
 
     def size(self, index: int) -> None:
         """Set the micro-batches' works for a step, and have them begin at the first stage."""
-        self.works.size(self.batches(index).values(), index)
+        self.works.size(self.micro_batches if index else self.prefill_batches, index)
 
     def end_prefill(self) -> None:
         """Have the micro-batches of decoding continue from the end of prefill."""
