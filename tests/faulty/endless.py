@@ -16,6 +16,7 @@ class NeverEnds(Streams):
 class AwaitsOneHandleForEver(Streams):
     async def decode(self, step):
         handle = step.embed(0)
+        await handle
         print("decoding", flush=True)
         while True:
             await handle  #!
