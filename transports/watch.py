@@ -13,13 +13,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.curve.zap import LOGGED, KeyCheck
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address in IPv6 notation."""

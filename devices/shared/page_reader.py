@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import structlog
 import torch
 
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import is_transposed
+from moesched.system.logs import Log
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .direct_file import DirectFile
@@ -27,7 +27,7 @@ _BUFFER_BYTES = CHUNK_BYTES + 2 * ALIGNMENT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 class PageReader:

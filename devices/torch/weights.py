@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import structlog
-
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.seams import Progress, nobody_hears
 from moesched.steps.memory import Pool, Slot
 from moesched.steps.plan import Plan
 from moesched.steps.views import View
+from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
 from ..products.linear import Tensor
@@ -31,7 +30,7 @@ READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
 
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 class WeightStore:

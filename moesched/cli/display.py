@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from moesched.cli.output import Bar, stdout
 from moesched.inputs.prompts import Prompt
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
+from moesched.system.logs import Log
 from moesched.system.plain_text import plain_text
 from moesched.tasks import Task
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from moesched.drivers.replay import Timeline
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 SHOWN_PROMPT = 60
 REFRESHES_PER_SECOND = 8

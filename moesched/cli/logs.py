@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import MutableMapping
-from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import Any
 
 from moesched.errors import BadInput
+from moesched.system.logs import printer
 from moesched.system.plain_text import plain_text, shown
 
 SWITCH = "MOESCHED_LOG"
@@ -37,22 +36,9 @@ def send_logs_to_stderr() -> None:
             structlog.dev.ConsoleRenderer(colors=colors),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(cast(TextIO, _StandardError())),
+        logger_factory=lambda *_: printer(),
         cache_logger_on_first_use=False,
     )
-
-
-class _StandardError(io.TextIOBase):
-    """Standard error, whatever that is by then; a line that cannot be written, as on a full disk, is lost."""
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            sys.stderr.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            sys.stderr.flush()
 
 
 def _plain(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import structlog
 import zmq
 
 from moesched.cluster.curve.zap import LOGGED, KeyCheck
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 class Door:

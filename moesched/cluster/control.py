@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -17,8 +16,9 @@ from moesched.cluster.cluster_file import listening_at
 from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
 from moesched.errors import BadInput
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 Peer = bytes
 """The socket's name of a connection."""

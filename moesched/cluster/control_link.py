@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -30,8 +29,9 @@ from moesched.cluster.messages import (
     read_launcher,
 )
 from moesched.errors import BadInput, MoeschedError
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000

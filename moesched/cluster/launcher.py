@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
-import structlog
 
 from moesched.cluster.messages import (
     Begin,
@@ -31,8 +30,9 @@ from moesched.cluster.token_log import Remainder, TokenLog
 from moesched.errors import BadInput, MoeschedError, NodeLost, TransportError
 from moesched.inputs.defaults import JOIN_SECONDS
 from moesched.inputs.options import SizeOptions, part_of
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 GLANCE_SECONDS = 0.02
 """Interval at which the launcher checks the nodes' processes."""

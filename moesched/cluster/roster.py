@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 
-import structlog
-
 from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.control import Control, Heard, Peer
@@ -30,8 +28,9 @@ from moesched.cluster.messages import (
     Welcome,
 )
 from moesched.errors import BadInput, NodeLost
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0

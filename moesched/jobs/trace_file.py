@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.report import JobReport
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
+from moesched.system.logs import Log
 from moesched.trace import About, Clock, LastSteps, Recorder, Recording, write_trace
 
 MOST_TRACED_TASKS = 500_000
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 def recorder_of(plan: Plan) -> Recorder | LastSteps:

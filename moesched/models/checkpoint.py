@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
-import structlog
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -19,8 +18,9 @@ from moesched.models.published import Published, extra_names, other_tensors, pub
 from moesched.models.reading import read_config
 from moesched.models.shards import read_shards
 from moesched.models.tensors import Shape, count_tensors, count_weights, tensor_shapes
+from moesched.system.logs import Log
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import TracebackType
 
-import structlog
-
 from moesched.errors import MoeschedError, TaskFailed, attach_report
+from moesched.system.logs import Log
 from moesched.system.source_lines import raising_line
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 class Ending:

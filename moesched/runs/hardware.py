@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 
 import anyio
-import structlog
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_shared_engine
@@ -24,11 +23,12 @@ from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Device, Emulates, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
+from moesched.system.logs import Log
 from moesched.system.signals import Stopped, stopped_by
 from moesched.system.source_lines import calling_line
 from moesched.trace import LastSteps, Recorder
 
-_log = structlog.get_logger(__name__)
+_log = Log(__name__)
 
 
 def run(
