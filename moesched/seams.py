@@ -197,9 +197,9 @@ class Device(Protocol):
         """Run one task and return its value once its effects are complete.
 
         Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
-        starts when all its dependencies have ended. The value of `route` is the number of rows of each expert that
-        has any; that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return
-        None.
+        starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
+        each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
+        that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.
@@ -311,6 +311,13 @@ class StandsBy(Protocol):
 
     def stand_by(self) -> object:
         """Touch the weights. Called several times a second while a node waits for work."""
+
+
+@runtime_checkable
+class GivesScores(Protocol):
+    """A device whose routers give scores where a plan requests them; on other devices such a plan is refused."""
+
+    gives_scores: bool
 
 
 @runtime_checkable

@@ -305,6 +305,13 @@ class Decision(Task, gc=False, eq=False):
 
 
 @_set_plainly
+class Preview(Decision, gc=False, eq=False):
+    """A forecast of a later layer's routing, from `ahead` layers before."""
+
+    ahead: int = 1
+
+
+@_set_plainly
 class Collective(Task, gc=False, eq=False):
     """An operation that all ranks carry out together; `ticket` numbers it, `signature` must agree among the ranks."""
 

@@ -43,6 +43,8 @@ class EmulatedDevice:
         keep_logits: store every step's logits, as the torch device does.
     """
 
+    gives_scores = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,

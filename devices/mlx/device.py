@@ -48,6 +48,8 @@ class MlxDevice:
         direct: read past the page cache where the system allows it.
     """
 
+    gives_scores = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,

@@ -173,12 +173,21 @@ def _mask(start: int, stop: int, first_key: int, window: int | None) -> Array | 
 # ---------------------------------------------------------------- experts
 
 
-def route(x_TD: Array, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
+def router_logits(x_TD: Array, router: Blocks) -> Array:
+    """The router's logits (T, E), float32."""
+    return linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
+
+
+def scores(logits_TE: Array) -> Array:
+    """Each expert's probability by the router (E), float32, averaged over the tokens."""
+    return mx.softmax(logits_TE, axis=-1).mean(axis=0)
+
+
+def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
     """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
 
     Weights that sum to one are a softmax of the top-k logits; the others are those of a softmax over all experts.
     """
-    logits_TE = linear(x_TD.astype(mx.float32), [block.astype(mx.float32) for block in router])
     if top_k < logits_TE.shape[-1]:
         experts_Tk = mx.argpartition(-logits_TE, kth=top_k - 1, axis=-1)[:, :top_k]
     else:

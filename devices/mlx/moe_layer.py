@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from moesched.models.config import ModelConfig
+from moesched.routing import ScoredTokens
 from moesched.seams import RoutingObserver, TokenSpan
 from moesched.tasks import Task
 
@@ -20,11 +21,19 @@ from .weights import Weights
 
 
 class Routed(NamedTuple):
-    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights.
+
+    Its logits (T, E) are kept only for router scores.
+    """
 
     x_TD: Array
     experts_Tk: Array
     weights_Tk: Array
+    logits_TE: Array | None = None
+
+    def rows(self) -> ExpertRows:
+        """The rows of all experts."""
+        return ExpertRows(self.x_TD, self.experts_Tk, self.weights_Tk)
 
 
 class MlxMoELayer:
@@ -34,6 +43,7 @@ class MlxMoELayer:
         weights: the arrays that a view shows.
         observer: receives the chosen experts; None for no observer.
         first_request: number of requests in the batches before.
+        scores: whether `route` and `preview_route` give router scores.
     """
 
     def __init__(
@@ -43,8 +53,11 @@ class MlxMoELayer:
         weights: Callable[[Any], Weights],
         observer: RoutingObserver | None,
         first_request: int,
+        *,
+        scores: bool = False,
     ) -> None:
         self._config = config
+        self._scores = scores
         self._batches = batches
         self._weights = weights
         self._observer = observer
@@ -60,24 +73,26 @@ class MlxMoELayer:
         stack = experts[0][0]
         together = all(other is stack for other, _ in experts.values())
         if not together or not kernels.gathers(batch.hidden_TD.dtype):
-            counts = self.choose_experts(task)
+            routed = self.route(task)
+            counts = self.give_rows(batch, routed)
+            self._tell(task, batch, routed)
             for expert in counts:
                 batch.rows.apply(expert, *experts[expert])
             self.combine(task)
             return counts
         routed = self.route(task)
-        batch.rows = ExpertRows(*routed)
+        batch.rows = routed.rows()
         _finish(batch, batch.rows.apply_all(stack))
         mx.eval(batch.hidden_TD, routed.experts_Tk)
         self._tell(task, batch, routed)
         return _with_rows(self._count(routed))
 
-    def choose_experts(self, task: Task) -> dict[int, int]:
-        """Norm and router; the rows of each expert that has any."""
+    def choose_experts(self, task: Task) -> Mapping[int, int]:
+        """Norm and router; the rows of each expert that has any, with the router's scores where they are asked for."""
         batch, routed = self._batches[task.micro_batch], self.route(task)
         counts = self.give_rows(batch, routed)
         self._tell(task, batch, routed)
-        return counts
+        return _with_scores(counts, routed)
 
     def route(self, task: Task) -> Routed:
         """Norm and router, which are not evaluated."""
@@ -85,20 +100,23 @@ class MlxMoELayer:
         hidden_TD = self._batches[task.micro_batch].hidden_TD
         x_TD = kernels.norm(hidden_TD, dense["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
-            tokens = (len(x_TD), 1)
-            return Routed(x_TD, mx.zeros(tokens, dtype=mx.uint32), mx.ones(tokens))
-        return Routed(x_TD, *kernels.route(x_TD, dense["router"], config.top_k, config.weights_sum_to_one))
+            experts_T1, ones_T1 = mx.zeros((len(x_TD), 1), dtype=mx.uint32), mx.ones((len(x_TD), 1))
+            return Routed(x_TD, experts_T1, ones_T1, ones_T1 if self._scores else None)
+        logits_TE = kernels.router_logits(x_TD, dense["router"])
+        chosen = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+        return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
     def give_rows(self, batch: MlxBatch, routed: Routed) -> dict[int, int]:
         """Group the rows by expert; returns the number of rows of each."""
-        rows = batch.rows = ExpertRows(*routed)
+        rows = batch.rows = routed.rows()
         mx.eval(rows.x_nD, rows.weights_Tk, rows.experts_n, rows.rows_Tk, routed.experts_Tk)
         rows.counts = self._count(routed)
         return _with_rows(rows.counts)
 
-    def preview_route(self, task: Task) -> dict[int, int]:
+    def preview_route(self, task: Task) -> Mapping[int, int]:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
-        return _with_rows(self._count(self.route(task)))
+        routed = self.route(task)
+        return _with_scores(_with_rows(self._count(routed)), routed)
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows."""
@@ -146,6 +164,13 @@ def _finish(batch: MlxBatch, y_nD: Array) -> None:
     rows = batch.rows
     batch.hidden_TD = kernels.combine(y_nD, rows.rows_Tk, rows.weights_Tk, batch.hidden_TD)
     del batch.rows
+
+
+def _with_scores(counts: Mapping[int, int], routed: Routed) -> Mapping[int, int]:
+    """The value of a router's task."""
+    if routed.logits_TE is None:
+        return counts
+    return ScoredTokens(counts, np.array(kernels.scores(routed.logits_TE)).tolist())
 
 
 def _with_rows(counts: Sequence[int]) -> dict[int, int]:

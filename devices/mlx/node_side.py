@@ -62,7 +62,8 @@ class MlxNodeSide:
         assert self._project_output is not None, "the node attends"
         self._project_output(task)
         routed = self._moe.route(task)
-        routed_TX = np.array(mx.concatenate([each.astype(mx.float32) for each in routed], axis=-1))
+        parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
+        routed_TX = np.array(mx.concatenate([each.astype(mx.float32) for each in parts], axis=-1))
         return self._moe.give_rows(self._batches[task.micro_batch], routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:

@@ -42,7 +42,7 @@ def parts_of(
     """
     config, first_request = plan.layout.config, plan.batch.first_request
     batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
-    moe = MlxMoELayer(config, batches, weights.show, observer, first_request)
+    moe = MlxMoELayer(config, batches, weights.show, observer, first_request, scores=plan.declared.scores)
     attention, tokens, node = None, None, None
     if plan.nodes.attends:
         embedding_VD = weights.globals["embedding"]

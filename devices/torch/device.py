@@ -52,6 +52,8 @@ class TorchDevice:
         pin: pin each of the expert kernel's threads to a core of its own.
     """
 
+    gives_scores = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,

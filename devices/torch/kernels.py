@@ -209,13 +209,27 @@ def output_projection(
 # ---------------------------------------------------------------- experts
 
 
+def router_logits(x_TD: Tensor, router: Blocks) -> Tensor:
+    """The router's logits (T, E), float32."""
+    return linear(x_TD.float(), [block.float() for block in router])
+
+
+def scores(logits_TE: Tensor) -> Tensor:
+    """Each expert's probability by the router (E), float32, averaged over the tokens."""
+    return logits_TE.softmax(dim=-1).mean(dim=0)
+
+
 def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, as `choose_experts` gives them."""
+    return choose_experts(router_logits(x_TD, router), top_k, sum_to_one)
+
+
+def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
     Weights that sum to one are a softmax of the top-k logits, as in Mixtral; a softmax over all experts whose top k are
     divided by their sum is equal to that. The others are those of the softmax over all experts.
     """
-    logits_TE = linear(x_TD.float(), [block.float() for block in router])
     top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
     experts_Tk, order_Tk = experts_Tk.sort(dim=-1)
     chosen_Tk = top_Tk.gather(-1, order_Tk)

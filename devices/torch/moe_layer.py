@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from moesched.models.config import ModelConfig
 from moesched.models.footprint import EXPERT_TILE
+from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
 from ..products.linear import Blocks, Tensor
@@ -28,11 +29,15 @@ gets every token there, and the host need not wait to learn which ones were rout
 
 
 class Routed(NamedTuple):
-    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights."""
+    """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights.
+
+    Its logits (T, E) are kept only for router scores.
+    """
 
     x_TD: Tensor
     experts_Tk: Tensor
     weights_Tk: Tensor
+    logits_TE: Tensor | None = None
 
 
 Group = Callable[[Tensor, int], kernels.Grouping]
@@ -47,6 +52,7 @@ class MoELayer:
         residual: returns the residual of a micro-batch, which is added to the sum of its experts.
         device_observers: receive the chosen experts, before they run.
         first_request: the number of requests in the batches before.
+        scores: whether `route` and `preview_route` give router scores.
     """
 
     def __init__(
@@ -58,8 +64,11 @@ class MoELayer:
         compute: Compute,
         device_observers: DeviceObservers,
         first_request: int,
+        *,
+        scores: bool = False,
     ) -> None:
         self._config = config
+        self._scores = scores
         self._on_cpu = compute.on_cpu
         self._states = states
         self._weights = weights
@@ -78,7 +87,8 @@ class MoELayer:
             and len(state.hidden_TD) <= MOST_UNGROUPED
             and not self._device_observers.activations
         )
-        counts = self.choose_experts(task, kernels.every_expert if few else kernels.group_by_expert)
+        group = kernels.every_expert if few else kernels.group_by_expert
+        counts = self.give_rows(state, self.route(task), group)
         weights = self._weights(task.operands)
         self._device_observers.applied(task.layer, state.rows, counts, weights)
         shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
@@ -91,9 +101,10 @@ class MoELayer:
         self.combine(task)
         return counts
 
-    def choose_experts(self, task: Task, group: Group = kernels.group_by_expert) -> dict[int, int]:
-        """Norm and router; the rows of each expert that has any."""
-        return self.give_rows(self._states[task.micro_batch], self.route(task), group)
+    def choose_experts(self, task: Task) -> Mapping[int, int]:
+        """Norm and router; the rows of each expert that has any, with the router's scores where they are asked for."""
+        routed = self.route(task)
+        return _with_scores(self.give_rows(self._states[task.micro_batch], routed), routed)
 
     def route(self, task: Task) -> Routed:
         """Norm and router."""
@@ -110,21 +121,24 @@ class MoELayer:
         state.rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return {expert: count for expert, count in enumerate(grouping.counts) if count}
 
-    def preview_route(self, task: Task) -> dict[int, int]:
+    def preview_route(self, task: Task) -> Mapping[int, int]:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
         state = self._states[task.micro_batch]
         self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
         routed = self._route(state.hidden_TD, self._weights(task.operands))
         counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
-        return {expert: count for expert, count in enumerate(counts) if count}
+        return _with_scores({expert: count for expert, count in enumerate(counts) if count}, routed)
 
     def _route(self, hidden_TD: Tensor, weights: Weights) -> Routed:
         config = self._config
         x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
-            return Routed(x_TD, experts_Tk, x_TD.new_ones((len(x_TD), 1), dtype=torch.float32))
-        return Routed(x_TD, *kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one))
+            ones_T1 = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
+            return Routed(x_TD, experts_Tk, ones_T1, ones_T1 if self._scores else None)
+        logits_TE = kernels.router_logits(x_TD, weights["router"])
+        chosen = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+        return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
     def run_expert(self, task: Task) -> None:
         """One expert on its rows."""
@@ -171,6 +185,13 @@ class MoELayer:
 
     def _apply(self, rows: ExpertRows, expert: int, weights: Weights) -> None:
         apply_expert(rows.x_nD, rows.y_nD, rows.of(expert), expert, weights, self._products)
+
+
+def _with_scores(counts: Mapping[int, int], routed: Routed) -> Mapping[int, int]:
+    """The value of a router's task."""
+    if routed.logits_TE is None:
+        return counts
+    return ScoredTokens(counts, kernels.scores(routed.logits_TE).tolist())
 
 
 def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:

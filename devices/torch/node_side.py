@@ -61,7 +61,8 @@ class NodeSide:
         """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
-        routed_TX = self.on_host(torch.cat([each.float() for each in routed], dim=-1))
+        parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
+        routed_TX = self.on_host(torch.cat([each.float() for each in parts], dim=-1))
         return self._moe.give_rows(self._states[task.micro_batch], routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:

@@ -52,7 +52,14 @@ def parts_of(
     embedding_VD = global_weights.embedding_VD if global_weights else torch.empty(0)
     attention = Attention(config, states, store.weights, embedding_VD, compute, rank)
     moe = MoELayer(
-        config, states, store.weights, attention.residual, compute, observers, choice.first_request
+        config,
+        states,
+        store.weights,
+        attention.residual,
+        compute,
+        observers,
+        choice.first_request,
+        scores=plan.declared.scores,
     )
     tokens = beams = host = host_experts = rank_side = nodes = None
     if plan.batch.beams > 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
-    from moesched.runs.outcome import Emulation, PoolUse
+    from moesched.runs.outcome import Emulation, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
@@ -135,6 +135,8 @@ def print_report(report: JobReport) -> None:
     if any(pool.hits or pool.fetched for pool in report.pools):
         say()
         _print_pools(report.pools)
+    if report.previews:
+        say(f"\n{_previews(report.previews)}")
     if report.emulation is not None:
         say()
         _print_emulation(report.emulation)
@@ -173,6 +175,12 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
     ]
     columns = ["pool, in pages", "slots", "fetched", "hits", "misses", "wasted", "hit rate"]
     print_table(columns, rows, figures=6)
+
+
+def _previews(previews: Sequence[PreviewUse]) -> str:
+    """The accuracy of previews, by their distance, in words."""
+    told = [f"{each.accuracy:.1%} from {each.ahead} ahead ({each.forecasts:,} previews)" for each in previews]
+    return f"chosen experts that had been forecast, by layers: {', '.join(told)}"
 
 
 def _process(process: ProcessBytes) -> str:

@@ -25,8 +25,9 @@ _CALLERS_OF_POLICIES = (
     "moesched.runs.planning",
 )
 
+_TASKS = ("Kernel", "HostKernel", "PageTransfer", "Decision", "Preview", "Collective", "Task")
 _HINTS = (
-    (r"^AttributeError: '(\w*Kernel|PageTransfer|Decision|Collective|Task)'", "await the handle that a verb returns"),
+    (rf"^AttributeError: '({'|'.join(_TASKS)})'", "await the handle that a verb returns"),
     (r"^TypeError: object \w+ can't be used in 'await'", "await one handle at a time, and only what a verb returned"),
     (r"\.(plan|prefill|decode)\(\) ", "the methods are plan(self, plan), prefill(self, step) and decode(self, step)"),
     (r"^RecursionError", "a method calls itself"),

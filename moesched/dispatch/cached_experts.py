@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from moesched.dispatch.expert_placement import Expert
@@ -16,8 +16,8 @@ from moesched.steps.eviction import RuledPages
 class TakesScores(Protocol):
     """An eviction rule that a policy tells of router scores."""
 
-    def scored(self, layer: int, scores: Mapping[int, float]) -> None:
-        """Take note of the scores of a layer's experts; any that are missing have none."""
+    def scored(self, layer: int, scores: Sequence[float]) -> None:
+        """Take note of the scores of all experts of a layer, such as those of an awaited `route`."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class CachedExperts:
         self._here[page.layer].discard(page.expert)
         return page.layer, page.expert
 
-    def scored(self, layer: int, scores: Mapping[int, float]) -> None:
+    def scored(self, layer: int, scores: Sequence[float]) -> None:
         """Tell the rule the router scores of a layer's experts, if it takes them."""
         if isinstance(self._rule, TakesScores):
             self._rule.scored(layer, scores)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from moesched.errors import BadInput
@@ -214,9 +214,9 @@ class LeastStale:
 class LowestScore:
     """The page of the expert with the lowest router score, averaged over time; HybriMoE calls it minus recent score.
 
-    The policy tells the scores of a layer's experts by `scored`. A layer's averages move towards them, and towards 0
-    for the experts that are missing: HybriMoE (Zhong et al. 2025, arXiv 2504.05897) gives the scores of the likeliest
-    experts of each token, more of them than are chosen. Pages without a score, such as dense ones, go first.
+    The policy tells the scores of a layer's experts by `scored`, and a layer's averages move towards them. HybriMoE
+    (Zhong et al. 2025, arXiv 2504.05897) takes the likeliest experts of each token only, more of them than are chosen;
+    `Plan.request_scores` gives the scores of all. Pages without a score, such as dense ones, go first.
 
     weight: of the new scores in the average, above 0 and up to 1. The paper's value is not known to us.
 
@@ -228,19 +228,20 @@ class LowestScore:
         if not 0 < weight <= 1:
             raise BadInput(f"weight is {weight}: give a number above 0, up to 1")
         self._weight = weight
-        self._scores: dict[int, dict[int, float]] = {}
+        self._scores: dict[int, list[float]] = {}
 
     def used(self, page: Page, step: int, tokens: int) -> None:
         """Scores decide alone."""
 
-    def scored(self, layer: int, scores: Mapping[int, float]) -> None:
-        averages = self._scores.setdefault(layer, {})
-        for expert in averages.keys() | scores.keys():
-            before = averages.get(expert, 0.0)
-            averages[expert] = before + self._weight * (scores.get(expert, 0.0) - before)
+    def scored(self, layer: int, scores: Sequence[float]) -> None:
+        averages = self._scores.get(layer) or [0.0] * len(scores)
+        self._scores[layer] = [
+            before + self._weight * (score - before) for before, score in zip(averages, scores, strict=True)
+        ]
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
         return min(pages.values(), key=self._rank)
 
     def _rank(self, page: Page) -> tuple[float, int]:
-        return self._scores.get(page.layer, {}).get(page.expert, 0.0), page.id
+        scores = self._scores.get(page.layer)
+        return scores[page.expert] if scores and page.expert >= 0 else 0.0, page.id

@@ -125,10 +125,12 @@ def policys_failures() -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError) as error:
-        if "'mappingproxy' object" not in str(error):
+        if not any(f"'{kind}' object" in str(error) for kind in ("mappingproxy", "ScoredTokens")):
             raise
         failure = PolicyError(
-            f"what a plan or a task gives is read-only: copy it first, with dict(...): {error}"
+            f"the plan requests no router scores: call plan.request_scores() in Policy.plan: {error}"
+            if "attribute 'scores'" in str(error)
+            else f"what a plan or a task gives is read-only: copy it first, with dict(...): {error}"
         )
         raise failure.with_traceback(error.__traceback__) from error
     except Exception:

@@ -18,11 +18,14 @@ from moesched.runs.outcome import (
     Emulation,
     LaneUse,
     PoolUse,
+    PreviewUse,
     Report,
     bytes_of_all_ranks,
+    preview_use,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.steps.plan import Plan
+from moesched.steps.preview_accuracy import Compared
 from moesched.system.whole_file import whole_file
 from moesched.trace.summary import KindUse
 
@@ -212,6 +215,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
         pools=_merge_pools([pool for report in reports for pool in report.pools]),
+        previews=_merge_previews([each for report in reports for each in report.previews]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
     )
 
@@ -267,6 +271,15 @@ def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
             slots, counts = max(slots, most), list(map(add, known, counts))
         merged[name, memory] = PoolUse(name, memory, slots, *counts)
     return list(merged.values())
+
+
+def _merge_previews(previews: Sequence[PreviewUse]) -> list[PreviewUse]:
+    """Add up the counts of each distance."""
+    merged: dict[int, Compared] = {}
+    for each in previews:
+        counts = each.forecasts, each.chosen, each.found
+        merged[each.ahead] = Compared(*map(add, merged.get(each.ahead, Compared()), counts))
+    return [preview_use(*each) for each in sorted(merged.items())]
 
 
 def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:

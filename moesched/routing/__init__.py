@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesched.routing.scores import ScoredTokens
 from moesched.routing.seeded import SeededRouting
 
-__all__ = ["SeededRouting"]
+__all__ = ["ScoredTokens", "SeededRouting"]

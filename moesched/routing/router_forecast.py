@@ -15,8 +15,10 @@ _PREVIEW = 1
 class RouterForecast:
     """Predicts a routing; the same arguments and seed give the same prediction.
 
-    Each expert that the router will choose is predicted with probability `accuracy`. Otherwise another expert, which
-    the router will not choose, is predicted in its place, with its tokens, as long as there is one.
+    Each expert that the router will choose is predicted with probability `accuracy` one layer ahead, and with
+    `accuracy` to the power of n for n layers ahead. Otherwise another expert, which the router will not choose, is
+    predicted in its place, with its tokens, as long as there is one. An expert that is mistaken is so from further
+    ahead, too.
 
     Raises:
         BadInput: the accuracy is not a probability.
@@ -32,15 +34,16 @@ class RouterForecast:
         self._accuracy = accuracy
         self._seed = seed % 2**64
 
-    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Predict the number of tokens of each expert, in ascending order of expert."""
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int, ahead: int = 1) -> dict[int, int]:
+        """Predict the number of tokens of each expert, `ahead` layers before, in ascending order of expert."""
+        accuracy = self._accuracy**ahead
         chosen = self._routing.choose(step, layer, micro_batch, tokens)
         random = np.random.default_rng((self._seed, step, layer, micro_batch, _PREVIEW))
         others = [expert for expert in range(self._experts) if expert not in chosen]
         random.shuffle(others)
         predicted = {}
         for expert, count in chosen.items():
-            mistaken = random.random() >= self._accuracy
+            mistaken = random.random() >= accuracy
             if not mistaken:
                 predicted[expert] = count
             elif others:

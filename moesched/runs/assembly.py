@@ -41,6 +41,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
             busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
             tasks=engine.submitted - engine.joins,
             first_tokens=generation.first_tokens,
+            previews=self.run_state.previews.ahead,
         )
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moesched.requests.beams import Standing
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
+from moesched.routing.scores import ScoredTokens, ScoresExperts, with_shares
 from moesched.seams import Routing
 from moesched.steps.plan import Plan
-from moesched.tasks import Task
+from moesched.tasks import Preview, Task
 
 
 def simulated_decisions(
     plan: Plan, routing: Routing | None = None, previews: RouterForecast | None = None
 ) -> Callable[[Task], Any]:
     """The function that computes the values of a simulated run's decisions; every sampled token is 0.
+
+    Router scores, where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for
+    previews, they are the experts' shares of the micro-batch's choices.
 
     Args:
         routing: by default uniform, with seed 0.
@@ -26,12 +30,21 @@ def simulated_decisions(
     chosen = routing or SeededRouting(config.experts, config.top_k)
     forecast = previews or RouterForecast(chosen, config.experts)
     batches = plan.batch.micro_batches
+    scored = plan.declared.scores
+    scores = chosen.scores if isinstance(chosen, ScoresExperts) else None
+
+    def with_scores(task: Task, tokens: dict[int, int]) -> Mapping[int, int]:
+        if scores is None or isinstance(task, Preview):
+            return with_shares(tokens, config.experts)
+        return ScoredTokens(tokens, scores(task.step, task.layer, task.micro_batch, task.work.tokens))
 
     def decide(task: Task) -> Any:
         if task.verb == "route":
-            return chosen.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-        if task.verb == "preview_route":
-            return forecast.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
+            tokens = chosen.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
+            return with_scores(task, tokens) if scored else tokens
+        if isinstance(task, Preview):
+            tokens = forecast.choose(task.step, task.layer, task.micro_batch, task.work.tokens, task.ahead)
+            return with_scores(task, tokens) if scored else tokens
         requests = batches[task.micro_batch] if task.step else plan.chunks[task.micro_batch].ends
         if plan.batch.beams > 1:
             return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)

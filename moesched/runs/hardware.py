@@ -21,7 +21,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, KeepsTime, Observer, Policy
+from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.signals import Stopped, stopped_by
@@ -57,13 +57,18 @@ def run(
         keep_open: leave the device open for another batch; the caller closes it.
 
     Raises:
-        BadInput: the plan is a pipeline, which no device runs.
+        BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
         OutOfMemory: the system gave no more memory.
     """
     if len(plan.stages) > 1:
         raise BadInput(
             f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "
             f"one: give --machine with one accelerator instead of {plan.machine.name}, or use `moesched simulate`"
+        )
+    if plan.declared.scores and not (isinstance(device, GivesScores) and device.gives_scores):
+        raise BadInput(
+            f"device {type(device).__name__} gives no router scores, which policy {type(policy).__name__} requests: "
+            "use --device torch"
         )
     started = time.perf_counter()
     ranks = [Rank(plan, policy, device), *peers]

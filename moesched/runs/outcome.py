@@ -11,6 +11,7 @@ from moesched.runs.process_bytes import ProcessBytes, process_bytes_of
 from moesched.seams import Policy
 from moesched.steps.memory import Memory, counts_of
 from moesched.steps.plan import Plan
+from moesched.steps.preview_accuracy import Compared
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         tasks: number of submitted tasks.
         scores: of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
+        previews: forecasts of the router beside its choices, by the number of layers ahead.
     """
 
     loaded: int
@@ -33,6 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int
     scores: list[float] = []
     first_tokens: dict[int, int] = {}
+    previews: dict[int, Compared] = {}
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -62,6 +65,32 @@ class PoolUse(msgspec.Struct, frozen=True):
     misses: int
     wasted: int
     cancelled: int
+
+
+class PreviewUse(msgspec.Struct, frozen=True):
+    """Previews of the router from one distance, beside its choices.
+
+    An expert counts once for each micro-batch and layer, however many tokens choose it. A preview is compared if its
+    layer is then routed by `Step.route`.
+
+    Attributes:
+        ahead: number of layers that they looked ahead.
+        forecasts: number of previews that were compared.
+        chosen: experts that the router then chose.
+        found: those of them that had been forecast.
+        accuracy: share of the chosen experts that had been forecast.
+    """
+
+    ahead: int
+    forecasts: int
+    chosen: int
+    found: int
+    accuracy: float
+
+
+def preview_use(ahead: int, compared: Compared) -> PreviewUse:
+    """The report of the previews from one distance."""
+    return PreviewUse(ahead, *compared, _rate(compared.found, compared.chosen))
 
 
 class Dilations(msgspec.Struct, frozen=True):
@@ -136,6 +165,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         failure: reason for an early end of the generation; None for a complete one.
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
+        previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
     """
 
     measured: bool
@@ -164,6 +194,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
     process_bytes: ProcessBytes | None = None
     pools: list[PoolUse] = []
+    previews: list[PreviewUse] = []
 
 
 def make_report(
@@ -224,6 +255,7 @@ def make_report(
             PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
             for pool in plan.weights.pools
         ],
+        previews=[preview_use(*each) for each in sorted(outcome.previews.items())],
     )
 
 

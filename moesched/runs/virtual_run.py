@@ -16,7 +16,7 @@ from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import CostModel, Observer
 from moesched.steps.plan import lanes_contend
-from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Task
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import LastSteps, Recorder
 
 Perform = Callable[[Task], Any]
@@ -62,7 +62,7 @@ class VirtualRun:
             sharing=lanes_contend(plan) if sharing is None else sharing,
             perform=self._on_devices(ranks)
             if ranks[0].hardware is not None
-            else {Decision: decisions or simulated_decisions(plan)},
+            else dict.fromkeys((Decision, Preview), decisions or simulated_decisions(plan)),
             observers=observers_of(self.rank_runs, observers, recorder),
             delays={
                 lane: delay
@@ -89,4 +89,6 @@ class VirtualRun:
 
     def _on_devices(self, ranks: Sequence[Rank]) -> dict[type[Task], Perform]:
         devices = OnDevices(ranks, [each.lanes.values() for each in self.rank_runs])
-        return dict.fromkeys((Kernel, HostKernel, PageTransfer, Decision, Collective), devices.execute)
+        return dict.fromkeys(
+            (Kernel, HostKernel, PageTransfer, Decision, Preview, Collective), devices.execute
+        )

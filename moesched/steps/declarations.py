@@ -7,6 +7,7 @@ from typing import get_args
 
 from moesched.errors import PolicyError
 from moesched.steps.memory import Replacement
+from moesched.steps.node_experts import require_routers
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.reservations import Declared, NodeShare
 from moesched.tasks import Discipline
@@ -75,6 +76,20 @@ class Declarations(ReadOnly):
         if not isinstance(limit, int) or limit < 1:
             raise PolicyError(f"task_limit is {limit!r}: assign a whole number, 1 or more")
         self._declare("task_limit", replace(self._declared, task_limit=limit))
+
+    def request_scores(self) -> None:
+        """Have the values of `route` and `preview_route` tell the router's scores, as `.scores`.
+
+        The value is a mapping {expert: tokens}, as without. Its `scores` has one number for each expert of the layer:
+        the router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock,
+        they are the experts' shares of the micro-batch's choices, unless the routing gives scores.
+
+        Raises:
+            PolicyError: the plan is centralised, so that only the first node has a router.
+        """
+        declared = replace(self._declared, scores=True)
+        require_routers("request_scores", declared)
+        self._declare("request_scores", declared)
 
     def _declare(self, verb: str, declared: Declared) -> None:
         if self._declared.settled:

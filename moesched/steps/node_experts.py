@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from moesched.errors import PolicyError
+
+if TYPE_CHECKING:
+    from moesched.steps.reservations import Declared
 
 
 def require_placement(placement: Sequence[Collection[int]], nodes: int, experts: int) -> None:
@@ -22,6 +26,19 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
         raise PolicyError(f"place_experts: there is no E{strange[0]}: experts go from 0 to {experts - 1}")
     if missing := sorted(set(range(experts)) - held):
         raise PolicyError(f"place_experts: no node holds {named(missing)}: each expert needs one at least")
+
+
+def require_routers(verb: str, declared: Declared) -> None:
+    """Check that every node has a router, if the plan requests its scores.
+
+    Raises:
+        PolicyError: the plan is centralised, and has several nodes.
+    """
+    if declared.scores and declared.nodes.centralised and declared.nodes.count > 1:
+        raise PolicyError(
+            f"{verb}: in a centralised plan only the first node has a router, and the others get no scores: "
+            "omit request_scores, or place the experts without centralised=True"
+        )
 
 
 def ownership_problem(

@@ -24,7 +24,7 @@ from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import Declarations, require_slots
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
-from moesched.steps.node_experts import require_placement
+from moesched.steps.node_experts import require_placement, require_routers
 from moesched.steps.placed_weights import PlacedWeights
 from moesched.steps.process import Process
 from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
@@ -244,8 +244,8 @@ class Plan(Declarations):
                 (section 3.2 of the paper on a cluster of Apple silicon, RACS'24).
 
         Raises:
-            PolicyError: the placement is for other nodes or experts, no node holds one of the experts, or experts were
-                placed already.
+            PolicyError: the placement is for other nodes or experts, no node holds one of the experts, experts were
+                placed already, or the plan is centralised and requests router scores.
             BadInput: the plan is centralised, and the run searches with beams.
         """
         if self.nodes.placement:
@@ -256,7 +256,9 @@ class Plan(Declarations):
                 "beam search needs every node to attend: use --set decentralised=true, or --beams 1"
             )
         nodes = replace(self.nodes, placement=tuple(map(frozenset, placement)), centralised=centralised)
-        self._declare("place_experts", replace(self.declared, nodes=nodes))
+        declared = replace(self.declared, nodes=nodes)
+        require_routers("place_experts", declared)
+        self._declare("place_experts", declared)
 
     def pool(
         self,

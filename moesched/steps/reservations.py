@@ -80,6 +80,7 @@ class Declared:
         nodes: this node's part, where several nodes share the experts.
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         task_limit: most tasks of a step; None for the default.
+        scores: `route` and `preview_route` give router scores.
         settled: the memory is reserved, and nothing more can be declared.
     """
 
@@ -91,6 +92,7 @@ class Declared:
     nodes: NodeShare = NodeShare()
     discipline: Discipline = "ready_first"
     task_limit: int | None = None
+    scores: bool = False
     settled: bool = False
 
 

@@ -15,6 +15,7 @@ from moesched.steps.node_tasks import NodeTasks
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
 from moesched.steps.pool_counts import LOADED
+from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
 from moesched.steps.verbs.table import STRIDE
 from moesched.steps.works import Works
@@ -33,6 +34,7 @@ class RunState:
         kv_slots: the buffers that `load_kv` fills, of all stages.
         limited: whether the plan limits the micro-batches within a layer in prefill, which then share `rooms`.
         stride: the progress that a micro-batch makes in a step.
+        previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
     """
 
@@ -68,6 +70,7 @@ class RunState:
         self.limited = plan.declared.in_flight < len(self.prefill_batches)
         self.rooms = deque(Block(f"room {number}") for number in range(plan.declared.in_flight))
         self.stride = (len(plan.layers) + 1) * STRIDE
+        self.previews = PreviewAccuracy()
         self.submit = self._submitter()
 
     def batches(self, index: int) -> dict[int, MicroBatch]:
@@ -135,6 +138,7 @@ class RunState:
 
         Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
         """
+        self.previews.close()
         self.engine.forget()
         plan = self.plan
         for pool in (*plan.weights.pools, *plan.weights.resident):

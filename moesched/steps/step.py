@@ -21,8 +21,8 @@ chunk in which no prompt ends.
 
 With several beams, `embed` of a decode step is preceded by a task that has every beam continue its parent.
 
-`preview_route` guesses the choices of a layer's router one layer earlier: it reads a routed micro-batch's hidden state
-and changes nothing.
+`preview_route` guesses the choices of a later layer's router: it reads a routed micro-batch's hidden state and changes
+nothing.
 
 Experts may run on the host, between `offload_routed`, which copies all routed rows there, and `load_routed`, which
 brings back the outputs of the experts there.
@@ -130,4 +130,5 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
         if self.chunked:
             self._state.end_prefill()
         self._state.count_pools()
+        self._state.previews.end_step()
         return samples

@@ -25,6 +25,7 @@ class Adversarial:
 
     def __init__(self, seed: int = 0, cancels: bool = True) -> None:
         self.random = random.Random(seed)
+        self.scores = seed % 2 == 1
         self.cancels = cancels
 
     def plan(self, plan: Plan) -> None:
@@ -40,6 +41,8 @@ class Adversarial:
         self.experts_on_host = (self.unified or self.host_has_weights) and choose.random() < 0.5
         if self.experts_on_host:
             plan.run_experts_on_host()
+        if self.scores:
+            plan.request_scores()
         layer = plan.layout.layer(0)
         room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
         slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
@@ -98,8 +101,9 @@ class Adversarial:
             self._hold(step, step.dense_pages(i))
             routed = yield step.route(i, j)
             if choose.random() < 0.2 and i + 1 in step.layers:
-                self._hold(step, step.dense_pages(i + 1))
-                yield step.preview_route(i + 1, j)
+                later = choose.choice(step.layers[i + 1 :])
+                self._hold(step, step.dense_pages(later))
+                yield step.preview_route(later, j)
             yield from self._run_experts(step, i, j, choose.sample(sorted(routed), len(routed)))
             yield step.combine(i, j)
         yield step.sample(j)

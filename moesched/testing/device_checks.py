@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isclose
 from typing import get_args
 
 import anyio
@@ -16,9 +17,12 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch, split_batch
+from moesched.routing import ScoredTokens
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.seams import CountsReads, Device, KeepsTime
+from moesched.seams import CountsReads, Device, GivesScores, KeepsTime
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
 from moesched.testing.policy_checks import Case
@@ -51,6 +55,11 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
         _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
         for name in policies or POLICIES:
             outcomes[name] = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, name)
+        scoring = make(checkpoint, weight_layout(config, "float32"))
+        if isinstance(scoring, GivesScores) and scoring.gives_scores:
+            outcomes["a policy with scores"] = _tokens(scoring, machine, None)
+        else:
+            anyio.run(scoring.aclose)
     first, *others = outcomes.items()
     for name, tokens in others:
         assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
@@ -77,35 +86,36 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
     raise AssertionError("begin takes a token id that is outside the vocabulary")
 
 
-def _tokens(device: Device, machine: Machine, name: str) -> list[list[int]]:
-    """The tokens of a policy, which must be equal in two successive batches."""
+def _tokens(device: Device, machine: Machine, name: str | None) -> list[list[int]]:
+    """The tokens of a policy, which must be equal in two successive batches; without a name, of `_Scoring`."""
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
     found = []
     for last in (False, True):
         before = device.bytes_read if isinstance(device, CountsReads) else 0
-        policy, recorder = plugins.make_policy(name), Recorder()
+        policy, recorder = plugins.make_policy(name) if name else _Scoring(), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
-        values = _Values(device.layout.config, batch)
+        values = _Values(device.layout.config, batch, scored=plan.declared.scores)
         report = run(plan, policy, device, PROMPTS, recorder=recorder, observers=[values], keep_open=not last)
         found.append(report.tokens or [])
         values.check()
-        _check_lanes(name, recorder.recording())
+        _check_lanes(type(policy).__name__, recorder.recording())
         if isinstance(device, CountsReads):
             assert device.bytes_read >= before, "bytes_read went back"
         if isinstance(device, KeepsTime):
             now = device.clock()
             assert device.clock() >= now, "the clock went back"
-    assert found[0] == found[1], f"{name}: the tokens of a batch depend on the batch before"
+    assert found[0] == found[1], f"{type(policy).__name__}: the tokens of a batch depend on the batch before"
     return found[1]
 
 
 class _Values:
     """Collects the values of `route`, `post_attention` and `sample` tasks."""
 
-    def __init__(self, config: ModelConfig, batch: Batch) -> None:
+    def __init__(self, config: ModelConfig, batch: Batch, *, scored: bool) -> None:
         self._config = config
+        self._scored = scored
         self._batch = batch
         self._tasks: list[Task] = []
 
@@ -124,8 +134,40 @@ class _Values:
                     f"{task.label} gives {rows} rows to {tokens} tokens"
                 )
                 assert all(task.value.values()), f"{task.label} names an expert without rows"
+                if self._scored and task.verb == "route":
+                    self._check_scores(task)
             elif task.verb == "sample":
                 assert len(task.value) == len(requests), f"{task.label} gives {len(task.value)} tokens"
+
+    def _check_scores(self, task: Task) -> None:
+        assert isinstance(task.value, ScoredTokens), f"{task.label} gives no scores"
+        scores = task.value.scores
+        assert len(scores) == self._config.experts, f"{task.label} gives {len(scores)} scores"
+        assert min(scores) >= 0 and isclose(sum(scores), 1, abs_tol=1e-4), (
+            f"{task.label}: scores are {scores}"
+        )
+
+
+class _Scoring:
+    """Keeps all weights, and routes with scores."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep(plan.layout.pages)
+        plan.request_scores()
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                for expert in await step.route(i, j):
+                    step.run_expert(i, expert, j)
+                step.combine(i, j)
+            step.sample(j)
+
+    decode = prefill
 
 
 def _check_lanes(name: str, recording: Recording) -> None:

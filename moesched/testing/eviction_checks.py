@@ -67,7 +67,7 @@ def _tell_experts(rule: Eviction, layer: int, random: Random) -> None:
     """Tell a rule of a layer's scores and previews, if it takes them."""
     experts = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
     if isinstance(rule, TakesScores) and random.random() < 0.5:
-        rule.scored(layer, {expert: random.random() for expert in experts})
+        rule.scored(layer, [random.random() if expert in experts else 0.0 for expert in range(EXPERTS)])
     if isinstance(rule, TakesPreviews) and random.random() < 0.5:
         rule.previewed(layer, {expert: random.randint(1, 9) for expert in experts})
 

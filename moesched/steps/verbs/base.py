@@ -99,13 +99,19 @@ class Verbs(StepFacts):
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb.name)
-        if layer not in self.layers or micro_batch not in self._batches:
+        try:
+            batch = self._batches[micro_batch]
+        except (KeyError, TypeError):
+            raise self._not_there(verb, layer, micro_batch) from None
+        if layer not in self.layers:
             raise self._not_there(verb, layer, micro_batch)
-        batch = self._batches[micro_batch]
         if verb.when == "unsaved":
             in_time = batch.kv.unsaved == layer
         else:
-            in_time = self._base <= batch.progress <= self._needed[verb.number] + layer * STRIDE
+            needed = self._needed[verb.number] + layer * STRIDE
+            in_time = self._base <= batch.progress <= needed
+            if verb.when == "earlier":
+                in_time = in_time and (needed - batch.progress) % STRIDE == 0
         if not in_time:
             raise self._out_of_order(verb, layer, batch)
         return batch
@@ -216,6 +222,8 @@ class Verbs(StepFacts):
         needs = "the end of the step before" if needed == -1 else f"step {self.index} {self._point(needed)}"
         if verb.when == "until":
             needs += " or earlier in the step"
+        elif verb.when == "earlier":
+            needs = f"step {self.index} routed in a layer before L{layer}"
         if self._swapped(verb, layer, batch.index):
             needs += f" (the layer comes first: {verb.name}({batch.index}, {layer}) would be in order)"
         return OutOfOrder(

@@ -18,10 +18,11 @@ from moesched.steps.verbs.table import (
     PREVIEW_ROUTE,
     ROUTE,
     RUN_EXPERT,
+    STRIDE,
     WARM_EXPERT,
 )
 from moesched.steps.views import View
-from moesched.tasks import DONE, Block, HostKernel, Kernel, PageTransfer, Task, Work
+from moesched.tasks import DONE, Block, HostKernel, Kernel, PageTransfer, Preview, Task, Work
 
 At = Literal["accelerator", "host"]
 
@@ -41,25 +42,37 @@ class ExpertVerbs(Verbs):
         batch.routing.pending = None
         task = self._run(ROUTE, layer, batch, view, () if view is None else view.reads)
         batch.routing.decision = task
+        if self._state.previews.waiting:
+            self._state.previews.pair(task)
         return task
 
     def preview_route(self, layer: int, micro_batch: int) -> Task:
-        """Norm and router of `layer` on the hidden state of the layer before, once that was routed.
+        """Norm and router of a later layer on a micro-batch's hidden state, between `route` and `combine`.
 
         Await it for {expert: tokens}: a guess of what `route` will choose there, without any effect on it (speculative
-        expert loading, Eliseev and Mazur 2023).
+        expert loading, Eliseev and Mazur 2023). The layer's dense pages must be on the accelerator, and in a pipeline
+        it must belong to the same stage. Reports tell how much of each routing was forecast, by the number of layers
+        ahead.
         """
-        batch = self._at(PREVIEW_ROUTE, layer, micro_batch)
-        if layer not in self.layers:
-            raise OutOfOrder(
-                f"preview_route(L{layer}, mb{micro_batch}) needs mb{micro_batch} at step {self.index} L{layer - 1} "
-                "routed, of a layer that another one follows, but the model ends there"
+        batch = self._in_time(PREVIEW_ROUTE, layer, micro_batch)
+        if self._state.stage_of[layer] is not batch.stage:
+            raise PolicyError(
+                f"preview_route: L{layer} is in stage {self._state.stage_of[layer].number} of the pipeline, and mb"
+                f"{micro_batch} in stage {batch.stage.number}, whose accelerator does not have its weights: preview "
+                "layers of the same stage"
             )
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
         if view.noted != self.index:
             view.use(self.index, batch.works["preview_route"].tokens)
-        return self._run(PREVIEW_ROUTE, layer, batch, view, view.reads)
+        lane, reads, _ = batch.bound[PREVIEW_ROUTE.number]
+        assert lane is not None, "an accelerator has a lane"
+        ahead = layer - (batch.progress - self._base) // STRIDE
+        work, name = batch.works["preview_route"], PREVIEW_ROUTE.name
+        task = Preview(lane, work, name, layer, batch.index, -1, view, self.index, ahead=ahead)
+        self._enter(task, reads + view.reads, ())
+        self._state.previews.expect(task)
+        return task
 
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
         """Assign each routed expert of the micro-batch to a node; call it with equal arguments on every node.

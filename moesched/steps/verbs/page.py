@@ -30,6 +30,7 @@ Nodes without attention, in a centralised plan, have only the marked verbs.
 _WHEN = {
     "exactly": "",
     "until": ", or earlier in the step",
+    "earlier": "",
     "unsaved": ", or later, while keys and values are not saved",
 }
 """The end of a need, by `Verb.when`."""

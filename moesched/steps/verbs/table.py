@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Task
+from moesched.tasks import Decision, HostKernel, Kernel, PageTransfer, Preview, Task
 
 STRIDE = 8
 """The number of values that a micro-batch's progress may have in one layer."""
@@ -23,7 +23,7 @@ NEXT_INPUT = STRIDE + INPUT
 ROUTED_BEFORE = ROUTED - STRIDE
 
 PROGRESS = {
-    ROUTED_BEFORE: "routed in the layer before",
+    ROUTED_BEFORE: "routed in an earlier layer",
     INPUT: "input",
     QKV: "qkv",
     QKV_HOST: "qkv on the host",
@@ -57,8 +57,9 @@ class Verb:
         lane: where its task runs; None for a verb without a task.
         task: the type of its task.
         reads, writes: the data of its task, by the names of `Blocks`. Other names stand for what the verb itself adds.
-        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; or "unsaved":
-            after that progress, while keys and values wait to be moved to the host.
+        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier":
+            there, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and values
+            wait to be moved to the host.
         saved: whether keys and values must not wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
@@ -74,7 +75,7 @@ class Verb:
     task: type[Task] = Kernel
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    when: Literal["exactly", "until", "unsaved"] = "exactly"
+    when: Literal["exactly", "until", "earlier", "unsaved"] = "exactly"
     saved: bool = False
     elsewhere: int | None = None
     grows: bool = False
@@ -184,7 +185,13 @@ ROUTE = Verb(
     elsewhere=INPUT,
 )
 PREVIEW_ROUTE = Verb(
-    "preview_route", ROUTED_BEFORE, ROUTED_BEFORE, "accelerator", Decision, reads=("hidden", "weights")
+    "preview_route",
+    ROUTED_BEFORE,
+    ROUTED_BEFORE,
+    "accelerator",
+    Preview,
+    reads=("hidden", "weights"),
+    when="earlier",
 )
 ASSIGN = Verb("assign", ROUTED, ROUTED, None, elsewhere=ROUTED)
 OFFLOAD_ROUTED = Verb(

@@ -14,10 +14,12 @@ class SymbolicBatch:
 
     Attributes:
         on_host: suffix of the names of data in host memory; empty if the machine has one memory.
+        scores: whether the plan requests router scores.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.config = plan.layout.config
+        self.scores = plan.declared.scores
         self.on_host = "" if plan.machine.unified else " on the host"
         self._micro_batches = plan.batch.micro_batches
         self._chunks = plan.chunks

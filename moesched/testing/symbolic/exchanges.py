@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from moesched.steps.node_tasks import ROWS, SUM, TOKENS
@@ -63,7 +64,7 @@ class Exchanges:
         else:
             data.write(key, self._board.posted(task)[0])
 
-    def route_for_all(self, task: Task, data: Access) -> dict[int, int]:
+    def route_for_all(self, task: Task, data: Access) -> Mapping[int, int]:
         """Route on the first node, and post the rows."""
         routed = self._experts.route(task, data)
         self._post(task, ROWS, data.writes["normed", task.micro_batch])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moesched.routing.scores import with_shares
 from moesched.tasks import HostKernel, Task
 from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.data import Access
@@ -23,21 +24,21 @@ class Experts:
         outputs = [expert(task.layer, e, hidden, weights[e]) for e in self._choose(task, hidden)]
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
-    def route(self, task: Task, data: Access) -> dict[int, int]:
-        """Choose experts."""
+    def route(self, task: Task, data: Access) -> Mapping[int, int]:
+        """Choose experts; their scores are their shares of the choices."""
         hidden = self._project_output(task, data, data.weights(task.operands))
         data.write(self._batch.hidden(task), hidden)
         data.write(("normed", task.micro_batch), hidden)
-        return self._choose(task, hidden)
+        return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> dict[int, int]:
         """The experts that the first node chose, on a node without attention."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
-    def preview_route(self, task: Task, data: Access) -> dict[int, int]:
-        """Guess the next layer's experts."""
+    def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:
+        """Guess a later layer's experts."""
         hidden, weights = data.read(self._batch.hidden(task)), data.weights(task.operands)[-1]
-        return self._choose(task, symbol("preview", task.layer, hidden, weights))
+        return self._with_scores(self._choose(task, symbol("preview", task.layer, hidden, weights)))
 
     def offload_routed(self, task: Task, data: Access) -> None:
         """Copy routed rows to the host."""
@@ -77,6 +78,9 @@ class Experts:
     def _project_output(self, task: Task, data: Access, weights: Mapping[int, int]) -> int:
         attention, hidden = data.read(("attention", task.micro_batch)), data.read(self._batch.hidden(task))
         return project_output(task.layer, attention, hidden, weights[-1])
+
+    def _with_scores(self, tokens: Mapping[int, int]) -> Mapping[int, int]:
+        return with_shares(tokens, self._batch.config.experts) if self._batch.scores else tokens
 
     def _choose(self, task: Task, hidden: int) -> dict[int, int]:
         return choose_experts(self._batch.config, hidden, self._batch.tokens(task))
