@@ -423,10 +423,10 @@ def test_least_stale_evicts_what_this_step_has_passed_before_what_it_has_yet_to_
 
 def test_the_lowest_score_goes_and_scores_fade() -> None:
     rule = LowestScore(weight=0.5)
-    rule.scored(0, {0: 0.9, 1: 0.4})
+    rule.scored(0, [0.9, 0.4, 0.0])
     assert order(rule, LAYERED[:4]) == [2, 3, 1, 0]
     for _ in range(3):
-        rule.scored(0, {1: 0.4})
+        rule.scored(0, [0.0, 0.4, 0.0])
     assert order(rule, LAYERED[:2]) == [0, 1]
 
 
@@ -458,8 +458,8 @@ def test_a_cache_without_room_gives_up_what_enters() -> None:
 
 def test_a_cache_hands_scores_and_previews_to_rules_that_take_them() -> None:
     class Takes(Told):
-        def scored(self, layer: int, scores: Mapping[int, float]) -> None:
-            self.heard = layer, dict(scores)
+        def scored(self, layer: int, scores: Sequence[float]) -> None:
+            self.heard = layer, list(scores)
 
         def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
             self.foretold = layer, dict(tokens)
@@ -467,9 +467,9 @@ def test_a_cache_hands_scores_and_previews_to_rules_that_take_them() -> None:
     rule = Takes()
     for each in (rule, Told()):
         cache = CachedExperts(CASE.layout(), each, room=1)
-        cache.scored(1, {0: 0.5})
+        cache.scored(1, [0.5, 0.2, 0.3, 0.0])
         cache.previewed(2, {3: 7})
-    assert (rule.heard, rule.foretold) == ((1, {0: 0.5}), (2, {3: 7}))
+    assert (rule.heard, rule.foretold) == ((1, [0.5, 0.2, 0.3, 0.0]), (2, {3: 7}))
 
 
 def test_an_error_in_a_caches_rule_names_the_expert_it_was_told_of() -> None:

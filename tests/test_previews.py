@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,17 @@ from moesched.steps.step import Step
 from moesched.tasks import CANCELLED
 from moesched.testing import Case, run_on_symbols
 from odd_models import MIXTRAL, PROMPTS
+from previewing import Previewing
 
 # -- where nothing is computed -------------------------------------------------------------------------------------
 
 
-def share_foretold(accuracy: float, tokens: int = 1) -> float:
+def share_foretold(accuracy: float, tokens: int = 1, ahead: int = 1) -> float:
     """The share of the routed experts that previews name, of 128 with 8 for each token."""
     routing = SeededRouting(128, 8)
     previews = RouterForecast(routing, 128, accuracy)
     chosen = [set(routing.choose(step, 0, 0, tokens)) for step in range(300)]
-    foretold = [set(previews.choose(step, 0, 0, tokens)) for step in range(300)]
+    foretold = [set(previews.choose(step, 0, 0, tokens, ahead)) for step in range(300)]
     assert [len(each) for each in foretold] == [len(each) for each in chosen]
     return sum(len(one & other) for one, other in zip(chosen, foretold, strict=True)) / sum(map(len, chosen))
 
@@ -44,6 +44,21 @@ def test_previews_name_so_many_of_the_experts_that_will_be_chosen(
 ) -> None:
     assert least <= share_foretold(accuracy) <= most
     assert least <= share_foretold(accuracy, tokens=3) <= most
+
+
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_each_layer_ahead_multiplies_the_accuracy(ahead: int) -> None:
+    assert share_foretold(0.8, tokens=3, ahead=ahead) == pytest.approx(0.8**ahead, abs=0.04)
+    assert share_foretold(1.0, ahead=ahead) == 1.0
+
+
+def test_an_expert_that_is_mistaken_is_so_from_further_ahead() -> None:
+    routing = SeededRouting(128, 8)
+    previews = RouterForecast(routing, 128, 0.8)
+    for step in range(50):
+        chosen = set(routing.choose(step, 0, 0, 1))
+        near, far = (chosen & set(previews.choose(step, 0, 0, 1, ahead)) for ahead in (1, 3))
+        assert far <= near
 
 
 def test_the_same_seed_foretells_the_same() -> None:
@@ -80,34 +95,6 @@ def test_the_commands_accuracy_decides_how_much_is_fetched_in_vain(command: Any)
 # -- on tensors ----------------------------------------------------------------------------------------------------
 
 
-class Previewing:
-    """Asks for every preview, and keeps it beside what the router then chose."""
-
-    def __init__(self) -> None:
-        self.foretold: dict[tuple[int, int, int], Mapping[int, int]] = {}
-        self.chosen: dict[tuple[int, int, int], Mapping[int, int]] = {}
-
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
-        plan.keep(plan.layout.pages)
-
-    async def prefill(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-            for i in step.layers:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                self.chosen[step.index, i, j] = await step.route(i, j)
-                if i + 1 in step.layers:
-                    self.foretold[step.index, i + 1, j] = await step.preview_route(i + 1, j)
-                for expert in self.chosen[step.index, i, j]:
-                    step.run_expert(i, expert, j)
-                step.combine(i, j)
-            step.sample(j)
-
-    decode = prefill
-
-
 def previews_of(directory: Path, machine: Machine) -> Previewing:
     checkpoint = open_checkpoint(directory)
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
@@ -131,17 +118,22 @@ def test_where_layers_change_nothing_previews_are_what_the_router_chooses(
         assert silent
         save_file(tensors | silent, file, metadata={"format": "pt"})
     policy = previews_of(model, machine)
-    assert policy.foretold
-    assert policy.foretold == {where: policy.chosen[where] for where in policy.foretold}
+    for ahead in (1, 2):
+        foretold = policy.foretold(ahead)
+        assert {layer for _, layer, _ in foretold} == set(range(ahead, 3))
+        assert foretold == {where: policy.chosen[where] for where in foretold}
 
 
 def test_in_other_models_previews_are_guesses(tmp_path: Path) -> None:
     model = write_random_model(MIXTRAL, tmp_path / "model", seed=3, dtype="float32")
     policies = [previews_of(model, machine) for machine in (ONE_MEMORY, TWO_MEMORIES)]
-    assert policies[0].foretold == policies[1].foretold
-    assert policies[0].foretold != {where: policies[0].chosen[where] for where in policies[0].foretold}
-    rows = [sum(counts.values()) for counts in policies[0].foretold.values()]
-    assert rows == [sum(policies[0].chosen[where].values()) for where in policies[0].foretold]
+    assert policies[0].seen == policies[1].seen
+    chosen = policies[0].chosen
+    for ahead in (1, 2):
+        foretold = policies[0].foretold(ahead)
+        assert foretold != {where: chosen[where] for where in foretold}
+        rows = [sum(counts.values()) for counts in foretold.values()]
+        assert rows == [sum(chosen[where].values()) for where in foretold]
 
 
 # -- verbs ---------------------------------------------------------------------------------------------------------
@@ -187,36 +179,43 @@ def tried(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "j", "says"),
+    ("layer", "j", "error", "says"),
     [
-        (1, 1, r"preview_route\(L1, mb1\) needs mb1 at step 0 L0 routed.*, but it is at step 0 L0 input"),
-        (2, 0, r"preview_route\(L2, mb0\) needs mb0 at step 0 L1 routed.*, but it is at step 0 L0 routed"),
-        (0, 0, r"preview_route\(L0, mb0\) needs mb0 at step 0 L-1 routed"),
+        (1, 1, OutOfOrder, "needs mb1 at step 0 routed in a layer before L1, but it is at step 0 L0 input"),
+        (0, 0, OutOfOrder, "needs mb0 at step 0 routed in a layer before L0, but it is at step 0 L0 routed"),
+        (3, 0, OutOfOrder, "preview_route: the model has no L3: its layers are L0 to L2"),
+        (-1, 0, OutOfOrder, "preview_route: the model has no L-1: its layers are L0 to L2"),
+        (1, [0], OutOfOrder, r"preview_route: there is no micro-batch \[0\] in this step"),
+        (2, 0, NotResident, "page L2 dense #0 is not in gpu: fetch it before the kernel that reads it"),
     ],
 )
-def test_only_the_layer_after_the_one_that_was_routed_can_be_previewed(layer: int, j: int, says: str) -> None:
+def test_only_later_layers_whose_dense_pages_are_there_can_be_previewed(
+    layer: int, j: Any, error: type[PolicyError], says: str
+) -> None:
     async def call(step: Step, policy: Trying) -> None:
         step.preview_route(layer, j)
 
-    with pytest.raises(OutOfOrder, match=says):
+    with pytest.raises(error, match=says) as caught:
         tried(call)
+    assert any(Path(entry.path) == Path(__file__) and entry.name == "call" for entry in caught.traceback)
 
 
-def test_after_the_last_layer_there_is_nothing_to_preview() -> None:
-    class Beyond(Previewing):
-        async def prefill(self, step: Step) -> None:
-            step.embed(0)
-            step.pre_attention(0, 0)
-            step.attention(0, 0)
-            await step.route(0, 0)
-            step.preview_route(1, 0)
+def test_a_layer_of_another_stage_of_a_pipeline_cannot_be_previewed() -> None:
+    class Piped(Previewing):
+        pipelines = True
 
-    policy = Beyond()
-    plan = Case(name="one layer", machine=load_machine("t4"), layers=1, weights=1.5).plan(policy)
-    with pytest.raises(
-        OutOfOrder, match=r"preview_route\(L1, mb0\) needs .* of a layer that another one follows"
-    ):
-        run_on_symbols(policy, plan)
+        def plan(self, plan: Plan) -> None:
+            plan.place_kv("accelerator")
+            for layers in plan.stages:
+                plan.keep([page for i in layers for page in plan.layout.layer(i)])
+
+    piped = Piped(farthest=1)
+    plan = Case(name="piped", machine=load_machine("t4x2"), layers=5, weights=1.5).plan(piped)
+    says = (
+        "preview_route: L3 is in stage 1 of the pipeline, and mb0 in stage 0, whose accelerator does not have"
+    )
+    with pytest.raises(PolicyError, match=says):
+        run_on_symbols(piped, plan)
 
 
 def test_a_transfer_that_has_not_started_can_be_cancelled_and_its_slots_are_free() -> None:

@@ -179,8 +179,11 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 def _previews(previews: Sequence[PreviewUse]) -> str:
     """The accuracy of previews, by their distance, in words."""
-    told = [f"{each.accuracy:.1%} from {each.ahead} ahead ({each.forecasts:,} previews)" for each in previews]
-    return f"chosen experts that had been forecast, by layers: {', '.join(told)}"
+    told = [
+        f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} previews)"
+        for each in previews
+    ]
+    return f"chosen experts that previews forecast: {', '.join(told)}"
 
 
 def _process(process: ProcessBytes) -> str:
