@@ -279,6 +279,13 @@ def prediction(result: Result) -> Iterator[Claim]:
     yield all_of(words, result["lanes_within_bar"], result["cases"])
 
 
+def preview_accuracy(result: Result) -> Iterator[Claim]:
+    """Previews of the router on the model that ships."""
+    for each in result["decode"]:
+        words = f"experts of one token forecast {each['ahead']} layers ahead, {result['model']}"
+        yield Claim(f"{words} (at random {each['chance']:.0%})", f"{each['accuracy']:.1%}")
+
+
 def random_runs(result: Result) -> Iterator[Claim]:
     """Random graphs and policies."""
     wrong = sum(each["runs"] for each in result["runs_with"].values())
@@ -329,7 +336,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
         dispatch, emulated, engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs,
         fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing,
-        peak_memory, plan_search, prediction, random_runs, reproduce, same_behaviour, signals,
+        peak_memory, plan_search, prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals,
     )
 }  # fmt: skip
 """By benchmark."""

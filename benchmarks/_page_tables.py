@@ -184,6 +184,33 @@ def all_reduce(result: Result) -> str:
     )
 
 
+def previews(result: Result) -> str:
+    """Accuracy of previews by the number of layers ahead, and of always naming the most popular experts."""
+    decode, popular = result["decode"], result["popular"]
+    layers = sorted(popular, key=int)
+    rows = [
+        [
+            each["ahead"],
+            f"{each['forecasts']:,}",
+            *(f"{each[name]:.1%}" for name in ("accuracy", "chance")),
+            f"{decode[0]['accuracy'] ** each['ahead']:.1%}",
+            *(f"{each['by_layer'][i]:.1%}" if i in each["by_layer"] else "" for i in layers[1:]),
+        ]
+        for each in decode
+    ]
+    naming = [f"always the {result['top_k']} most popular", "", "", "", ""]
+    rows.append([*naming, *(f"{popular[i]:.1%}" for i in layers[1:])])
+    columns = [
+        "layers ahead",
+        "previews",
+        "forecast",
+        "at random",
+        "nth power",
+        *(f"of layer {i}" for i in layers[1:]),
+    ]
+    return markdown(columns, rows)
+
+
 MEASURED: dict[str, tuple[str, Table]] = {
     "bars": ("fidelity", bars),
     "settings": ("fidelity", lambda result: table_of(of_settings(result), SETTINGS)),
@@ -193,6 +220,7 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "predictions": ("prediction", predictions),
     "memory": ("peak_memory", memory),
     "all-reduce": ("all_reduce", all_reduce),
+    "previews": ("preview_accuracy", previews),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
 

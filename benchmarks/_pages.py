@@ -18,7 +18,7 @@ from _tables import filled, markdown
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
 MACHINES = {"spr": "Xeon, Sapphire Rapids", "zen3": "EPYC, Zen 3", "zen5": "EPYC, Zen 5"}
-MEASURED_PAGES = ("fidelity.md", "transports.md")
+MEASURED_PAGES = ("fidelity.md", "routing.md", "transports.md")
 
 
 def main() -> None:

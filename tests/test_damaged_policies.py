@@ -38,12 +38,6 @@ REFUSED: list[tuple[str, Kind, str, str]] = [
     ("flexgen", "drop", "offload_kv", "its keys and values not saved: offload_kv them"),
     ("twiddler", "drop", "offload_routed", "is not on the host: call offload_routed before"),
     ("twiddler", "drop", "load_routed", "on the host: call load_routed first"),
-    (
-        "prefetch_gate",
-        "mistake",
-        "preview_route",
-        r"preview_route\(L2, mb0\) needs mb0 at step 0 routed in a layer before L2",
-    ),
     ("prefetch_gate", "drop", "fetch", "bring it there first|fetch it before the kernel"),
     ("resident", "repeat", "pre_attention", "pre_attention.* but it is at step 0 L0 qkv"),
     ("resident", "drop", "sample", "ended before mb0 was sampled"),

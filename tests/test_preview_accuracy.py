@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from _previewing import Kept, Previewing
 
 import moesched
 from moesched.errors import OutOfOrder, report_of
@@ -19,7 +20,6 @@ from moesched.runs.outcome import PreviewUse, Report
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
 from moesched.testing import Case
-from previewing import Kept, Previewing
 
 CASE = Case(name="previews", machine=load_machine("t4"), layers=4, experts=8, weights=1.5)
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-mixtral"
@@ -68,7 +68,7 @@ def test_simulations_report_what_the_policy_saw(accuracy: float) -> None:
 @pytest.mark.parametrize("given", [{}, {"prefill_chunk": 16}, {"batch_size": 2}], ids=str)
 def test_runs_report_what_the_policy_saw(no_text: Path, given: dict[str, Any]) -> None:
     prompts = [[*range(1, 41)], [*range(5, 18)], [9, 8], [3]]
-    report = moesched.run_model(no_text, prompts, policy="previewing:Kept", max_new_tokens=3, **given)
+    report = moesched.run_model(no_text, prompts, policy="_previewing:Kept", max_new_tokens=3, **given)
     counted = [each.counts() for each in Kept.last(report.batches)]
     assert figures(report) == [
         (rows[0][0], *(sum(column) for column in list(zip(*rows, strict=True))[1:]))

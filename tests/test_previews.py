@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from _previewing import Previewing
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +24,6 @@ from moesched.steps.step import Step
 from moesched.tasks import CANCELLED
 from moesched.testing import Case, run_on_symbols
 from odd_models import MIXTRAL, PROMPTS
-from previewing import Previewing
 
 # -- where nothing is computed -------------------------------------------------------------------------------------
 

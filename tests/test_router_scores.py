@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from _previewing import Previewing
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched import plugins
@@ -35,7 +36,6 @@ from moesched.steps.step import Step
 from moesched.testing import Case, check_policy, node_cases, run_on_symbols
 from moesched.testing.adversarial import Adversarial
 from odd_models import MIXTRAL, OLMOE, PROMPTS, layout_of, stored
-from previewing import Previewing
 from reference import Reference, Tensor
 from reference import generate as reference_tokens
 from test_node_verbs import HALVES, NODES, owners_of

@@ -74,8 +74,8 @@ class WorkloadArguments:
         float,
         Parameter(
             metavar="P",
-            help="Probability that a preview of the router names the right expert, from 0 to 1; "
-            "prefetch_gate uses previews.",
+            help="Probability that a preview of the router one layer ahead names the right expert, from 0 to 1; "
+            "N layers ahead it is P to the power of N. prefetch_gate uses previews.",
         ),
     ] = PREVIEW_ACCURACY
 

@@ -138,7 +138,8 @@ class WorkloadOptions:
         routing: a file with a routing profile or trace (docs/routing.md), or uniform, popularity or zipf; None for
             uniform.
         routing_settings: settings of the routing, such as its locality.
-        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses.
+        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses, one layer
+            ahead; n layers ahead it is this to the power of n.
     """
 
     gen: int | None = None

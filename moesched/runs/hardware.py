@@ -60,16 +60,7 @@ def run(
         BadInput: the plan is a pipeline, which no device runs; or it requests router scores, and the device gives none.
         OutOfMemory: the system gave no more memory.
     """
-    if len(plan.stages) > 1:
-        raise BadInput(
-            f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "
-            f"one: give --machine with one accelerator instead of {plan.machine.name}, or use `moesched simulate`"
-        )
-    if plan.declared.scores and not (isinstance(device, GivesScores) and device.gives_scores):
-        raise BadInput(
-            f"device {type(device).__name__} gives no router scores, which policy {type(policy).__name__} requests: "
-            "use --device torch"
-        )
+    _require_runnable(plan, policy, device)
     started = time.perf_counter()
     ranks = [Rank(plan, policy, device), *peers]
     hardware = _HardwareRun(ranks, tokens, observers, recorder)
@@ -95,6 +86,20 @@ def run(
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report
+
+
+def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
+    """Check that a device runs such plans."""
+    if len(plan.stages) > 1:
+        raise BadInput(
+            f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "
+            f"one: give --machine with one accelerator instead of {plan.machine.name}, or use `moesched simulate`"
+        )
+    if plan.declared.scores and not (isinstance(device, GivesScores) and device.gives_scores):
+        raise BadInput(
+            f"device {type(device).__name__} gives no router scores, which policy {type(policy).__name__} requests: "
+            "use --device torch"
+        )
 
 
 def _is_told(error: Exception | None, *, one_of_several: bool) -> bool:

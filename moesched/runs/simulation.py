@@ -42,8 +42,8 @@ def simulate(
     Args:
         cost: by default the measured costs of the plan's machine, or its roofline.
         routing: by default uniform, with seed 0.
-        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose, from 0
-            to 1.
+        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing will choose one
+            layer later, from 0 to 1; n layers later it is this to the power of n.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
         recorder: keeps the tasks, for a trace.

@@ -32,7 +32,7 @@ class RunState:
     Attributes:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
         kv_slots: the buffers that `load_kv` fills, of all stages.
-        limited: whether the plan limits the micro-batches within a layer in prefill, which then share `rooms`.
+        rooms: what micro-batches within a layer in prefill share, where the plan limits their number.
         stride: the progress that a micro-batch makes in a step.
         previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
@@ -67,11 +67,15 @@ class RunState:
             batch.chunk = chunk
         slots = plan.kv.slots * len(self.stages)
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
-        self.limited = plan.declared.in_flight < len(self.prefill_batches)
         self.rooms = deque(Block(f"room {number}") for number in range(plan.declared.in_flight))
         self.stride = (len(plan.layers) + 1) * STRIDE
         self.previews = PreviewAccuracy()
         self.submit = self._submitter()
+
+    @property
+    def limited(self) -> bool:
+        """Whether the plan limits the micro-batches within a layer in prefill."""
+        return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def batches(self, index: int) -> dict[int, MicroBatch]:
         """The micro-batches of a step, by number."""

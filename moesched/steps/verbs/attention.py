@@ -35,7 +35,7 @@ class AttentionVerbs(Verbs):
         if view.noted != self.index:
             view.use(self.index, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
-        if self._state.limited and not self.index:
+        if not self.index and self._state.limited:
             batch.room = self._free_room(micro_batch)
             room = (batch.room,)
         return self._run(PRE_ATTENTION, layer, batch, view, view.reads, room)

@@ -16,6 +16,7 @@ class Previewing:
     farthest: most layers ahead that it previews.
 
     Attributes:
+        micro_batches: the requests of each micro-batch.
         seen: the values of `route` and of previews, by (step, layer, micro-batch, layers ahead); `route` is 0 ahead.
     """
 
@@ -25,6 +26,7 @@ class Previewing:
         self.seen: dict[tuple[int, int, int, int], Any] = {}
 
     def plan(self, plan: Plan) -> None:
+        self.micro_batches = plan.batch.micro_batches
         plan.place_kv("accelerator")
         plan.keep(plan.layout.pages)
         if self._scores:
