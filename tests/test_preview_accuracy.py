@@ -12,10 +12,11 @@ import pytest
 from _previewing import Kept, Previewing
 
 import moesched
-from moesched.errors import OutOfOrder, report_of
+from moesched.errors import OutOfOrder, TaskFailed, report_of
 from moesched.jobs.report import merge_reports
 from moesched.machines import load_machine
 from moesched.plugins import make_policy
+from moesched.routing import SeededRouting
 from moesched.runs.outcome import PreviewUse, Report
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
@@ -116,12 +117,57 @@ def test_previews_count_that_nobody_awaits_unless_their_layer_is_never_routed() 
     ]
 
 
+class FirstStep(Previewing):
+    """Previews layer 1 in prefill, where that layer then runs as one kernel, and no more."""
+
+    async def prefill(self, step: Step) -> None:
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                if i == 1 and not step.index:
+                    step.post_attention(i, j)
+                    continue
+                routed = await step.route(i, j)
+                if i == 0 and not step.index:
+                    await step.preview_route(1, j)
+                for expert in routed:
+                    step.run_expert(i, expert, j)
+                step.combine(i, j)
+            step.sample(j)
+
+    decode = prefill
+
+
+def test_a_preview_is_of_its_own_step() -> None:
+    assert simulated(FirstStep()).previews == []
+
+
 def test_a_run_that_fails_reports_the_previews_until_then() -> None:
     with pytest.raises(OutOfOrder) as caught:
         simulated(Late(fails=True))
     report = report_of(caught.value)
     assert [each.ahead for each in report.previews] == [1, 2, 3]
-    assert all(2 <= each.forecasts <= 3 for each in report.previews)
+    assert [each.forecasts for each in report.previews] == [3, 3, 3], "one of two micro-batches in step 1"
+
+
+class Breaks(SeededRouting):
+    """A routing that fails in the last layer of step 1, after the three forecasts of it."""
+
+    calls = 0
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        self.calls += (step, layer, micro_batch) == (1, 3, 0)
+        if self.calls > 3:
+            raise RuntimeError("broken")
+        return super().choose(step, layer, micro_batch, tokens)
+
+
+def test_a_routing_that_failed_counts_for_nothing() -> None:
+    with pytest.raises(TaskFailed, match="route L3 mb0 failed") as caught:
+        simulated(Previewing(), routing=Breaks(8, 2))
+    assert [each.forecasts for each in report_of(caught.value).previews] == [6 + 2, 4 + 1, 2]
 
 
 def test_a_policy_without_previews_reports_none() -> None:

@@ -25,9 +25,9 @@ class Compared(NamedTuple):
 
 
 class PreviewAccuracy:
-    """Compares the previews of a run with its routings, once both are known.
+    """Compares the previews of a run with its routings, step by step.
 
-    A preview counts if its layer is then routed by `route`; not after `post_attention`, nor if either task failed.
+    A preview counts if its layer is then routed by `route`; not before `post_attention`, nor if either task failed.
 
     Attributes:
         ahead: the comparisons so far, by the number of layers that the previews looked ahead.
@@ -51,19 +51,16 @@ class PreviewAccuracy:
         self._pairs += [(preview, route) for preview in previews]
 
     def end_step(self) -> None:
-        """Drop the previews of layers that were not routed, and compare those that have settled."""
-        self.waiting.clear()
-        pairs, self._pairs = self._pairs, []
-        for preview, route in pairs:
-            if preview.state < DONE or route.state < DONE:
-                self._pairs.append((preview, route))
-            elif preview.state == route.state == DONE:
-                self._compare(preview.ahead, preview.value, route.value)
+        """Compare a step's pairs, and drop its tasks; also at the end of a run, perhaps within a step.
 
-    def close(self) -> None:
-        """Compare what has settled by the end of the run, and drop all tasks."""
-        self.end_step()
+        At the end of a step all pairs are known: experts cannot run before their routing is, and a routing overwrites
+        what its previews read.
+        """
+        for preview, route in self._pairs:
+            if preview.state == route.state == DONE:
+                self._compare(preview.ahead, preview.value, route.value)
         self._pairs.clear()
+        self.waiting.clear()
 
     def _compare(self, ahead: int, forecast: Mapping[int, int], chosen: Mapping[int, int]) -> None:
         before = self.ahead.get(ahead, Compared())

@@ -142,7 +142,7 @@ class RunState:
 
         Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
         """
-        self.previews.close()
+        self.previews.end_step()
         self.engine.forget()
         plan = self.plan
         for pool in (*plan.weights.pools, *plan.weights.resident):
