@@ -282,7 +282,8 @@ def prediction(result: Result) -> Iterator[Claim]:
 def preview_accuracy(result: Result) -> Iterator[Claim]:
     """Previews of the router on the model that ships."""
     for each in result["decode"]:
-        words = f"experts of one token forecast {each['ahead']} layers ahead, {result['model']}"
+        layers = f"{each['ahead']} layer{'s' * (each['ahead'] > 1)}"
+        words = f"experts of one token that previews forecast {layers} ahead, {result['model']}"
         yield Claim(f"{words} (at random {each['chance']:.0%})", f"{each['accuracy']:.1%}")
 
 
