@@ -111,7 +111,7 @@ def _tokens(device: Device, machine: Machine, name: str | None) -> list[list[int
 
 
 class _Values:
-    """Collects the values of `route`, `post_attention` and `sample` tasks."""
+    """Collects the values of `route`, `preview_route`, `post_attention` and `sample` tasks."""
 
     def __init__(self, config: ModelConfig, batch: Batch, *, scored: bool) -> None:
         self._config = config
@@ -127,14 +127,14 @@ class _Values:
         """Check that each token has one row per chosen expert, and that each sequence gets one token."""
         for task in self._tasks:
             requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
-            if task.verb in ("route", "post_attention"):
+            if task.verb in ("route", "preview_route", "post_attention"):
                 tokens = sum(1 if task.step else self._batch.prompts[request] for request in requests)
                 rows = sum(task.value.values())
                 assert rows == tokens * self._config.top_k, (
                     f"{task.label} gives {rows} rows to {tokens} tokens"
                 )
                 assert all(task.value.values()), f"{task.label} names an expert without rows"
-                if self._scored and task.verb == "route":
+                if self._scored and task.verb != "post_attention":
                     self._check_scores(task)
             elif task.verb == "sample":
                 assert len(task.value) == len(requests), f"{task.label} gives {len(task.value)} tokens"
@@ -149,7 +149,7 @@ class _Values:
 
 
 class _Scoring:
-    """Keeps all weights, and routes with scores."""
+    """Keeps all weights, and routes and previews with scores."""
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
@@ -162,7 +162,10 @@ class _Scoring:
             for i in step.layers:
                 step.pre_attention(i, j)
                 step.attention(i, j)
-                for expert in await step.route(i, j):
+                routed = await step.route(i, j)
+                for later in step.layers[i + 1 :]:
+                    step.preview_route(later, j)
+                for expert in routed:
                     step.run_expert(i, expert, j)
                 step.combine(i, j)
             step.sample(j)
