@@ -177,17 +177,22 @@ class NumpyDevice:
         return dict(zip(experts.tolist(), counts.tolist(), strict=True))
 
     def _run_expert(self, task: Task) -> None:
-        state = self._micro_batches[task.micro_batch]
-        self._apply(state, task.expert, self._weights(task.operands))
+        weights = self._weights(task.operands)
+        for micro_batch, start, stop in task.expert_rows:
+            self._apply(self._micro_batches[micro_batch], task.expert, weights, slice(start, stop))
 
-    def _apply(self, state: MicroBatch, expert: int, weights: dict[str, Array]) -> None:
+    def _apply(
+        self, state: MicroBatch, expert: int, weights: dict[str, Array], rows: slice = slice(None)
+    ) -> None:
+        """Compute all rows of an expert, as the bits of a product depend on their number, and keep the ones named."""
         gate, up, down = (weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down"))
         tokens_n, choices_n = np.nonzero(state.experts_Tk == expert)
         x_nD = state.x_TD[tokens_n]
         gated = x_nD @ gate.T
         y_nD = (gated / (1 + np.exp(-gated)) * (x_nD @ up.T)) @ down.T
-        total_TD = state.total_TD[expert] = np.zeros_like(state.x_TD)
-        total_TD[tokens_n] = y_nD * state.weights_Tk[tokens_n, choices_n, None]
+        weighted_nD = y_nD * state.weights_Tk[tokens_n, choices_n, None]
+        total_TD = state.total_TD.setdefault(expert, np.zeros_like(state.x_TD))
+        total_TD[tokens_n[rows]] = weighted_nD[rows]
 
     def _combine(self, task: Task) -> None:
         """Add in ascending order of experts, so that the bits do not depend on the policy."""

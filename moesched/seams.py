@@ -200,6 +200,8 @@ class Device(Protocol):
         starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
         each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
         that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
+        `run_expert` has the rows of `Task.expert_rows`; each row's bits must be those that it has if all of its
+        micro-batch's rows run together. The operands of `load_routed` are pairs of an expert and a range of its rows.
 
         Raises:
             Exception: of any kind; the driver turns it into the task's failure, and ends the run.

@@ -156,6 +156,14 @@ class WorkPart(NamedTuple):
     times: float = 1.0
 
 
+class RowRange(NamedTuple):
+    """Rows of one expert in a micro-batch: from `start` up to `stop`, in the order of their tokens."""
+
+    micro_batch: int
+    start: int
+    stop: int
+
+
 class Work(msgspec.Struct, eq=False):
     """A task's demands on the machine. Shared by all tasks of the same kind and size in a step.
 
@@ -199,6 +207,8 @@ class Task(msgspec.Struct, eq=False, gc=False):
     `followers` are the tasks that wait for it; None once it has settled.
     `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.
     `code` and `instruction` say which line of the policy submitted it; None where no verb did.
+    `ranges` are the rows of an expert's task that has a part of a micro-batch's rows, or the rows of several
+    micro-batches; the latter has no `micro_batch` of its own.
     """
 
     lane: Lane
@@ -226,6 +236,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     code: CodeType | None = None
     instruction: int = -1
     taken: int = -1
+    ranges: tuple[RowRange, ...] = ()
 
     def __await__(self) -> Generator[Task, Any, Any]:
         if self.state < DONE:
@@ -251,7 +262,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def label(self) -> str:
-        """A name for people: verb, layer, expert, micro-batch."""
+        """A name for people: verb, layer, expert, micro-batch, and the rows of a part of it."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")
@@ -259,7 +270,15 @@ class Task(msgspec.Struct, eq=False, gc=False):
             parts.append(f"E{self.expert}")
         if self.micro_batch >= 0:
             parts.append(f"mb{self.micro_batch}")
+            parts += [f"rows {start}:{stop}" for _, start, stop in self.ranges]
+        else:
+            parts += [f"mb{micro_batch}" for micro_batch, _, _ in self.ranges]
         return " ".join(parts)
+
+    @property
+    def expert_rows(self) -> tuple[RowRange, ...]:
+        """The rows that a `run_expert` task has to run: all of its micro-batch's unless `ranges` names others."""
+        return self.ranges or (RowRange(self.micro_batch, 0, self.work.tokens),)
 
     @property
     def line(self) -> str:

@@ -46,6 +46,7 @@ def expected(model: Path) -> list[list[int]] | None:
         ("prefetch_gate", {"offload_per_layer": 2}),
         ("twiddler", {"experts": 4}),
         ("adversarial", {"seed": 1}),
+        ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
     ],
 )
 def test_every_policy_gives_the_tokens_of_the_cpu(

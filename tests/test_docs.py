@@ -109,7 +109,16 @@ def kit_page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "policy", ["TwoBuffers", "WhereItIs", "FirstInFirstOut", "CachedInPool", "ByScore", "Overlapping"]
+    "policy",
+    [
+        "TwoBuffers",
+        "WhereItIs",
+        "JoinedAndHalved",
+        "FirstInFirstOut",
+        "CachedInPool",
+        "ByScore",
+        "Overlapping",
+    ],
 )
 def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other(kit_page: str, policy: str) -> None:
     prompts = ["Return a new", "Raise an error if"]

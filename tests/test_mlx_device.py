@@ -146,6 +146,7 @@ def expected(checkpoint: Checkpoint, layout: WeightLayout) -> Generated:
         ("fastdecode", {}),
         ("twiddler", {}),
         ("adversarial", {"seed": 4}),
+        ("moesched.testing.random_rows:RandomRows", {"seed": 5, "weights": 1.0}),
     ],
 )
 def test_every_policy_gives_the_same_logits(

@@ -162,6 +162,11 @@ def test_two_accelerators_give_the_tokens_of_one(folder: Path, model: str, polic
     assert report.tokens == expected(folder / model)
 
 
+def test_experts_are_cut_by_rows_and_joined_on_both_accelerators(folder: Path) -> None:
+    report = run_two(folder, "mixtral", policy="moesched.testing.random_rows:RandomRows", budgets={})
+    assert report.tokens == expected(folder / "mixtral")
+
+
 def test_heads_that_are_normalised_one_by_one_are_cut_too(folder: Path) -> None:
     report = run_two(folder, "qwen", policy="resident", budgets={})
     assert report.tokens == expected(folder / "qwen")

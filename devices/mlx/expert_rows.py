@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from moesched.models.footprint import EXPERT_TILE
+
 from . import kernels
 from .kernels import Array, Rows, Stack
 
@@ -29,17 +31,30 @@ class ExpertRows:
         self.weights_Tk = weights_Tk
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= kernels.MANY_ROWS
-        self._outputs: dict[int, Array] = {}
+        self._outputs: dict[int, dict[int, Array]] = {}
+        """Those of the experts that ran, by expert, then by the first of its rows."""
 
-    def apply(self, expert: int, stack: Stack, index: int) -> Array:
-        """Run one expert on its rows; its output is not evaluated.
+    def apply(self, expert: int, stack: Stack, index: int, part: range | None = None) -> Array:
+        """Run one expert on a part of its rows, or on all; its output is not evaluated.
 
-        index: of the expert in the stack.
+        Tiles with rows of the part are computed whole: without `kernels.gathers`, bits depend on the other rows.
+
+        Args:
+            index: of the expert in the stack.
+            part: rows of the expert, counted from its first.
         """
-        start, count = sum(self.counts[:expert]), self.counts[expert]
-        rows = rows_of_one(count, index, many=self.many)
-        self._outputs[expert] = kernels.experts_ffn(self.x_nD[start : start + count], stack, rows)
-        return self._outputs[expert]
+        first, count = sum(self.counts[:expert]), self.counts[expert]
+        part = part or range(count)
+        start = part.start // EXPERT_TILE * EXPERT_TILE
+        stop = min(count, -(-part.stop // EXPERT_TILE) * EXPERT_TILE)
+        rows = rows_of_one(stop - start, index, many=self.many)
+        y_nD = kernels.experts_ffn(self.x_nD[first + start : first + stop], stack, rows)
+        if len(y_nD) > len(part):
+            y_nD = mx.contiguous(
+                y_nD[part.start - start : part.stop - start]
+            )  # a copy: the tile can be freed
+        self._outputs.setdefault(expert, {})[part.start] = y_nD
+        return y_nD
 
     def apply_all(self, stack: Stack) -> Array:
         """Run all experts, which are one stack; their outputs (n, D) are not evaluated."""
@@ -47,14 +62,13 @@ class ExpertRows:
 
     def outputs_nD(self) -> Array:
         """The experts' outputs, row by row; zeros for experts that have not run here."""
-        width = self.x_nD.shape[1]
-        return mx.concatenate(
-            [
-                self._outputs.get(expert, mx.zeros((count, width), dtype=self.x_nD.dtype))
-                for expert, count in enumerate(self.counts)
-                if count
-            ]
-        )
+        parts: list[Array] = []
+        for expert, count in enumerate(self.counts):
+            ran = self._outputs.get(expert, {})
+            parts += [ran[start] for start in sorted(ran)]
+            if count and not ran:
+                parts.append(mx.zeros((count, self.x_nD.shape[1]), dtype=self.x_nD.dtype))
+        return mx.concatenate(parts)
 
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:

@@ -119,9 +119,10 @@ class MlxMoELayer:
         return _with_scores(_with_rows(self._count(routed)), routed)
 
     def run_expert(self, task: Task) -> None:
-        """Run one expert on its rows."""
-        batch, weights = self._batches[task.micro_batch], self._weights(task.operands)
-        mx.eval(batch.rows.apply(task.expert, *weights.experts[task.expert]))
+        """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
+        stack, index = self._weights(task.operands).experts[task.expert]
+        for micro_batch, start, stop in task.expert_rows:
+            mx.eval(self._batches[micro_batch].rows.apply(task.expert, stack, index, range(start, stop)))
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""

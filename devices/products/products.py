@@ -33,11 +33,22 @@ class Products:
             return self._kernel.linear(x_TD, blocks)
         return linear(x_TD, blocks)
 
-    def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+    def by_kernel(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
+        """Whether the kernel computes an expert on these rows: then no row's bits depend on another row."""
+        return self._kernel is not None and self._kernel.takes_expert(x_nD, gate, up, down)
+
+    def expert(
+        self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, kept: slice | None = None
+    ) -> Tensor:
+        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down.
+
+        kept: the rows whose outputs are wanted; None for all of them. Torch computes the others, too, since the last
+            bits of its products depend on the other rows; the kernel's do not.
+        """
         if self._kernel and self._kernel.takes_expert(x_nD, gate, up, down):
-            return self._kernel.expert(x_nD, gate, up, down)
-        return expert_ffn(x_nD, gate, up, down)
+            return self._kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down)
+        y_nD = expert_ffn(x_nD, gate, up, down)
+        return y_nD if kept is None else y_nD[kept]
 
 
 def rows_for_kernel(kernel: str, dtype: str) -> int:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from ..products.linear import Tensor
+from .expert_parts import Part
 from .kernels import Grouping
 
 
@@ -53,3 +54,8 @@ class ExpertRows:
     def of(self, expert: int) -> range:
         """The range of an expert's rows."""
         return range(self._starts[expert], self._starts[expert + 1])
+
+    def part(self, expert: int, start: int = 0, stop: int | None = None) -> Part:
+        """Some of an expert's rows, counted from its first; by default all of them."""
+        rows = self.of(expert)
+        return Part(self.x_nD, self.y_nD, rows, rows[start:stop])

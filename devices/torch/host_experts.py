@@ -9,9 +9,10 @@ from moesched.tasks import HostKernel, Task
 
 from .compute import Compute
 from .copies import HOST, moved
+from .expert_parts import apply_to_each
 from .expert_rows import HostRows
 from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer, WeightsOf, apply_expert
+from .moe_layer import MoELayer, WeightsOf
 from .observers import DeviceObservers
 
 
@@ -55,20 +56,24 @@ class HostExperts:
         if not isinstance(task, HostKernel):
             self._there.run_expert(task)
             return
-        rows, weights = self._states[task.micro_batch].rows, self._weights(task.operands)
-        assert rows.on_host is not None, "the step saw to it that the rows are there"
-        self._device_observers.applied(task.layer, rows, [task.expert], weights)
-        x_nD, y_nD = rows.on_host.rows(pinned=self._pinned)
-        span = rows.of(task.expert)
-        self._use_cores_for(len(span), self._expert_weights)
-        apply_expert(x_nD, y_nD, span, task.expert, weights, self._products)
+        weights, parts = self._weights(task.operands), []
+        for micro_batch, start, stop in task.expert_rows:
+            rows = self._states[micro_batch].rows
+            assert rows.on_host is not None, "the step saw to it that the rows are there"
+            x_nD, y_nD = rows.on_host.rows(pinned=self._pinned)
+            parts.append(rows.part(task.expert, start, stop)._replace(x_nD=x_nD, y_nD=y_nD))
+        self._device_observers.applied(task.layer, parts, task.expert, weights)
+        apply_to_each(parts, task.expert, weights, self._products, self._use_cores_for_expert)
+
+    def _use_cores_for_expert(self, tokens: int) -> None:
+        self._use_cores_for(tokens, self._expert_weights)
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows of the experts that ran here; adjacent ranges are one copy."""
+        """Copy the output rows that were computed here; adjacent ranges are one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         _, y_nD = rows.on_host.rows(pinned=self._pinned)
-        for span in _joined([rows.of(expert) for expert in sorted(task.operands)]):
+        for span in _joined([rows.of(expert)[ran.start : ran.stop] for expert, ran in task.operands]):
             rows.y_nD[span].copy_(y_nD[span], non_blocking=True)
         rows.on_host = None
 

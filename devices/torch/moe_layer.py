@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moesched.models.config import ModelConfig
-from moesched.models.footprint import EXPERT_TILE
 from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
-from ..products.linear import Blocks, Tensor
-from ..products.products import Products
+from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
 from .compute import Compute
+from .expert_parts import apply_expert, apply_to_each, expert_weights
 from .expert_rows import ExpertRows
 from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
@@ -90,7 +89,9 @@ class MoELayer:
         group = kernels.every_expert if few else kernels.group_by_expert
         counts = self.give_rows(state, self.route(task), group)
         weights = self._weights(task.operands)
-        self._device_observers.applied(task.layer, state.rows, counts, weights)
+        if self._device_observers.activations is not None:
+            for expert in counts:
+                self._device_observers.applied(task.layer, [state.rows.part(expert)], expert, weights)
         shared = [expert for expert in counts if self._is_shared_out(counts[expert])]
         for expert in counts.keys() - shared:
             self._use_cores_for_expert(counts[expert])
@@ -141,11 +142,14 @@ class MoELayer:
         return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
     def run_expert(self, task: Task) -> None:
-        """One expert on its rows."""
-        rows, weights = self._states[task.micro_batch].rows, self._weights(task.operands)
-        self._device_observers.applied(task.layer, rows, [task.expert], weights)
-        self._use_cores_for_expert(rows.grouping.counts[task.expert])
-        self._apply(rows, task.expert, weights)
+        """One expert on its rows of one or several micro-batches, each as if it ran alone."""
+        weights = self._weights(task.operands)
+        parts = [
+            self._states[micro_batch].rows.part(task.expert, start, stop)
+            for micro_batch, start, stop in task.expert_rows
+        ]
+        self._device_observers.applied(task.layer, parts, task.expert, weights)
+        apply_to_each(parts, task.expert, weights, self._products, self._use_cores_for_expert)
 
     def warm_expert(self, task: Task) -> None:
         """One expert on a row of zeros, only to read its weights."""
@@ -184,7 +188,7 @@ class MoELayer:
         self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
 
     def _apply(self, rows: ExpertRows, expert: int, weights: Weights) -> None:
-        apply_expert(rows.x_nD, rows.y_nD, rows.of(expert), expert, weights, self._products)
+        apply_expert(rows.part(expert), expert, weights, self._products)
 
 
 def _with_scores(counts: Mapping[int, int], routed: Routed) -> Mapping[int, int]:
@@ -192,18 +196,3 @@ def _with_scores(counts: Mapping[int, int], routed: Routed) -> Mapping[int, int]
     if routed.logits_TE is None:
         return counts
     return ScoredTokens(counts, kernels.scores(routed.logits_TE).tolist())
-
-
-def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:
-    """The three matrices of one expert: gate, up, down."""
-    return [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
-
-
-def apply_expert(
-    x_nD: Tensor, y_nD: Tensor, rows: range, expert: int, weights: Weights, products: Products
-) -> None:
-    """Run an expert on these rows of x, and write its outputs to the same rows of y."""
-    gate, up, down = expert_weights(weights, expert)
-    for start in rows[::EXPERT_TILE]:
-        tile = slice(start, min(start + EXPERT_TILE, rows.stop))
-        y_nD[tile] = products.expert(x_nD[tile], gate, up, down)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moesched.models.footprint import EXPERT_TILE
 from moesched.seams import ActivationObserver, RoutingObserver, TokenSpan
 
 from ..products.linear import Tensor, gated
-from .expert_rows import ExpertRows
+from .expert_parts import Part, tiles_of
 from .micro_batch import MicroBatchState
 from .resident_pages import Weights
 
@@ -31,13 +30,13 @@ class DeviceObservers:
         ]
         self.routing.routed(layer, spans, experts_Tk.cpu().numpy())
 
-    def applied(self, layer: int, rows: ExpertRows, experts: Iterable[int], weights: Weights) -> None:
-        """Report the activations of experts that are about to run; they are computed a second time for that."""
+    def applied(self, layer: int, parts: Iterable[Part], expert: int, weights: Weights) -> None:
+        """Report the activations of an expert that is about to run; they are computed a second time for that."""
         if self.activations is None:
             return
-        for expert in experts:
-            span = rows.of(expert)
-            for start in span[::EXPERT_TILE]:
-                x_nD = rows.x_nD[start : min(start + EXPERT_TILE, span.stop)]
-                values_nI = gated(x_nD, weights[f"experts.{expert}.gate"])
+        for part in parts:
+            for tile, kept in tiles_of(part.rows, part.wanted):
+                values_nI = gated(part.x_nD[tile], weights[f"experts.{expert}.gate"])
+                if kept is not None:
+                    values_nI = values_nI[kept]
                 self.activations.activated(layer, values_nI.float().cpu().numpy())

@@ -8,7 +8,6 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from moesched.errors import BadInput
-from moesched.system.logs import printer
 from moesched.system.plain_text import plain_text, shown
 
 SWITCH = "MOESCHED_LOG"
@@ -22,6 +21,8 @@ def send_logs_to_stderr() -> None:
         BadInput: it is not a level.
     """
     import structlog
+
+    from moesched.system.logs import printer
 
     given = os.environ.get(SWITCH) or "warning"
     level = LEVELS.get(given.lower())

@@ -12,10 +12,10 @@ from moesched.tasks import Block, Lane, Task, Work
 
 
 class HostOutput(NamedTuple):
-    """The output of an expert on the host, for `tokens` rows."""
+    """The output of an expert on the host for some of its rows."""
 
     expert: int
-    tokens: int
+    rows: range
     block: Block
 
 
@@ -94,16 +94,18 @@ class RoutingState:
     Attributes:
         decision: the task of `route`.
         pending: the experts that have yet to run on this node; None until known.
+        left: for those of them of which a part has run, the rows that have yet to run.
         owners: the node of each expert, as passed to `assign`.
         outputs: blocks for `combine`.
         on_host: outputs that are still on the host; None where the routed rows are not there.
     """
 
-    __slots__ = ("decision", "on_host", "outputs", "owners", "pending")
+    __slots__ = ("decision", "left", "on_host", "outputs", "owners", "pending")
 
     def __init__(self) -> None:
         self.decision: Task | None = None
         self.pending: set[int] | None = None
+        self.left: dict[int, tuple[range, ...]] = {}
         self.owners: Mapping[int, int] | None = None
         self.outputs: list[Block] = []
         self.on_host: list[HostOutput] | None = None

@@ -13,7 +13,8 @@ In every layer a micro-batch takes one of these paths (from the table in `verbs/
     attended --route--> routed --combine--> input of the next layer
     output of the last layer --sample--> sampled --embed--> input of the first layer
 
-Between `route` and `combine`, every expert that tokens were routed to must `run_expert`.
+Between `route` and `combine`, every expert that tokens were routed to must `run_expert`: on all rows at once, together
+with other micro-batches, or range by range.
 
 In prefill a micro-batch may be a chunk of long prompts (see `chunks.py`). It continues the chunk before it in
 `Step.micro_batches`, which must be embedded first, and attended to first in each layer. `sample` does nothing for a

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import isclose
+from pathlib import Path
 from typing import get_args
 
 import anyio
+import numpy as np
 
 from moesched import plugins
 from moesched.drivers.lanes import LaneKind
@@ -32,7 +34,13 @@ Make = Callable[[Checkpoint, WeightLayout], Device]
 
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
 NEW_TOKENS = 3
-POLICIES = ("resident", "layer_streaming", "cgopipe", "expert_streaming")
+POLICIES = (
+    "resident",
+    "layer_streaming",
+    "cgopipe",
+    "expert_streaming",
+    "moesched.testing.random_rows:RandomRows",
+)
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
@@ -41,7 +49,8 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     Args:
         make: creates the device, such as its class.
         machine: a machine that the device can run as.
-        policies: names of policies; by default four that keep and stream different weights.
+        policies: names of policies; by default four that keep and stream different weights, and one that has tasks of
+            experts with some of a micro-batch's rows, or with those of several micro-batches.
 
     Raises:
         AssertionError: the tokens depend on the policy or on the previous batch, a verb returned a wrong value,
@@ -50,7 +59,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     config = Case(name="a device's", machine=machine).config()
     outcomes: dict[str, list[list[int]]] = {}
     with scratch_folder() as folder:
-        checkpoint = open_checkpoint(write_random_model(config, folder / "model", dtype="float32"))
+        checkpoint = _model(config, folder / "model")
         _check_unused(make(checkpoint, weight_layout(config, "float32")))
         _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
         for name in policies or POLICIES:
@@ -64,6 +73,16 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     for name, tokens in others:
         assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
     return first[1]
+
+
+def _model(config: ModelConfig, folder: Path) -> Checkpoint:
+    """A random model whose tokens depend on all of its weights; those of other random models are too small for that."""
+    for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
+        if len(stored.shape) > 1:
+            matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
+            matrix *= 10
+            matrix.flush()
+    return open_checkpoint(folder)
 
 
 def _check_unused(device: Device) -> None:

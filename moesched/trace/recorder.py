@@ -180,7 +180,8 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
         pages, transfer_class = (
             (len(task.pages), link_class(task.key)) if isinstance(task, PageTransfer) else (0, 0)
         )
-        about = (task.verb, task.layer, task.micro_batch, task.expert, id(task.work), pages, transfer_class)
+        numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
+        about = (task.verb, *numbers, id(task.work), pages, transfer_class)
         info = known.get(about)
         if info is None:
             info = known[about] = _task_info(task, pages, transfer_class)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.steps.micro_batch import HostOutput, MicroBatch
+from moesched.steps.micro_batch import HostOutput, MicroBatch, RoutingState
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.verbs.base import Verbs
+from moesched.steps.verbs.expert_rows import (
+    missing,
+    named_micro_batches,
+    ranges_of,
+    require_each_once,
+    require_whole,
+    share_of,
+    take,
+)
 from moesched.steps.verbs.table import (
     ASSIGN,
     COMBINE,
@@ -20,9 +29,10 @@ from moesched.steps.verbs.table import (
     RUN_EXPERT,
     STRIDE,
     WARM_EXPERT,
+    Verb,
 )
 from moesched.steps.views import View
-from moesched.tasks import DONE, Block, HostKernel, Kernel, PageTransfer, Preview, Task, Work
+from moesched.tasks import DONE, Block, HostKernel, Kernel, PageTransfer, Preview, Task
 
 At = Literal["accelerator", "host"]
 
@@ -111,7 +121,7 @@ class ExpertVerbs(Verbs):
         return self._run(OFFLOAD_ROUTED, layer, batch)
 
     def load_routed(self, layer: int, micro_batch: int) -> Task:
-        """Copy the outputs of the experts on the host to the accelerator, all of them at once, for `combine`."""
+        """Copy the outputs that were computed on the host to the accelerator, all of them at once, for `combine`."""
         batch = self._at(LOAD_ROUTED, layer, micro_batch)
         routing = batch.routing
         if not routing.on_host:
@@ -120,44 +130,60 @@ class ExpertVerbs(Verbs):
         if self._state.unified:
             return batch.last  # type: ignore[return-value]  # `route` was submitted
         works = self._state.works
-        nbytes = sum(output.tokens for output in outputs) * works.operations.hidden_bytes
+        nbytes = sum(len(output.rows) for output in outputs) * works.operations.hidden_bytes
         lane, work = works.move(self._state.plan.memory("host").name, batch.stage.memory, nbytes)
-        experts = tuple(output.expert for output in outputs)
+        ran = tuple(sorted(((each.expert, each.rows) for each in outputs), key=_expert_and_row))
         loaded = Block(f"outputs from the host mb{micro_batch}")
         routing.outputs.append(loaded)
-        task = PageTransfer(lane, work, "load_routed", layer, batch.index, -1, experts, self.index)
+        task = PageTransfer(lane, work, "load_routed", layer, batch.index, -1, ran, self.index)
         return self._enter(task, tuple(output.block for output in outputs), (loaded,))
 
-    def run_expert(self, layer: int, expert: int, micro_batch: int, *, at: At = "accelerator") -> Task:
-        """One expert on those tokens of the micro-batch that were routed to it.
+    def run_expert(
+        self,
+        layer: int,
+        expert: int,
+        micro_batch: int | Collection[int],
+        *,
+        at: At = "accelerator",
+        rows: range | None = None,
+    ) -> Task:
+        """One expert on tokens routed to it: a micro-batch's, a range of these, or those of several micro-batches.
+
+        Several micro-batches make one task, whose work reads the expert's weights once (module-based batching, MoE-Gen,
+        arXiv 2503.09716). With ranges of rows, accelerator and host can share an expert. Results have the same bits
+        either way.
 
         On the host it reads the weights in host memory (`Plan.run_experts_on_host`). Both processors give the same
         bits if they run the same kernels: on the torch device without CUDA they do.
+
+        rows: a range of the expert's rows in the one micro-batch, which has a row for each of its tokens, in their
+            order; by default all of them. All must run once before `combine`. For the same bits, a device may have to
+            compute the whole tile of `EXPERT_TILE` rows (`moesched/models/footprint.py`) that has the range, and drop
+            the others: cut at multiples of it, and no work is done twice.
+
+        Raises:
+            PolicyError: the expert has no such rows, a micro-batch is named twice, or several are with `rows`.
+            OutOfOrder: it is not routed, the expert is not pending, or some of the rows have run; nothing has changed.
         """
+        if rows is not None or not isinstance(micro_batch, int):
+            task, reads, outputs = self._run_rows(layer, expert, micro_batch, at, rows)
+            return self._enter(task, reads, outputs)
         batch = self._at(RUN_EXPERT, layer, micro_batch)
-        pending, tokens = self._pending(layer, expert, batch)
+        pending, tokens = self._pending(layer, expert, batch, at)
         routing, blocks = batch.routing, batch.blocks
-        if at == "host" and routing.on_host is None:
-            raise OutOfOrder(
-                f"run_expert: L{layer} mb{micro_batch} is not on the host: call offload_routed before"
-            )
-        stage = batch.stage
-        view = self._expert_view(stage, at, layer, expert, tokens)
+        if routing.left:
+            require_whole(routing, f"E{expert} of L{layer} mb{batch.index}", expert)
+        view = self._expert_view(batch.stage, at, layer, expert, tokens)
         pending.discard(expert)
-        output = Block(f"output E{expert} mb{micro_batch}")
-        if at == "host" and routing.on_host is not None:
-            routing.on_host.append(HostOutput(expert, tokens, output))
-        if at == "accelerator" or self._state.unified:
-            routing.outputs.append(output)
-        work = self._expert_work(stage, view, at, tokens)
+        output = Block(f"output E{expert} mb{batch.index}")
         if at == "accelerator":
-            lane, rows = stage.lane, blocks.normed
-            kernel: type[Task] = Kernel
+            normed = blocks.normed
+            routing.outputs.append(output)
         else:
-            lane, rows = stage.host, blocks.normed_host
-            kernel = HostKernel
-        task = kernel(lane, work, "run_expert", layer, batch.index, expert, view, self.index)
-        return self._enter(task, (rows, *view.reads), (output,))
+            normed = blocks.normed_host
+            self._leave_on_host(routing, HostOutput(expert, range(tokens), output))
+        task = self._expert_task(RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens)
+        return self._enter(task, (normed, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
         """One of this node's experts on a row of zeros, only to read its weights; the result is not used.
@@ -170,8 +196,7 @@ class ExpertVerbs(Verbs):
         view = self._expert_view(stage, "accelerator", layer, expert, 0)
         warmed = Block(f"touched E{expert} mb{micro_batch}")
         batch.routing.outputs.append(warmed)
-        work = self._expert_work(stage, view, "accelerator", 1)
-        task = Kernel(stage.lane, work, "warm_expert", layer, batch.index, expert, view, self.index)
+        task = self._expert_task(WARM_EXPERT, stage, view, "accelerator", layer, batch.index, expert, 1)
         return self._enter(task, (batch.blocks.normed, *view.reads), (warmed,))
 
     def combine(self, layer: int, micro_batch: int) -> Task:
@@ -190,11 +215,48 @@ class ExpertVerbs(Verbs):
         routing.outputs = []
         return self._run(COMBINE, layer, batch, owners, reads + self._room(batch, leaves=True))
 
-    def _pending(self, layer: int, expert: int, batch: MicroBatch) -> tuple[set[int], int]:
+    def _run_rows(
+        self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
+    ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
+        """A task on a part of an expert's rows or on several micro-batches, and the blocks that it reads and writes."""
+        shares = []
+        for number in named_micro_batches(micro_batch, rows):
+            batch = self._at(RUN_EXPERT, layer, number)
+            _, tokens = self._pending(layer, expert, batch, at)
+            shares.append(share_of(batch, layer, expert, tokens, rows))
+        require_each_once(shares)
+        stage, tokens = shares[0].batch.stage, sum(len(share.rows) for share in shares)
+        view = self._expert_view(stage, at, layer, expert, tokens)
+        reads, outputs = [], []
+        for share in shares:
+            take(share, expert)
+            routing, blocks = share.batch.routing, share.batch.blocks
+            output = Block(f"output E{expert} mb{share.batch.index}")
+            outputs.append(output)
+            if at == "accelerator":
+                reads.append(blocks.normed)
+                routing.outputs.append(output)
+            else:
+                reads.append(blocks.normed_host)
+                self._leave_on_host(routing, HostOutput(expert, share.rows, output))
+        index = shares[0].batch.index if len(shares) == 1 else -1
+        task = self._expert_task(RUN_EXPERT, stage, view, at, layer, index, expert, tokens)
+        task.ranges = ranges_of(shares)
+        return task, (*reads, *view.reads), tuple(outputs)
+
+    def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
+        """Note an output that `load_routed` has to bring; with one memory, `combine` finds it where it is."""
+        assert routing.on_host is not None, "the rows are there"
+        routing.on_host.append(output)
+        if self._state.unified:
+            routing.outputs.append(output.block)
+
+    def _pending(self, layer: int, expert: int, batch: MicroBatch, at: At) -> tuple[set[int], int]:
         """The experts that have yet to run, `expert` among them, and the number of its tokens.
 
         Raises:
-            OutOfOrder: the experts are not known or not assigned yet, or this one has run, or has no tokens.
+            OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
+                are not on the host that is to run it.
             PolicyError: it was assigned to another node.
         """
         routing, routed = batch.routing, batch.routing.decision
@@ -216,6 +278,10 @@ class ExpertVerbs(Verbs):
             raise OutOfOrder(
                 f"run_expert: L{layer} mb{batch.index} has no tokens for E{expert}, or it has run already"
             )
+        if at == "host" and routing.on_host is None:
+            raise OutOfOrder(
+                f"run_expert: L{layer} mb{batch.index} is not on the host: call offload_routed before"
+            )
         return routing.pending, routed.value[expert]
 
     def _require_outputs(self, layer: int, batch: MicroBatch) -> None:
@@ -231,10 +297,11 @@ class ExpertVerbs(Verbs):
                 "the experts that it names"
             )
         if routing.pending:
-            missing = ", ".join(f"E{expert}" for expert in sorted(routing.pending))
-            raise OutOfOrder(f"combine: L{layer} mb{batch.index} was routed to {missing}, which did not run")
+            raise OutOfOrder(
+                f"combine: L{layer} mb{batch.index} was routed to {missing(routing)}, which did not run"
+            )
         if routing.on_host:
-            left = ", ".join(f"E{output.expert}" for output in routing.on_host)
+            left = ", ".join(dict.fromkeys(f"E{output.expert}" for output in routing.on_host))
             raise OutOfOrder(
                 f"combine: L{layer} mb{batch.index} lacks the outputs of {left} on the host: call load_routed first"
             )
@@ -249,10 +316,27 @@ class ExpertVerbs(Verbs):
             view.use(self.index, tokens)
         return view
 
-    def _expert_work(self, stage: PipelineStage, view: View[Any], at: At, tokens: int) -> Work:
-        """The work of an expert; resident weights may have another layout than fetched ones, and thus another cost."""
+    def _expert_task(
+        self,
+        verb: Verb,
+        stage: PipelineStage,
+        view: View[Any],
+        at: At,
+        layer: int,
+        micro_batch: int,
+        expert: int,
+        tokens: int,
+    ) -> Task:
+        """A task of an expert; resident weights may have another layout than fetched ones, and thus another cost."""
         works = self._state.works
         kind, amount = f"expert at {at}", works.operations.fetched_expert
         if view.slots[0].fixed and (at == "accelerator" or self._state.unified):
             kind, amount = f"resident expert at {at}", works.operations.resident_expert
-        return works.work(kind, stage.processors[at], tokens, amount)
+        work = works.work(kind, stage.processors[at], tokens, amount)
+        if at == "accelerator":
+            return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self.index)
+        return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self.index)
+
+
+def _expert_and_row(ran: tuple[int, range]) -> tuple[int, int]:
+    return ran[0], ran[1].start

@@ -43,13 +43,13 @@ class Exchanges:
     def partial_sum(self, task: Task, data: Access) -> None:
         """Post the outputs of the node's own experts."""
         own = [e for e, node in task.operands.items() if node == self._nodes.index]
-        self._post(task, SUM, {e: data.read(("output", e, task.micro_batch)) for e in own})
+        self._post(task, SUM, self._experts.outputs_of(own, task, data))
 
     def all_reduce(self, task: Task, data: Access) -> None:
         """Take the outputs of all nodes' experts."""
         for outputs in self._board.posted(task):
-            for e, output in outputs.items():
-                data.write(("output", e, task.micro_batch), output)
+            for row, output in outputs.items():
+                data.write(row, output)
 
     def gather(self, task: Task, data: Access) -> None:
         """Take the outputs on the first node; the others have posted theirs."""

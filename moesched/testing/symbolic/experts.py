@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from moesched.routing.scores import with_shares
 from moesched.tasks import HostKernel, Task
 from moesched.testing.symbolic.batch import SymbolicBatch
-from moesched.testing.symbolic.data import Access
-from moesched.testing.symbolic.model import choose_experts, combine, expert, project_output, sample, symbol
+from moesched.testing.symbolic.data import Access, Key
+from moesched.testing.symbolic.model import (
+    choose_experts,
+    combine,
+    expert,
+    joined,
+    project_output,
+    sample,
+    symbol,
+)
 
 
 class Experts:
@@ -48,24 +56,30 @@ class Experts:
     def run_expert(self, task: Task, data: Access) -> None:
         """Run one expert."""
         where = self._batch.on_host if isinstance(task, HostKernel) else ""
-        hidden = data.read((f"normed{where}", task.micro_batch))
-        output = expert(task.layer, task.expert, hidden, data.weights(task.operands)[task.expert])
-        data.write((f"output{where}", task.expert, task.micro_batch), output)
+        weights = data.weights(task.operands)[task.expert]
+        for j, start, stop in task.expert_rows:
+            output = expert(task.layer, task.expert, data.read((f"normed{where}", j)), weights)
+            for row in range(start, stop):
+                data.write((f"output{where}", task.expert, j, row), output)
 
     def warm_expert(self, task: Task, data: Access) -> None:
         """Read an expert's weights."""
         data.weights(task.operands)
 
     def load_routed(self, task: Task, data: Access) -> None:
-        """Copy the outputs of experts on the host to the accelerator."""
+        """Copy the rows of outputs that were computed on the host to the accelerator."""
         j = task.micro_batch
-        for e in task.operands:
-            data.write(("output", e, j), data.read((f"output{self._batch.on_host}", e, j)))
+        for e, rows in task.operands:
+            for row in rows:
+                data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
         """Add up the outputs of the chosen experts."""
         hidden = data.read(self._batch.hidden(task))
-        outputs = [data.read(("output", e, task.micro_batch)) for e in self._choose(task, hidden)]
+        outputs = [
+            joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
+            for e, tokens in self._choose(task, hidden).items()
+        ]
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def sample(self, task: Task, data: Access) -> list[int]:
@@ -74,6 +88,12 @@ class Experts:
         tokens = sample(data.read(self._batch.hidden(task)), self._batch.sampled(task))
         data.write(key, symbol("tokens", data.read(key), *tokens))
         return tokens
+
+    def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
+        """The output rows of some of a micro-batch's experts, by the names of their data."""
+        tokens = self._choose(task, data.read(("normed", task.micro_batch)))
+        keys = (key for e in experts for key in output_rows(e, task.micro_batch, tokens[e]))
+        return {key: data.read(key) for key in keys}
 
     def _project_output(self, task: Task, data: Access, weights: Mapping[int, int]) -> int:
         attention, hidden = data.read(("attention", task.micro_batch)), data.read(self._batch.hidden(task))
@@ -84,3 +104,8 @@ class Experts:
 
     def _choose(self, task: Task, hidden: int) -> dict[int, int]:
         return choose_experts(self._batch.config, hidden, self._batch.tokens(task))
+
+
+def output_rows(e: int, micro_batch: int, tokens: int) -> Iterator[Key]:
+    """The names of an expert's output rows, as far as they are on the accelerator."""
+    return (("output", e, micro_batch, row) for row in range(tokens))

@@ -67,6 +67,12 @@ def expert(layer: int, number: int, hidden: int, weights: int) -> int:
     return symbol("expert", layer, number, hidden, weights)
 
 
+def joined(rows: Iterable[int]) -> int:
+    """An expert's output, of which each row has the symbol; another one if a row was not computed, or otherwise."""
+    first, *others = dict.fromkeys(rows)
+    return symbol("torn", first, *others) if others else first
+
+
 def combine(hidden: int, outputs: Sequence[int]) -> int:
     """The experts' outputs, in their order, and the residual."""
     return symbol("combine", hidden, *outputs)

@@ -1,0 +1,124 @@
+"""The rows that a task of `run_expert` has, where these are not simply all of one micro-batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from moesched.errors import OutOfOrder, PolicyError
+from moesched.steps.micro_batch import MicroBatch, RoutingState
+from moesched.tasks import RowRange
+
+
+class Share(NamedTuple):
+    """The rows of an expert that a task runs in one micro-batch, where the expert has `tokens` rows in all."""
+
+    batch: MicroBatch
+    tokens: int
+    rows: range
+
+
+def named_micro_batches(micro_batch: int | Collection[int], rows: range | None) -> tuple[int, ...]:
+    """The micro-batches of a call.
+
+    Raises:
+        PolicyError: there are none, or several are to share one range of rows.
+    """
+    if not isinstance(micro_batch, Collection):
+        return (micro_batch,)
+    numbers = tuple(micro_batch)
+    if not numbers:
+        raise PolicyError("run_expert: no micro-batch is named: give one that is routed, or several")
+    if rows is not None and len(numbers) > 1:
+        raise PolicyError("run_expert: rows are those of one micro-batch: call it for each of them")
+    return numbers
+
+
+def require_each_once(shares: Iterable[Share]) -> None:
+    """Check that no micro-batch is named twice.
+
+    Raises:
+        PolicyError: one is.
+    """
+    seen = set()
+    for batch, _, _ in shares:
+        if batch.index in seen:
+            raise PolicyError(f"run_expert: mb{batch.index} is named twice: name each micro-batch once")
+        seen.add(batch.index)
+
+
+def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: range | None) -> Share:
+    """The rows of a pending expert that a call names; None for all of them.
+
+    Raises:
+        PolicyError: the expert has no such rows.
+        OutOfOrder: some of them have run already.
+    """
+    about = f"E{expert} of L{layer} mb{batch.index}"
+    left = batch.routing.left.get(expert, (range(tokens),))
+    if rows is None:
+        require_whole(batch.routing, about, expert)
+        return Share(batch, tokens, left[0])
+    if not isinstance(rows, range) or rows.step != 1 or not rows:
+        raise PolicyError(
+            f"run_expert: rows is {rows!r}, no range of rows of {about}: give one such as range(0, {tokens})"
+        )
+    if rows.start < 0 or rows.stop > tokens:
+        raise PolicyError(f"run_expert: {in_words([rows])} go beyond {about}, which has rows 0:{tokens}")
+    if not any(each.start <= rows.start and rows.stop <= each.stop for each in left):
+        raise OutOfOrder(
+            f"run_expert: of {in_words([rows])} of {about} some have run already: {in_words(left)} are left"
+        )
+    return Share(batch, tokens, rows)
+
+
+def require_whole(routing: RoutingState, about: str, expert: int) -> None:
+    """Check that no rows of a pending expert have run.
+
+    Raises:
+        OutOfOrder: some have.
+    """
+    if expert in routing.left:
+        left = routing.left[expert]
+        raise OutOfOrder(
+            f"run_expert: a part of {about} has run already: run what is left of it, {in_words(left)}, such as "
+            f"rows={left[0]}"
+        )
+
+
+def take(share: Share, expert: int) -> None:
+    """Note that a task has these rows."""
+    routing, rows = share.batch.routing, share.rows
+    left = tuple(
+        part
+        for each in routing.left.pop(expert, (range(share.tokens),))
+        for part in (
+            range(each.start, min(each.stop, rows.start)),
+            range(max(each.start, rows.stop), each.stop),
+        )
+        if part
+    )
+    if left:
+        routing.left[expert] = left
+    elif routing.pending is not None:
+        routing.pending.discard(expert)
+
+
+def ranges_of(shares: Iterable[Share]) -> tuple[RowRange, ...]:
+    """`Task.ranges` of a task with these rows; empty for all rows of one micro-batch."""
+    ranges = tuple(RowRange(batch.index, rows.start, rows.stop) for batch, _, rows in shares)
+    whole = all(len(rows) == tokens for _, tokens, rows in shares)
+    return () if whole and len(ranges) == 1 else ranges
+
+
+def missing(routing: RoutingState) -> str:
+    """The experts that have yet to run, for a message; of those of which a part has run, the rows."""
+    return ", ".join(
+        f"E{expert} ({in_words(routing.left[expert])})" if expert in routing.left else f"E{expert}"
+        for expert in sorted(routing.pending or ())
+    )
+
+
+def in_words(ranges: Iterable[range]) -> str:
+    """Ranges of rows for a message, such as "rows 0:3 and 5:9"."""
+    return "rows " + " and ".join(f"{each.start}:{each.stop}" for each in ranges)
