@@ -1,6 +1,9 @@
 """A device in numpy for machines with one memory, in float32. Written from `moesched.seams.Device` alone.
 
-    moesched run MODEL_DIR --policy layer_streaming --dtype float32 --device own_device:NumpyDevice
+    python examples/own_device.py
+    moesched run MODEL_DIR --policy layer_streaming --dtype float32 --device examples/own_device.py:NumpyDevice
+
+The first command checks the device's promises, and compares its tokens with those of the device `torch`.
 
 Shapes in names: T tokens, D hidden size, H heads, K key-value heads, d head size, L tokens so far, E experts, k experts
 per token, n rows of one expert, S sequences, V vocabulary.
@@ -17,13 +20,16 @@ import numpy.typing as npt
 
 from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
+from moesched.machines.local import unified_machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
+from moesched.plugins import find
 from moesched.requests.sampling import Sampling, sample
 from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.steps.views import View
 from moesched.tasks import PageTransfer, Task
+from moesched.testing import check_device
 
 Array = npt.NDArray[np.float32]
 
@@ -242,3 +248,23 @@ def softmax(x: Array) -> Array:
     raised = np.exp(x - x.max(axis=-1, keepdims=True))
     shares: Array = raised / raised.sum(axis=-1, keepdims=True)
     return shares
+
+
+def main() -> None:
+    """Check the device on a small random model."""
+    machine = unified_machine(
+        "one memory",
+        memory=10**9,
+        disk=10**10,
+        flops={"float32": 1e11, "bfloat16": 1e11},
+        memory_bandwidth=2e10,
+        disk_bandwidth=1e9,
+    )
+    tokens = check_device(NumpyDevice, machine)
+    print("NumpyDevice keeps its promises: four policies generate the same tokens, batch after batch")
+    same = check_device(find("devices", "torch"), machine) == tokens
+    print("the tokens of torch:" if same else "OTHER TOKENS than torch:", tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,15 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from doc_blocks import blocks
 from moesched import dispatch, run_model, simulate_model
 from moesched.cli.main import main
+from moesched.plugins import find
+from moesched.testing import check_policy
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-mixtral"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FOLDERS = "moesched|devices|policies|transports|tests|examples|benchmarks|docs"
 FILE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]*[\w/]")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MODULE = re.compile(r"`(moesched(?:\.\w+)+)`")
 PLACEHOLDER = "MACHINE"
 
@@ -30,7 +40,7 @@ def named_files(page: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     missing = {name for name in named_files(page) if not (ROOT / name).exists()}
     links = LINK.findall(page.read_text(encoding="utf-8"))
@@ -38,7 +48,22 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_every_section_that_a_page_links_to_exists(page: Path) -> None:
+    links = ANCHOR.findall(page.read_text(encoding="utf-8"))
+    missing = {
+        anchor for file, anchor in links if anchor not in anchors(page.parent / file if file else page)
+    }
+    assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """The sections of a page, as links name them."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_module_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in MODULE.findall(page.read_text(encoding="utf-8")) if not exists(name)] == []
 
@@ -83,8 +108,8 @@ def test_every_method_that_a_place_to_look_names_is_defined_there() -> None:
 def test_the_readme_s_policy_generates_the_tokens_of_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "two_layers.py").write_text(readme.split("```python\n")[1].split("```")[0])
+    [code] = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
+    (tmp_path / "two_layers.py").write_text(code.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     command = ["run", str(MODEL), "--policy", "two_layers:TwoLayers", "--budget", "host=9MB"]
@@ -93,15 +118,15 @@ def test_the_readme_s_policy_generates_the_tokens_of_any_other(
     expected = run_model(MODEL, ["Return a new"], policy="resident", max_new_tokens=8)
     assert expected.text is not None
     assert expected.text[0] in capsys.readouterr().out
+    assert check_policy(find("policies", "two_layers:TwoLayers"), clocks=["virtual"]) > 5
 
 
 @pytest.fixture(scope="session")
 def kit_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The code of the policy kit's page, as the name of a module."""
-    page = (ROOT / "docs" / "policy-kit.md").read_text(encoding="utf-8")
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    code = [block.text for block in blocks(ROOT / "docs" / "policy-kit.md") if block.language == "python"]
     folder = tmp_path_factory.mktemp("kit")
-    (folder / "policy_kit_page.py").write_text("\n".join(blocks))
+    (folder / "policy_kit_page.py").write_text("\n".join(code))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         import_module("policy_kit_page")

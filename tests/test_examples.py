@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +26,19 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_a_policy_of_ones_own_prints_what_its_output_file_says() -> None:
-    assert run("custom_policy.py") == (EXAMPLES / "custom_policy.out").read_text()
+@pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.out")))
+def test_an_example_prints_what_its_output_file_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--out", str(tmp_path)] if name == "two_nodes" else []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out == (EXAMPLES / f"{name}.out").read_text()
+
+
+def test_every_example_is_in_the_index() -> None:
+    named = set(re.findall(r"examples/(\w+\.py)|`(on_demand\.py)`", (EXAMPLES / "README.md").read_text()))
+    assert {first or second for first, second in named} == {file.name for file in EXAMPLES.glob("*.py")}
 
 
 def test_the_main_job_shows_text_a_table_and_traces_that_hold(tmp_path: Path) -> None:
@@ -70,10 +83,6 @@ def test_a_plan_is_run_and_its_error_explained(tmp_path: Path) -> None:
         assert said in output
     for name in ("predicted", "measured", "side-by-side"):
         assert moesched.check_trace(tmp_path / f"{name}.json") == []
-
-
-def test_two_nodes_print_what_their_output_file_says(tmp_path: Path) -> None:
-    assert run("two_nodes.py", "--out", tmp_path) == (EXAMPLES / "two_nodes.out").read_text()
 
 
 def test_one_request_is_answered_alike_by_four_policies(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from moesched.machines import load_machine
 from moesched.plugins import make_policy
 from moesched.steps import step
 from moesched.steps.plan import Plan
-from moesched.steps.verbs.page import page
+from moesched.steps.verbs.page import TABLE, overview, page
 from moesched.steps.verbs.table import VERBS, paths, picture
 from moesched.tasks import Kernel, Lane, Work
 from moesched.testing import Case
@@ -20,12 +20,15 @@ from moesched.testing.symbolic.exchanges import Board
 from moesched.testing.symbolic.verbs import verbs_of
 
 ROOT = Path(__file__).resolve().parents[1]
+REMEDY = "run python -m moesched.steps.verbs.page docs"
 
 
 def test_the_page_of_verbs_is_the_one_that_the_table_gives() -> None:
-    assert (ROOT / "docs" / "verbs.md").read_text() == page(), (
-        "run python -m moesched.steps.verbs.page > docs/verbs.md"
-    )
+    assert (ROOT / "docs" / "verbs.md").read_text() == page(), REMEDY
+
+
+def test_the_table_of_verbs_in_the_guide_is_the_one_that_the_table_gives() -> None:
+    assert TABLE.findall((ROOT / "docs" / "policies.md").read_text()) == [overview()], REMEDY
 
 
 def test_the_picture_in_the_steps_docstring_is_the_one_that_the_table_gives() -> None:

@@ -1,18 +1,20 @@
-"""docs/verbs.md, written from the table of verbs: python -m moesched.steps.verbs.page > docs/verbs.md."""
+"""The tables of verbs in docs/verbs.md and docs/policies.md: python -m moesched.steps.verbs.page docs."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from moesched.steps.step import Step
-from moesched.steps.verbs.table import VERBS, Verb, picture
+from moesched.steps.verbs.table import VERBS, picture
 
 _HEAD = """\
 # The verbs
 
-This page is written from the table in `moesched/steps/verbs/table.py`:
-`python -m moesched.steps.verbs.page > docs/verbs.md`
+This page is written from the table in `moesched/steps/verbs/table.py`: `python -m moesched.steps.verbs.page docs`.
+[policies.md](policies.md) explains how a step uses verbs.
 
 A policy schedules a step with verbs. Each one checks the progress of its micro-batch and submits one task. In every
 layer a micro-batch takes one of these paths:
@@ -26,6 +28,22 @@ The engine derives the edges between tasks from these blocks. `weights` are the 
 `outputs` are those of all experts, and `room` exists only if the plan limits the micro-batches within a layer.
 Nodes without attention, in a centralised plan, have only the marked verbs.
 """
+
+_MOVES = """\
+These verbs move weights between memories, for all micro-batches.
+"""
+
+MOVES = {
+    "fetch": "a link",
+    "copy_to_pinned": "a link",
+    "promote": "no task",
+    "cancel": "no task",
+    "evict": "no task",
+}
+"""The verbs that move weights, and where each runs."""
+
+TABLE = re.compile(r"(?<=<!-- verbs -->\n).*?(?=<!-- end -->)", re.DOTALL)
+"""The place of the table in docs/policies.md."""
 
 _WHEN = {
     "exactly": "",
@@ -41,7 +59,7 @@ def page() -> str:
     verbs = [
         (
             f"`{verb.name}`",
-            purpose(verb),
+            purpose(verb.name),
             verb.progress_name(verb.needs) + _WHEN[verb.when],
             verb.progress_name(verb.leaves),
         )
@@ -67,13 +85,27 @@ def page() -> str:
             _DATA,
             *table(("verb", "lane", "reads", "writes", "without attention"), data),
             "",
+            _MOVES,
+            *table(("verb", "lane", "purpose"), moves()),
+            "",
         ]
     )
 
 
-def purpose(verb: Verb) -> str:
+def overview() -> str:
+    """The table of all verbs with their lanes and purposes."""
+    verbs = [(f"`{verb.name}`", verb.lane or "no task", purpose(verb.name)) for verb in VERBS]
+    return "\n".join(["", *table(("verb", "lane", "purpose"), [*verbs, *moves()]), "", ""])
+
+
+def moves() -> list[tuple[str, str, str]]:
+    """The rows of the verbs that move weights."""
+    return [(f"`{name}`", lane, purpose(name)) for name, lane in MOVES.items()]
+
+
+def purpose(verb: str) -> str:
     """The first paragraph of the verb's docstring."""
-    method = next(vars(kind)[verb.name] for kind in Step.__mro__ if verb.name in vars(kind))
+    method = next(vars(kind)[verb] for kind in Step.__mro__ if verb in vars(kind))
     return " ".join(method.__doc__.split("\n\n")[0].split())
 
 
@@ -83,5 +115,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
+def write(folder: Path) -> None:
+    """Write verbs.md, and the table of policies.md."""
+    (folder / "verbs.md").write_text(page(), encoding="utf-8")
+    guide = folder / "policies.md"
+    guide.write_text(TABLE.sub(lambda _: overview(), guide.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    write(Path(sys.argv[1]))
