@@ -20,11 +20,12 @@ Edges to `followers` pass a failure on if they carry data, not if they only orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.errors import TaskCancelled, TaskFailed
 from moesched.stream_edges import kept_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
@@ -40,6 +41,7 @@ from moesched.tasks import (
     Lane,
     Task,
     Work,
+    cancelled_by,
     priority,
     read_only,
     story_of,
@@ -82,6 +84,8 @@ class Engine:
         """Awaits of the policy, for a trace: the task's id, and the number of tasks submitted by then."""
         self.submit_delays: list[tuple[int, int]] | None = None
         """Delays of idle lanes by the policy, for a trace: the id of the task they waited for, and nanoseconds."""
+        self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
+        """Holds all states while a policy looks at them, and gives the time in nanoseconds; the driver's."""
         self.submitted = 0
         self.settled = 0
         self.joins = 0
@@ -132,7 +136,7 @@ class Engine:
                 followers = other.followers
                 if followers is None:
                     if other.state != DONE and task.cause is None:
-                        task.cause = _cancelled_by(other)
+                        task.cause = cancelled_by(other)
                 elif domain is None or not kept_on_device(task, other, data=True):
                     followers.append(task)
                     waits += 1
@@ -425,7 +429,7 @@ class Engine:
         self._undone.append(task)
         for other in (task.followers or []) + (task.released or []):
             if other.cause is None and task.id in other.deps[: other.inputs]:
-                other.cause = _cancelled_by(task)
+                other.cause = cancelled_by(task)
                 if other.state == READY:
                     self._withdraw(other)
         if type(task) is Collective and task.state == CANCELLED:
@@ -441,10 +445,3 @@ def _follow(task: Task, others: Sequence[Task]) -> int:
     for followers in unsettled:
         followers.append(task)
     return len(unsettled)
-
-
-def _cancelled_by(task: Task) -> BaseException:
-    """The reason that a task cannot run without the result of `task`: the original failure, if there is one."""
-    if isinstance(task.cause, (TaskFailed, PolicyError)):
-        return task.cause
-    return TaskCancelled(f"cancelled, because {task.label} was")

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+
 S = TypeVar("S")
 
 WAITING, READY, RUNNING, ISSUED, DONE, FAILED, CANCELLED = range(7)
@@ -298,6 +300,13 @@ def story_of(task: Task, error: BaseException) -> str:
     waited = f"{len(task.deps)} earlier tasks" if task.deps else "nothing"
     place = f", submitted at {task.line}" if task.code is not None else ""
     return f"{task.label} failed on lane {task.lane.name} after waiting for {waited}{place}: {error!r}"
+
+
+def cancelled_by(task: Task) -> BaseException:
+    """The reason that a task cannot run without the result of `task`: the original failure, if there is one."""
+    if isinstance(task.cause, (TaskFailed, PolicyError)):
+        return task.cause
+    return TaskCancelled(f"cancelled, because {task.label} was")
 
 
 @_set_plainly

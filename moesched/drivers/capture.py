@@ -7,7 +7,7 @@ same lanes, with edges equally far back in program order), all later steps use i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from moesched.drivers.policies import scheduled
 from moesched.engine import Engine
@@ -25,7 +25,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle, or has an eviction rule, so its steps may differ and cannot be captured."""
+    """The policy awaited a handle, looked at the time, or has an eviction rule, so its steps may differ."""
 
 
 class CapturingEngine(Engine):
@@ -34,6 +34,7 @@ class CapturingEngine(Engine):
     def __init__(self, lanes: Iterable[Lane]) -> None:
         super().__init__(lanes)
         self.tasks: list[Task] = []
+        self.look = _no_time
 
     def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
         super().submit(task, *arguments, **named)
@@ -210,6 +211,10 @@ def _identity(task: Task) -> tuple[Any, ...]:
     """The properties of a task that are the same in every step."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
+
+
+def _no_time() -> NoReturn:
+    raise NotFixed
 
 
 def _run_through(main: Generator[Task, None, None]) -> None:

@@ -133,7 +133,7 @@ class RealtimeDriver:
         on_loop = LoopRunner(self, execute)
         for engine in self._engines:
             engine.started, engine.awaited, engine.lock = self._started, self._awaited, self.lock
-            engine.dispatch, engine.now = self._dispatch, self._now
+            engine.dispatch, engine.now, engine.look = self._dispatch, self._now, self._look
             for lane in engine.lanes:
                 lane.index = len(self._owners)
                 self._owners.append(engine)
@@ -149,6 +149,12 @@ class RealtimeDriver:
 
     def _now(self) -> int:
         return self.clock() - self.origin
+
+    @contextmanager
+    def _look(self) -> Iterator[int]:
+        """Hold the tasks' states still; gives the time."""
+        with self.lock:
+            yield self._now()
 
     def describe_running(self) -> str:
         """The tasks that are on lanes now, for people; empty where there are none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from heapq import heappop, heappush
 from typing import Any
 
@@ -67,6 +68,7 @@ class VirtualDriver:
         self._owners: list[Engine] = []
         for engine in self._engines:
             engine.started, engine.awaited = self._started, self._awaited
+            engine.look = lambda: nullcontext(self.now)
             for lane in engine.lanes:
                 lane.index = len(self._owners)
                 self._owners.append(engine)

@@ -236,6 +236,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         return rate
 
+    def joins(self, source: str, destination: str) -> bool:
+        """Whether there is a link from one memory to another."""
+        return any((link.source, link.destination) == (source, destination) for link in self.links)
+
     def link(self, source: str, destination: str) -> Link:
         """The link from one memory to another.
 

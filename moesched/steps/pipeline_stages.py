@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
@@ -13,6 +13,11 @@ from moesched.steps.plan import Plan
 from moesched.steps.verbs.table import VERBS
 from moesched.steps.views import Views
 from moesched.tasks import Lane
+
+Place = Literal["accelerator", "host", "to host", "from host", "fetch"]
+"""The lanes of a stage by their purpose; "fetch" brings pages from where the weights live."""
+
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class PipelineStage:
@@ -23,6 +28,7 @@ class PipelineStage:
         processors: the accelerator's name and the host's, by role.
         memory: the accelerator's.
         lane, host: the lanes of the accelerator and the host.
+        places: its lanes by their purpose; none for copies within one memory.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
         empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that are empty.
         onward: the hops of a hidden state to the next stage, as pairs of memories (source, destination).
@@ -39,6 +45,7 @@ class PipelineStage:
         "memory",
         "number",
         "onward",
+        "places",
         "processors",
         "whole",
     )
@@ -53,11 +60,13 @@ class PipelineStage:
         self.processors = {"accelerator": numbered(roles.accelerator, number), "host": roles.host}
         self.memory = fast.name
         self.host = lanes["host"]
-        places = {"accelerator": self.lane, "host": self.host}
+        self.places = {"accelerator": self.lane, "host": self.host}
         if not machine.unified:
-            places["to host"] = lanes[machine.link(fast.name, host.name).lane]
-            places["from host"] = lanes[machine.link(host.name, fast.name).lane]
-        self.lanes = [places.get(verb.lane or "") for verb in VERBS]
+            self.places["to host"] = lanes[machine.link(fast.name, host.name).lane]
+            self.places["from host"] = lanes[machine.link(host.name, fast.name).lane]
+        if machine.joins(roles.weights, fast.name):
+            self.places["fetch"] = lanes[machine.link(roles.weights, fast.name).lane]
+        self.lanes = [self.places.get(verb.lane or "") for verb in VERBS]
         self.dense = Views(fast, layout.dense)
         self.whole = Views(fast, layout.layer)
         self.expert: dict[str, Views[tuple[int, int]]] = {
@@ -77,6 +86,9 @@ class PipelineStage:
 
 def _way(machine: Machine, source: str, destination: str) -> tuple[tuple[str, str], ...]:
     """The hops from one accelerator's memory to another's: over the interconnect, or through the host's memory."""
-    joined = any((link.source, link.destination) == (source, destination) for link in machine.links)
-    stops = [source, destination] if joined else [source, machine.host.memory, destination]
+    stops = (
+        [source, destination]
+        if machine.joins(source, destination)
+        else [source, machine.host.memory, destination]
+    )
     return tuple(pairwise(stops))

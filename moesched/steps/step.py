@@ -44,12 +44,13 @@ from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.turn import NOBODY
 from moesched.steps.verbs.attention import AttentionVerbs
 from moesched.steps.verbs.experts import ExpertVerbs
+from moesched.steps.verbs.outlook import Outlook
 from moesched.steps.verbs.pages import PageVerbs
 from moesched.steps.verbs.table import EMBED, POST_ATTENTION, SAMPLE
 from moesched.tasks import HostKernel, Kernel, Task
 
 
-class Step(PageVerbs, AttentionVerbs, ExpertVerbs):
+class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """One prefill or decode step, as a policy sees it.
 
     Its attributes cannot be changed. Verbs may be called while `prefill` or `decode` runs, and only on its thread.

@@ -51,6 +51,7 @@ class Verbs(StepFacts):
         self._submit = run_state.submit
         self._batches = run_state.batches(index)
         self._own_pools: set[Pool] = set()
+        self._looks = 0
         self._base = index * run_state.stride
         self._last_task = run_state.engine.submitted + run_state.plan.task_limit
         self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]

@@ -1,0 +1,102 @@
+"""Questions about time: has a page arrived, when will a task end, when will a lane be idle?"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from threading import get_ident
+
+from moesched.errors import PolicyError
+from moesched.models.layout import Page
+from moesched.steps.expected_ends import ExpectedEnds, expected_ends
+from moesched.steps.model_pages import require_pages
+from moesched.steps.pipeline_stages import PLACES, Place
+from moesched.steps.roles import Role
+from moesched.steps.verbs.base import Verbs
+from moesched.tasks import DONE, Task
+
+
+class Outlook(Verbs):
+    """Questions about time, which submit nothing. Schedules that depend on the answers differ from run to run.
+
+    Expectations are those of the machine's cost model: for the tasks submitted so far, in the order in which their
+    lanes take them, each as fast as if it were alone. On CUDA, tasks that are on a stream already do not count.
+    """
+
+    def arrived(self, page: Page, role: Role = "accelerator") -> bool:
+        """Whether a page is in a memory now, rather than on its way there or somewhere else.
+
+        Time passes only while the policy awaits a handle. To wait for a page, await its fetch.
+
+        Raises:
+            PolicyError: the model has no such page; several ranks or nodes run the policy, whose clocks differ; or it
+                asks without an end.
+        """
+        plan = self._state.plan
+        with self._look("arrived"):
+            require_pages("arrived", [page], plan.layout)
+            memory = plan.memory(role, self._state.stage_of[page.layer].number)
+            slot = memory._table.get(page.id)
+            return slot is not None and (slot.writer is None or slot.writer.state == DONE)
+
+    def seconds_until(self, handle: Task) -> float:
+        """Expected seconds until a submitted task has ended; 0 if it has.
+
+        Raises:
+            PolicyError: it is no handle; several ranks or nodes run the policy, whose clocks differ; or it asks without
+                an end.
+        """
+        if not isinstance(handle, Task):
+            raise PolicyError(f"seconds_until: {handle!r} is no handle: give what a verb returned")
+        now, ends = self._expected("seconds_until", handle)
+        return (ends.tasks.get(handle.id, now) - now) / 1e9
+
+    def seconds_until_idle(self, place: Place, layer: int = 0) -> float:
+        """Expected seconds until a lane has run all tasks that were submitted to it; 0 if it is idle.
+
+        Args:
+            place: a processor, a copy between the memories of accelerator and host, or "fetch": the copy from where the
+                weights live to the accelerator.
+            layer: in a pipeline, names its stage.
+
+        Raises:
+            PolicyError: there is no such place or layer; several ranks or nodes run the policy, whose clocks differ; or
+                it asks without an end.
+        """
+        if place not in PLACES:
+            known = ", ".join(map(repr, PLACES))
+            raise PolicyError(f"seconds_until_idle: there is no place {place!r}: give one of {known}")
+        if layer not in self.layers:
+            raise PolicyError(
+                f"seconds_until_idle: the model has no layer {layer!r}: take one of step.layers"
+            )
+        now, ends = self._expected("seconds_until_idle")
+        lane = self._state.stage_of[layer].places.get(place)
+        return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
+
+    def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
+        """The time, and the expected ends of all tasks."""
+        state = self._state
+        with self._look(question) as now:
+            return now, expected_ends(state.lanes.values(), asked, now, state.price)
+
+    def _look(self, question: str) -> AbstractContextManager[int]:
+        """Hold the tasks' states still; gives the time.
+
+        Raises:
+            PolicyError: see the questions, or it is not the policy's turn.
+        """
+        if self._turn.thread != get_ident():
+            raise self._turn.refusal(question)
+        plan = self._state.plan
+        if plan.layout.config.ranks > 1 or self.nodes > 1:
+            raise PolicyError(
+                f"{question}: several ranks or nodes run this policy, and their clocks differ: decide by what all of "
+                "them know, such as routing"
+            )
+        self._looks += 1
+        if self._looks > plan.task_limit:
+            raise PolicyError(
+                f"{question}: asked {plan.task_limit:,} times in one step: time passes only while the policy awaits a "
+                "handle: await the fetch instead"
+            )
+        return self._state.engine.look()
