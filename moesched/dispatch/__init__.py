@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         parts_for,
     )
     from moesched.dispatch.node_steps import LeastRecent, NodeExperts, experts_per_node, run_own, warm_spare
+    from moesched.dispatch.predictors import FollowingExperts, Forecast, Forecasts, LaterRouters, Predictor
     from moesched.dispatch.resident_pages import double_buffered, keep_beside_buffer
 
 _NAMES = {
@@ -92,6 +93,7 @@ _NAMES = {
         "parts_for",
     ),
     "node_steps": ("LeastRecent", "NodeExperts", "experts_per_node", "run_own", "warm_spare"),
+    "predictors": ("FollowingExperts", "Forecast", "Forecasts", "LaterRouters", "Predictor"),
     "resident_pages": ("double_buffered", "keep_beside_buffer"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
@@ -101,7 +103,11 @@ __all__ = [
     "Expert",
     "ExpertLatencies",
     "ExpertPool",
+    "FollowingExperts",
+    "Forecast",
+    "Forecasts",
     "FrequencyClasses",
+    "LaterRouters",
     "Layer",
     "LayerByLayer",
     "LayerCosts",
@@ -117,6 +123,7 @@ __all__ = [
     "NodeExperts",
     "Placement",
     "Popularity",
+    "Predictor",
     "Routed",
     "all_fit",
     "assign",

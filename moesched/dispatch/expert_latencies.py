@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from moesched.drivers.sharing import fair_rates
 from moesched.machines.cost import cost_model
+from moesched.models.layout import Page
 from moesched.models.operations import Amount
 from moesched.seams import CostModel, Demand
 from moesched.steps.plan import Plan
+from moesched.steps.roles import Role
 from moesched.tasks import Work, WorkPart
 
 MANY_ROWS = 1024
@@ -30,6 +32,7 @@ class ExpertLatencies:
     def __init__(self, plan: Plan, cost: CostModel | None = None) -> None:
         self._cost = cost or cost_model(plan.machine, plan.layout.dtype)
         self._amount: Callable[[int], Amount] = plan.operations.fetched_expert
+        self._plan = plan
         self._roles = plan.machine.roles
         self.at_host = self._known_on(self._roles.host)
         self.at_accelerator = self._known_on(self._roles.accelerator)
@@ -46,6 +49,14 @@ class ExpertLatencies:
         self._to_host = self._line(destination, host)
         self._from_host = self._line(host, destination)
         self._side_by_side: dict[int, tuple[float, float]] = {}
+
+    def moving(self, pages: Sequence[Page], source: Role | None = None, to: Role = "accelerator") -> float:
+        """Seconds to move pages in one transfer; from where the weights live, if no source is given."""
+        memory = self._roles.weights if source is None else self._plan.memory(source).name
+        destination = self._plan.memory(to).name
+        if memory == destination:
+            return 0.0
+        return self._moved(memory, destination, sum(page.nbytes for page in pages), len(pages)).seconds
 
     def to_host(self, tokens: int) -> float:
         """Seconds to copy the hidden states of `tokens` tokens from the accelerator to the host."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
-from moesched.machines.cost import cost_model
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page
-from moesched.seams import CostModel
 from moesched.steps.memory import Fixed, Slot, counts_of, slots_of
 from moesched.steps.micro_batch import MicroBatch, chunk_of, whole_micro_batch
 from moesched.steps.node_tasks import NodeTasks
@@ -22,7 +19,7 @@ from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
 from moesched.steps.verbs.table import STRIDE
 from moesched.steps.works import Works
-from moesched.tasks import Block, Lane, PageTransfer, Task, Work
+from moesched.tasks import Block, Lane, PageTransfer, Task
 
 
 class RunState:
@@ -118,16 +115,6 @@ class RunState:
             hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
         batch.enter(self.stages[stage.number + 1])
         return hops
-
-    def price(self, work: Work) -> int:
-        """The expected nanoseconds of a work: those of the virtual clock, or of the machine's cost model."""
-        if work.nanoseconds >= 0:
-            return work.nanoseconds
-        return round(self._cost.work(work).seconds * 1e9)
-
-    @cached_property
-    def _cost(self) -> CostModel:
-        return cost_model(self.plan.machine, self.plan.layout.dtype)
 
     def count_pools(self) -> None:
         """Add the counts of all pools to their logs, if a recorder asks for them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import add
 from typing import Literal
 
+from moesched.machines.cost import cost_model
 from moesched.models.operations import Amount, Operations
 from moesched.models.tensor_sizes import ResidentShare
 from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.seams import CostModel
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
@@ -60,6 +63,16 @@ class Works:
             known = lane, Work(link, link, nbytes=nbytes, parts=parts)
             self._moves[source, destination, nbytes, pieces] = known
         return known
+
+    def price(self, work: Work) -> int:
+        """The expected nanoseconds of a work: those of the virtual clock, or of the machine's cost model."""
+        if work.nanoseconds >= 0:
+            return work.nanoseconds
+        return round(self._cost.work(work).seconds * 1e9)
+
+    @cached_property
+    def _cost(self) -> CostModel:
+        return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batches: Iterable[MicroBatch], index: int) -> None:
         """Set the works of a step's micro-batches: those of the step before, apart from attention's."""

@@ -77,7 +77,7 @@ class Outlook(Verbs):
         """The time, and the expected ends of all tasks."""
         state = self._state
         with self._look(question) as now:
-            return now, expected_ends(state.lanes.values(), asked, now, state.price)
+            return now, expected_ends(state.lanes.values(), asked, now, state.works.price)
 
     def _look(self, question: str) -> AbstractContextManager[int]:
         """Hold the tasks' states still; gives the time.

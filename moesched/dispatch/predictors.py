@@ -1,0 +1,151 @@
+"""Predictors of routing: the routers of layers to come, and tables of which experts follow which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from moesched.dispatch.expert_placement import Routed
+from moesched.errors import BadInput, PolicyError
+from moesched.models.config import ModelConfig
+from moesched.routing.files import read_routing_file
+from moesched.routing.trace import RoutingTrace
+from moesched.routing.transitions import TransitionCounts
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+Forecast = Mapping[int, Mapping[int, float]]
+"""By micro-batch, the number of its tokens that are expected to choose each expert."""
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """Forecasts the experts of layers to come. An object serves one run."""
+
+    def routed(self, layer: int, routed: Routed) -> None:
+        """Take note of what micro-batches chose in a layer. Layers come in ascending order, step after step."""
+
+    async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
+        """Forecast the choices of these micro-batches in a layer of this step that they have not reached.
+
+        It may await handles of `step`, as a policy does. Experts and micro-batches that it omits are not expected.
+        """
+
+
+class Forecasts:
+    """The answers of a predictor, checked.
+
+    Raises:
+        PolicyError: it is no predictor.
+    """
+
+    def __init__(self, plan: Plan, predictor: Predictor) -> None:
+        if isinstance(predictor, type) or not isinstance(predictor, Predictor):
+            raise PolicyError(
+                f"{predictor!r} is no predictor: give an object with the methods `routed` and `forecast` "
+                "(moesched.dispatch.Predictor)"
+            )
+        self._experts = range(plan.layout.config.experts)
+        self._predictor = predictor
+
+    def routed(self, layer: int, routed: Routed) -> None:
+        """Tell the predictor what micro-batches chose in a layer."""
+        self._predictor.routed(layer, routed)
+
+    async def of(self, step: Step, layer: int, micro_batches: Sequence[int]) -> dict[int, float]:
+        """The number of tokens of these micro-batches that each expert can expect, the most expected expert first.
+
+        Raises:
+            PolicyError: the predictor names an expert or a micro-batch that does not exist.
+        """
+        tokens: dict[int, float] = {}
+        answer = await self._predictor.forecast(step, layer, micro_batches)
+        if not isinstance(answer, Mapping) or not all(isinstance(each, Mapping) for each in answer.values()):
+            raise self._wrong(f"{answer!r}", layer, micro_batches)
+        for j, expected in answer.items():
+            for expert, share in expected.items():
+                if expert not in self._experts or j not in micro_batches:
+                    raise self._wrong(f"E{expert} of mb{j}", layer, micro_batches)
+                tokens[expert] = tokens.get(expert, 0.0) + share
+        return dict(sorted(tokens.items(), key=lambda each: (-each[1], each[0])))
+
+    def _wrong(self, what: str, layer: int, micro_batches: Sequence[int]) -> PolicyError:
+        return PolicyError(
+            f"predictor {type(self._predictor).__name__} forecasts {what} in L{layer}: return {{micro-batch: {{expert: "
+            f"tokens}}}} with experts 0 to {self._experts[-1]} and micro-batches among {list(micro_batches)}"
+        )
+
+
+class LaterRouters:
+    """Applies a later layer's own router to the present hidden state (`Step.preview_route`).
+
+    That layer's dense weights must be on the accelerator. (Speculative expert loading, Eliseev and Mazur 2023; Fate,
+    arXiv 2502.12224.)
+    """
+
+    def routed(self, layer: int, routed: Routed) -> None:
+        """Needs no memory."""
+
+    async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
+        """Preview the layer's router on the hidden state of the layer in which these micro-batches are routed."""
+        previews = {j: step.preview_route(layer, j) for j in micro_batches}
+        return {j: await preview for j, preview in previews.items()}
+
+
+class FollowingExperts:
+    """Expects the experts that followed those of an earlier layer most often, and learns as the run goes on.
+
+    A forecast has as many experts as the micro-batch chose in its last layer; none, as long as nothing was counted.
+    (ProMoE, arXiv 2410.22134, learns such a relation with small networks.)
+
+    Args:
+        ahead: the most layers that it looks ahead.
+        trace: a file with a routing trace, whose counts it begins with.
+
+    Raises:
+        BadInput: the file cannot be read, is no trace, or is of another model.
+    """
+
+    def __init__(self, plan: Plan, ahead: int = 1, trace: str = "") -> None:
+        config = plan.layout.config
+        if ahead < 1:
+            raise BadInput(f"ahead is {ahead}: give 1 or more")
+        distances = range(1, ahead + 1)
+        self._counts = {each: TransitionCounts(config.layers, config.experts, each) for each in distances}
+        self._chosen: dict[int, dict[int, Mapping[int, int]]] = {}
+        """Each micro-batch's choices so far in the step, by layer."""
+        if trace:
+            known = _trace(trace, config)
+            for counts in self._counts.values():
+                counts.add_trace(known)
+
+    def routed(self, layer: int, routed: Routed) -> None:
+        """Count what followed what."""
+        for j, chosen in routed.items():
+            before = self._chosen.setdefault(j, {})
+            if before and layer <= max(before):
+                before.clear()  # another step
+            for distance, counts in self._counts.items():
+                if layer - distance in before:
+                    counts.add(layer - distance, before[layer - distance], chosen)
+            before[layer] = chosen
+
+    async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
+        """Expect those that followed the choices in the micro-batches' last layer."""
+        return {j: self._expected(layer, self._chosen.get(j, {})) for j in micro_batches}
+
+    def _expected(self, layer: int, before: Mapping[int, Mapping[int, int]]) -> dict[int, float]:
+        last = max(before, default=layer)
+        counts = self._counts.get(layer - last)
+        if counts is None:
+            return {}
+        tokens = counts.expected(last, before[last]).tolist()
+        ranked = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
+        return {expert: tokens[expert] for expert in ranked[: len(before[last])] if tokens[expert]}
+
+
+def _trace(path: str, config: ModelConfig) -> RoutingTrace:
+    found = read_routing_file(path, config)
+    if not isinstance(found, RoutingTrace):
+        raise BadInput(f"{path} is a routing profile, which has counts and no tokens: give a routing trace")
+    return found
