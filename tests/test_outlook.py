@@ -72,9 +72,10 @@ class Asking(Everything):
     def fetches(self, step: Step, i: int) -> list[Task]:
         experts = [step.expert_pages(i, expert) for expert in range(4)]
         self.random.shuffle(experts)
-        ways: list[dict[str, bool]] = [{}, {"urgent": True}, {"speculative": True}]
         return [
-            step.fetch(pages, self.pool, **self.random.choice(ways))
+            step.fetch(
+                pages, self.pool, urgent=self.random.random() < 0.3, speculative=self.random.random() < 0.5
+            )
             for pages in experts
             if pages[0] not in self.pool
         ]
@@ -196,6 +197,8 @@ def test_questions_without_an_answer_are_refused_at_their_line(mistake: Mistake,
 
 def test_after_the_step_no_question_is_answered() -> None:
     class Late(Everything):
+        earlier: Step
+
         async def decode(self, step: Step) -> None:
             if step.index == 2:
                 self.earlier.arrived(step.pages(0)[0])
