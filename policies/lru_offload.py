@@ -7,7 +7,7 @@ kernels. Here evicted experts are not copied, and copies and kernels overlap, wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.eviction import LeastRecentlyUsed
@@ -16,6 +16,7 @@ from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit,
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.errors import BadInput
+from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -28,6 +29,9 @@ class LruOffload(LayerByLayer):
         buffers: slots beside the caches, for experts of any layer that arrive before another is evicted.
     """
 
+    rule: Callable[[], Eviction] = LeastRecentlyUsed
+    """Makes the rule of each layer's cache."""
+
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
         if buffers < 1:
             raise BadInput(f"buffers is {buffers}: give 1 or more")
@@ -37,21 +41,20 @@ class LruOffload(LayerByLayer):
     def plan(self, plan: Plan) -> None:
         place_kv_that_fits(plan, experts=self.buffers)
         keep_dense(plan)
-        layers, experts = plan.layers, plan.layout.config.experts
-        offloaded = self._offloaded(plan)
+        experts, rooms = plan.layout.config.experts, self._rooms(plan)
         # The published code offloads the first ones.
-        filled = [(i, expert) for i in layers for expert in range(offloaded, experts)]
-        self.room = experts - offloaded
-        self.cached = [
-            CachedExperts(
-                plan.layout, LeastRecentlyUsed(), self.room, [(i, e) for e in range(offloaded, experts)]
-            )
-            for i in layers
-        ]
-        if offloaded:
+        held = [[(i, expert) for expert in range(experts - room, experts)] for i, room in enumerate(rooms)]
+        self.cached = [CachedExperts(plan.layout, self.rule(), len(each), each) for each in held]
+        self.offloads = sum(rooms) < experts * len(rooms)
+        if self.offloads:
+            filled = [expert for each in held for expert in each]
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
         else:
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
+
+    def _rooms(self, plan: Plan) -> list[int]:
+        """The size of each layer's cache, in experts."""
+        return [plan.layout.config.experts - self._offloaded(plan)] * len(plan.layers)
 
     def _offloaded(self, plan: Plan) -> int:
         """Number of experts per layer outside its cache.

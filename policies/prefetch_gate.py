@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesched.dispatch.expert_placement import Routed, tokens_of
+from moesched.dispatch.prefetches import Prefetches
 from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -31,31 +32,20 @@ class PrefetchGate(LruOffload):
         if buffers < 2:
             raise BadInput(f"buffers is {buffers}: give 2 or more, since one is for missing experts")
         super().__init__(offload_per_layer, buffers)
-        self.coming: set[int] = set()
-        """Prefetched experts of the next layer, in buffers or in transfer."""
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
-        self.foretells = self.room < plan.layout.config.experts
+        if self.offloads:
+            self.prefetches = Prefetches(self.pool)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
-        following = micro_batches if self.foretells and i + 1 in step.layers else ()
+        following = micro_batches if self.offloads and i + 1 in step.layers else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
-        self._settle(step, i, routed)
-        self._run_experts(step, i, routed, self.coming)
-        self.coming.clear()
+        coming = self.prefetches.settle(step, i, routed) if self.offloads else ()
+        self._run_experts(step, i, routed, coming)
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
-
-    def _settle(self, step: Step, i: int, routed: Routed) -> None:
-        """Promote the prefetched experts that the router chose, and withdraw the others."""
-        wrong = self.coming.difference(*routed.values())
-        for expert in sorted(wrong):
-            self.pool.withdraw(step, (i, expert))
-        self.coming -= wrong
-        for expert in sorted(self.coming):
-            self.pool.promote(step, (i, expert))
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:
         """Prefetch the forecast experts that are missing, those with the most tokens first."""
@@ -63,5 +53,4 @@ class PrefetchGate(LruOffload):
         missing = [expert for expert in tokens if (i, expert) not in self.cached[i]]
         missing.sort(key=tokens.__getitem__, reverse=True)
         for expert in missing[: self.buffers - 1]:
-            self.pool.prefetch(step, (i, expert))
-            self.coming.add(expert)
+            self.prefetches.fetch(step, (i, expert))

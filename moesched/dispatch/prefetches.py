@@ -1,0 +1,40 @@
+"""Prefetched experts of layers to come: promoted or withdrawn once the layer's router has chosen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from moesched.dispatch.expert_placement import Expert, Routed
+from moesched.dispatch.expert_pool import ExpertPool
+from moesched.steps.step import Step
+
+
+class Prefetches:
+    """Experts that were fetched to a pool before their layer was routed, by layer."""
+
+    def __init__(self, pool: ExpertPool) -> None:
+        self._pool = pool
+        self._coming: defaultdict[int, set[int]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._coming.values()))
+
+    def fetch(self, step: Step, expert: Expert) -> None:
+        """Fetch an expert at the lowest priority, page by page, unless it is there."""
+        if expert not in self._pool:
+            self._pool.prefetch(step, expert)
+            self._coming[expert[0]].add(expert[1])
+
+    def settle(self, step: Step, layer: int, routed: Routed) -> set[int]:
+        """Give the experts that a layer's router chose priority, and withdraw the others.
+
+        Returns:
+            the chosen ones.
+        """
+        coming = self._coming.pop(layer, set())
+        wrong = coming.difference(*routed.values())
+        for expert in sorted(wrong):
+            self._pool.withdraw(step, (layer, expert))
+        for expert in sorted(coming - wrong):
+            self._pool.promote(step, (layer, expert))
+        return coming - wrong

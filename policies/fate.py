@@ -1,0 +1,39 @@
+"""Fate (Fang et al. 2025, arXiv 2502.12224): prefetches by the next layer's gate, and larger caches for the first layers.
+
+The first layer cannot be forecast, and the layers after it are forecast worse than later ones. So their experts stay,
+as far as there is room for them, and the later layers share the rest. Caches adapt between recency and frequency. The
+paper also moves rare experts in fewer bits, which would change tokens and is not done here.
+"""
+
+from __future__ import annotations
+
+from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
+from moesched.errors import BadInput
+from moesched.steps.plan import Plan
+
+from .prefetch_gate import PrefetchGate
+
+
+class Fate(PrefetchGate):
+    """`prefetch_gate` with larger caches for the first layers.
+
+    Settings:
+        shallow: number of layers whose experts all stay, if there is room.
+        offload_per_layer: number of experts per layer outside its cache, on average; by default the fewest that memory
+            allows.
+        buffers: slots beside the caches, for experts of any layer; all but one may hold prefetched experts.
+    """
+
+    rule = AdaptiveReplacement
+
+    def __init__(self, shallow: int = 2, offload_per_layer: int = -1, buffers: int = 4) -> None:
+        if shallow < 0:
+            raise BadInput(f"shallow is {shallow}: give 0 or more")
+        super().__init__(offload_per_layer, buffers)
+        self.shallow = shallow
+
+    def _rooms(self, plan: Plan) -> list[int]:
+        experts, even = plan.layout.config.experts, super()._rooms(plan)
+        whole = min(self.shallow, len(even), sum(even) // experts)
+        left, layers = sum(even) - whole * experts, len(even) - whole
+        return [experts] * whole + [left // layers + (n < left % layers) for n in range(layers)]

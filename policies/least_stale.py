@@ -1,0 +1,67 @@
+"""Least-Stale of SpecMD (Hoang et al. 2026, arXiv 2602.03921): prefetched experts share a small cache.
+
+Layers take turns, so the least recently used expert may be the next one that is needed. This cache evicts experts of
+earlier steps before those of the present one, and so keeps what was prefetched for layers to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.dispatch.eviction import LeastStale
+from moesched.dispatch.expert_placement import (
+    Routed,
+    keep_dense,
+    order_of,
+    popularity_of,
+    tokens_of,
+    users_of,
+)
+from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.dispatch.prefetches import Prefetches
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+
+class LeastStaleCache(LayerByLayer):
+    """Every expert runs on the accelerator; those that the next layer's router is expected to choose are prefetched.
+
+    Settings:
+        experts: number of experts in the cache; by default as many as fit.
+        prefetches: experts of the next layer that are prefetched at most.
+    """
+
+    def __init__(self, experts: int = -1, prefetches: int = 8) -> None:
+        self.most, self.prefetches = experts, prefetches
+
+    def plan(self, plan: Plan) -> None:
+        place_kv_that_fits(plan, experts=1)
+        keep_dense(plan)
+        order = order_of("balanced", popularity_of(plan))
+        on_host = host_has_experts(plan)
+        room = len(order) if all_fit(plan) else max(1, experts_that_fit(plan))
+        room = room if self.most < 0 else max(1, min(self.most, len(order)))
+        self.ahead = min(self.prefetches, room - 1) if room < len(order) else 0
+        self.pool = ExpertPool(plan, room, order[:room], on_host=on_host, replacement=LeastStale())
+        self.prefetches = Prefetches(self.pool)
+
+    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+        routing = {j: step.route(i, j) for j in micro_batches}
+        following = micro_batches if self.ahead and i + 1 in step.layers else ()
+        previews = {j: step.preview_route(i + 1, j) for j in following}
+        routed = {j: await handle for j, handle in routing.items()}
+        self.prefetches.settle(step, i, routed)
+        self._run_experts(step, i, routed)
+        expected = tokens_of({j: await handle for j, handle in previews.items()})
+        for expert in sorted(expected, key=lambda expert: (-expected[expert], expert))[: self.ahead]:
+            self.prefetches.fetch(step, (i + 1, expert))
+
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        users = users_of(routed)
+        here = [expert for expert in users if (i, expert) in self.pool]
+        for expert in (*here, *sorted(users.keys() - here)):
+            if expert not in here:
+                self.pool.fetch(step, (i, expert))
+            self._run(step, i, expert, users[expert])
