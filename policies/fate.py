@@ -1,4 +1,4 @@
-"""Fate (Fang et al. 2025, arXiv 2502.12224): prefetches by the next layer's gate, and larger caches for the first layers.
+"""Fate (Fang et al. 2025, arXiv 2502.12224): prefetches by the next layer's gate, and favours the first layers.
 
 The first layer cannot be forecast, and the layers after it are forecast worse than later ones. So their experts stay,
 as far as there is room for them, and the later layers share the rest. Caches adapt between recency and frequency. The
@@ -26,7 +26,7 @@ class Fate(PrefetchGate):
 
     rule = AdaptiveReplacement
 
-    def __init__(self, shallow: int = 2, offload_per_layer: int = -1, buffers: int = 4) -> None:
+    def __init__(self, shallow: int = 1, offload_per_layer: int = -1, buffers: int = 4) -> None:
         if shallow < 0:
             raise BadInput(f"shallow is {shallow}: give 0 or more")
         super().__init__(offload_per_layer, buffers)
