@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.eviction import LeastRecentStep
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import (
@@ -22,9 +21,9 @@ from moesched.dispatch.expert_placement import (
     tokens_of,
     users_of,
 )
-from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -46,7 +45,7 @@ class ExpertCache(LayerByLayer):
     def __init__(self, experts: int = -1, popularity: str = "", buffers: int = 2) -> None:
         if buffers < 1:
             raise BadInput(f"buffers is {buffers}: give 1 or more")
-        self.most = None if experts < 0 else experts
+        self.most = experts
         self.popularity = popularity
         self.buffers = buffers
 
@@ -55,18 +54,7 @@ class ExpertCache(LayerByLayer):
         keep_dense(plan)
         order = order_of("popular", popularity_of(plan, self.popularity))
         self.latencies = ExpertLatencies(plan)
-        self.has_host = False
-        if (self.most is None or self.most >= len(order)) and all_fit(plan):
-            plan.keep([page for page in plan.layout.pages if page.expert >= 0])
-            self.room = len(order)
-        else:
-            self.has_host = host_has_experts(plan)
-            if self.has_host:
-                plan.run_experts_on_host()
-            fit = max(0, experts_that_fit(plan) - self.buffers)
-            self.room = fit if self.most is None else min(self.most, len(order))
-            self.pool = ExpertPool(plan, self.room + self.buffers, order[: self.room], on_host=self.has_host)
-        self.cache = CachedExperts(plan.layout, LeastRecentStep(), self.room, order[: self.room])
+        self.cache = PooledExperts(plan, LeastRecentStep(), order, most=self.most, buffers=self.buffers)
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         chosen, users = tokens_of(routed), users_of(routed)
@@ -79,12 +67,9 @@ class ExpertCache(LayerByLayer):
         for expert in hits:
             self._run(step, i, expert, users[expert])
         for expert in fetched:
-            page = i, expert
-            self.pool.fetch(step, page)
+            self.cache.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])
-            gone = self.cache.enter(page, step.index)
-            if gone is not None:
-                self.pool.evict(step, gone)
+            self.cache.admit(step, (i, expert))
         for j in back:
             step.load_routed(i, j)
 
@@ -93,7 +78,7 @@ class ExpertCache(LayerByLayer):
 
         A fetch takes equally long for any number of tokens, so it pays most for the experts with the most.
         """
-        if not self.has_host:
+        if not self.cache.on_host:
             return len(misses)
         at_host = seconds_of(self.latencies.at_host, routed, misses)
         at_accelerator = seconds_of(self.latencies.at_accelerator, routed, misses)

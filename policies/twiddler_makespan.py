@@ -6,7 +6,7 @@ the CPU has a queue of experts that are each faster there, and the CPU is idle i
 
 from __future__ import annotations
 
-from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
+from moesched.dispatch.expert_placement import Routed, users_of
 from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -33,20 +33,14 @@ class TwiddlerMakespan(Twiddler):
         self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        users, stays, size = users_of(routed), self.stays[i], tokens_of(routed).__getitem__
-        resident = sorted([expert for expert in users if expert in stays], key=size)
-        missing = sorted([expert for expert in users if expert not in stays], key=size, reverse=True)
-        choice = self.decisions.of(list(map(size, resident)), list(map(size, missing)), len(routed))
-        fetched = [missing[place] for place in choice.fetched]
-        away = [resident[place] for place in choice.away]
-        moved = {*fetched, *away}
-        left = [expert for expert in missing if expert not in moved]
-        back = self._run_on_host(step, i, sorted(left + away, key=size, reverse=True), users)
+        users = users_of(routed)
+        division = self.decisions.divide(routed, self.stays[i])
+        fetched = division.fetched
+        back = self._run_on_host(step, i, division.on_host, users)
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
-        for expert in resident:
-            if expert not in moved:
-                self._run(step, i, expert, users[expert])
+        for expert in division.stay:
+            self._run(step, i, expert, users[expert])
         for number, expert in enumerate(fetched, start=VISITORS):
             self._run(step, i, expert, users[expert])
             step.evict(step.expert_pages(i, expert), self.visitors)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import lru_cache
+from typing import NamedTuple
 
 from moesched.dispatch.expert_latencies import ExpertLatencies
+from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
 from moesched.dispatch.layer_makespan import Layer, LayerCosts, LayerDecision, decide
 
 REMEMBERED = 4096
 
 
+class Division(NamedTuple):
+    """The chosen experts of a layer by where they run, each with all of its tokens.
+
+    Attributes:
+        stay: experts that run on the accelerator and are there already, those with few tokens first.
+        fetched: experts that are fetched, and run there in this order.
+        on_host: experts that run on the host, those with many tokens first.
+        seconds: time from the end of routing until the last output is on the accelerator.
+    """
+
+    stay: list[int]
+    fetched: list[int]
+    on_host: list[int]
+    seconds: float
+
+
 class LayerDecisions:
-    """Decides which experts of a layer move, so that the layer ends first.
+    """Divides the experts of a layer between host and accelerator, so that the layer ends first.
 
     Args:
         on_host: whether the host can run experts that are not on the accelerator; otherwise all of these are fetched.
@@ -25,12 +43,23 @@ class LayerDecisions:
         self._resident_on_host = resident_on_host
         self._remembered = lru_cache(REMEMBERED)(self._decide)
 
-    def of(self, resident: Sequence[int], missing: Sequence[int], micro_batches: int = 1) -> LayerDecision:
-        """Decide by the tokens of the resident experts, ascending, and of the missing ones, descending.
-
-        micro_batches: number of micro-batches over which each expert's tokens are spread.
-        """
-        return self._remembered(tuple(resident), tuple(missing), micro_batches)
+    def divide(self, routed: Routed, here: Collection[int]) -> Division:
+        """Divide the experts that these micro-batches chose, of which those in `here` are on the accelerator."""
+        size = tokens_of(routed).__getitem__
+        chosen = users_of(routed)
+        resident = sorted([expert for expert in chosen if expert in here], key=size)
+        missing = sorted([expert for expert in chosen if expert not in here], key=size, reverse=True)
+        choice = self._remembered(tuple(map(size, resident)), tuple(map(size, missing)), len(routed))
+        fetched = [missing[place] for place in choice.fetched]
+        away = [resident[place] for place in choice.away]
+        moved = {*fetched, *away}
+        left = [expert for expert in missing if expert not in moved]
+        return Division(
+            [expert for expert in resident if expert not in moved],
+            fetched,
+            sorted(left + away, key=size, reverse=True),
+            choice.seconds,
+        )
 
     def _decide(
         self, resident: tuple[int, ...], missing: tuple[int, ...], micro_batches: int

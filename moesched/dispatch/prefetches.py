@@ -10,18 +10,24 @@ from moesched.steps.step import Step
 
 
 class Prefetches:
-    """Experts that were fetched to a pool before their layer was routed, by layer."""
+    """Experts that were fetched to a pool before their layer was routed, by layer.
 
-    def __init__(self, pool: ExpertPool) -> None:
+    pool: None if all experts are kept, so that none is ever fetched.
+    """
+
+    def __init__(self, pool: ExpertPool | None) -> None:
         self._pool = pool
         self._coming: defaultdict[int, set[int]] = defaultdict(set)
 
     def __len__(self) -> int:
         return sum(map(len, self._coming.values()))
 
+    def __contains__(self, expert: Expert) -> bool:
+        return expert[1] in self._coming[expert[0]]
+
     def fetch(self, step: Step, expert: Expert) -> None:
         """Fetch an expert at the lowest priority, page by page, unless it is there."""
-        if expert not in self._pool:
+        if self._pool is not None and expert not in self._pool:
             self._pool.prefetch(step, expert)
             self._coming[expert[0]].add(expert[1])
 
@@ -33,6 +39,8 @@ class Prefetches:
         """
         coming = self._coming.pop(layer, set())
         wrong = coming.difference(*routed.values())
+        if self._pool is None:
+            return set()
         for expert in sorted(wrong):
             self._pool.withdraw(step, (layer, expert))
         for expert in sorted(coming - wrong):

@@ -1,0 +1,79 @@
+"""A cache of experts with slots of its own on the accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.dispatch.cached_experts import CachedExperts
+from moesched.dispatch.expert_placement import Expert, order_of, popularity_of
+from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.seams import Eviction
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+
+class PooledExperts(CachedExperts):
+    """The experts of a cache, and the pool that they are in. If all experts fit, all are kept and there is no pool.
+
+    Declare it after all other users of the accelerator's memory.
+
+    Args:
+        rule: belongs to this cache from here on.
+        order: all experts, those first that are in the cache before the first step; by default equally many of each
+            layer.
+        most: number of experts in the cache; by default, if negative, as many as fit.
+        buffers: slots beside the cache, for experts that arrive before another one leaves.
+
+    Attributes:
+        pool: the slots; None if all experts are kept.
+        on_host: whether the host can run the experts that are not in the cache; the plan then says so.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rule: Eviction,
+        order: Sequence[Expert] | None = None,
+        *,
+        most: int = -1,
+        buffers: int = 1,
+    ) -> None:
+        order = order_of("balanced", popularity_of(plan)) if order is None else order
+        self.pool: ExpertPool | None = None
+        self.on_host = False
+        room = len(order)
+        if (most < 0 or most >= room) and all_fit(plan):
+            plan.keep([page for page in plan.layout.pages if page.expert >= 0])
+        else:
+            self.on_host = host_has_experts(plan)
+            if self.on_host:
+                plan.run_experts_on_host()
+            fit = max(0, experts_that_fit(plan) - buffers)
+            room = fit if most < 0 else min(most, room)
+            self.pool = ExpertPool(plan, room + buffers, order[:room], on_host=self.on_host)
+        super().__init__(plan.layout, rule, room, order[:room])
+
+    def arrived(self, step: Step, expert: Expert) -> bool:
+        """Whether an expert is on the accelerator now (see `Step.arrived`)."""
+        return self.pool is None or self.pool.arrived(step, expert)
+
+    def fetch(self, step: Step, expert: Expert) -> None:
+        """Fetch an expert that is needed now to a buffer; `admit` it once its tasks are submitted."""
+        assert self.pool is not None, "an expert that is kept is never missing"
+        self.pool.fetch(step, expert)
+
+    def admit(self, step: Step, expert: Expert) -> None:
+        """Add an expert that is in a buffer; the one that leaves gives up its slots."""
+        gone = self.enter(expert, step.index)
+        if gone is not None and self.pool is not None:
+            self.pool.evict(step, gone)
+
+    def insert(self, step: Step, expert: Expert) -> bool:
+        """Prefetch an expert for later steps, unless the rule would rather have another; returns whether it comes."""
+        gone = self.enter(expert, step.index)
+        if gone == expert or self.pool is None:
+            return False
+        self.pool.prefetch(step, expert)
+        if gone is not None:
+            self.pool.evict(step, gone)
+        return True
