@@ -49,13 +49,12 @@ class HybriMoE(LayerByLayer):
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}
         for each in routed.values():
-            self.cache.scored(i, dict(enumerate(each.scores)))
-        seconds = self._run_experts(step, i, routed)
+            self.cache.scored(i, each.scores)
+        self._run_experts(step, i, routed)
         expected = {n: {j: await each for j, each in of.items()} for n, of in previews.items()}
-        self._prefetch(step, expected, {n: (n - i) * seconds for n in later})
+        self._prefetch(step, expected, {n: (n - i) * self.seconds for n in later})
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> float:
-        """Run a layer's experts where they are sooner; returns the layer's makespan in seconds."""
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         tokens, users = tokens_of(routed), users_of(routed)
         arriving = self.prefetches.settle(step, i, routed)
         division = self.decisions.divide(routed, {*self.cache.hits(i, tokens, step.index), *arriving})
@@ -69,7 +68,7 @@ class HybriMoE(LayerByLayer):
             self.cache.admit(step, (i, expert))
         for j in back:
             step.load_routed(i, j)
-        return division.seconds
+        self.seconds = division.seconds
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
         """Prefetch the experts whose arrival shortens their layers most; `begins`: seconds until each layer does."""

@@ -34,7 +34,7 @@ class LeastStaleCache(LayerByLayer):
     """
 
     def __init__(self, experts: int = -1, prefetches: int = 8) -> None:
-        self.most, self.prefetches = experts, prefetches
+        self.most, self.most_ahead = experts, prefetches
 
     def plan(self, plan: Plan) -> None:
         place_kv_that_fits(plan, experts=1)
@@ -43,7 +43,7 @@ class LeastStaleCache(LayerByLayer):
         on_host = host_has_experts(plan)
         room = len(order) if all_fit(plan) else max(1, experts_that_fit(plan))
         room = room if self.most < 0 else max(1, min(self.most, len(order)))
-        self.ahead = min(self.prefetches, room - 1) if room < len(order) else 0
+        self.ahead = min(self.most_ahead, room - 1) if room < len(order) else 0
         self.pool = ExpertPool(plan, room, order[:room], on_host=on_host, replacement=LeastStale())
         self.prefetches = Prefetches(self.pool)
 
