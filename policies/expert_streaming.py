@@ -32,7 +32,7 @@ class ExpertStreaming:
         self.held: Pool | None = None
 
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
+        self._place_kv(plan)
         slots = self._slots(plan)
         streamed = keep_beside_buffer(plan, lambda pages: min(slots, pages * len(plan.layers)))
         self._stream(plan, [page for layer in streamed for page in layer])
@@ -67,14 +67,20 @@ class ExpertStreaming:
             self._let_go(step, (i, -1))
             routed = [await handle for handle in routing]
             for expert in self.experts:
-                for j in step.micro_batches:
-                    if expert in routed[j]:
-                        step.run_expert(i, expert, j)
+                self._run(step, i, expert, [j for j in step.micro_batches if expert in routed[j]])
                 self._let_go(step, (i, expert))
             for j in step.micro_batches:
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
+
+    def _place_kv(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+
+    def _run(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
+        """Run an expert on the tokens of the micro-batches that chose it."""
+        for j in users:
+            step.run_expert(i, expert, j)
 
     def _let_go(self, step: Step, part: tuple[int, int]) -> None:
         """Evict a streamed part after its last use, and move the next ones into its place."""
