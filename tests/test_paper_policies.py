@@ -1,0 +1,208 @@
+"""Policies of papers, held against the algorithms that the papers describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
+from moesched.errors import BadInput
+from moesched.models.layout import Page
+from moesched.plugins import make_policy
+from moesched.tasks import IDLE, HostKernel, link_class
+from moesched.testing import Case
+from scripted_routing import BALANCED, SLOW_CPU, T4, Watch, simulated, with_rates
+
+SLOW_LINK = with_rates(link=1e5, cpu=1e12)
+"""An expert takes far longer to come than to run on the host."""
+
+
+def places(watch: Watch) -> list[tuple[int, int, str]]:
+    """Step, expert and processor of all experts, in the order of their submission."""
+    ran = watch.tasks("run_expert")
+    return [(task.step, task.expert, "host" if isinstance(task, HostKernel) else "gpu") for task in ran]
+
+
+# -- the frequency cache of llama.cpp ------------------------------------------------------------------------------
+
+
+def test_experts_in_the_cache_run_on_the_accelerator_and_all_others_on_the_host() -> None:
+    watch = simulated("frequency_cache", [[[0, 1, 4, 5]]], {"experts": 2})
+    assert sorted(places(watch)) == [(0, 0, "gpu"), (0, 1, "gpu"), (0, 4, "host"), (0, 5, "host")]
+    assert watch.experts("fetch") == []
+
+
+def test_an_expert_enters_the_cache_from_its_second_use_on_and_runs_there_from_its_third() -> None:
+    watch = simulated("frequency_cache", [[[5]]] * 4, {"experts": 2}, machine=SLOW_CPU)
+    assert places(watch) == [(0, 5, "host"), (1, 5, "host"), (2, 5, "gpu"), (3, 5, "gpu")]
+    assert watch.experts("fetch") == [(1, 0, 5)]
+    assert {link_class(task.key) for task in watch.tasks("fetch") if task.step >= 0} == {IDLE}
+
+
+def test_one_expert_comes_at_a_time_and_runs_on_the_host_until_it_is_there() -> None:
+    watch = simulated("frequency_cache", [[[4, 5]]] * 4, {"experts": 2}, machine=SLOW_LINK)
+    assert watch.experts("fetch") == [(1, 0, 4), (2, 0, 5)]
+    assert sorted(places(watch)) == [
+        *((step, expert, "host") for step in (0, 1) for expert in (4, 5)),
+        *((2, 4, "gpu"), (2, 5, "host"), (3, 4, "gpu"), (3, 5, "gpu")),
+    ]
+
+
+def test_the_least_frequent_class_makes_room() -> None:
+    steps = [[[0]]] * 4 + [[[5]]] * 3
+    watch = simulated("frequency_cache", steps, {"experts": 2}, machine=SLOW_CPU)
+    # Expert 0 was used four times, expert 1 never.
+    assert watch.experts("fetch") == [(5, 0, 5)]
+    assert places(watch)[-1] == (6, 5, "gpu")
+    again = simulated("frequency_cache", [*steps, [[0]]], {"experts": 2}, machine=SLOW_CPU)
+    assert places(again)[-1] == (7, 0, "gpu")
+
+
+def test_a_machine_whose_host_runs_no_experts_is_refused() -> None:
+    from moesched.testing import policy_cases
+
+    unified = next(case for case in policy_cases() if case.machine.unified and case.weights < 1)
+    with pytest.raises(
+        BadInput, match="frequency_cache needs a host that can run all experts: use expert_cache"
+    ):
+        unified.plan(make_policy("frequency_cache"))
+
+
+# -- Least-Stale ---------------------------------------------------------------------------------------------------
+
+
+def test_prefetched_experts_of_the_next_layer_stay_and_passed_layers_make_room() -> None:
+    steps = [[[0, 1], [2, 3], [4, 5]]] * 2
+    watch = simulated("least_stale", steps, {"experts": 4, "prefetches": 2}, machine=SLOW_CPU)
+    fetched = watch.experts("fetch")
+    # Two experts at a time: those of the layer and those of the next one are all that is needed at once.
+    for step in range(2):
+        for layer, chosen in enumerate(steps[step]):
+            times = [each for each in fetched if each[:2] == (step, layer)]
+            assert len(times) <= len(chosen), "none was evicted between its prefetch and its use"
+    assert {link_class(t.key) for t in watch.tasks("fetch") if t.step >= 0 and t.layer} <= {IDLE, 0}
+
+
+def test_least_stale_prefers_pages_of_passed_layers_where_lru_takes_those_that_come_next() -> None:
+    # Three layers take turns with one expert each; a fourth expert comes in the first one.
+    steps = [[[0], [0], [0]]] * 2 + [[[1], [0], [0]]] * 2
+    settings = {"experts": 3, "prefetches": 0}
+    watch = simulated("least_stale", steps, settings, machine=SLOW_CPU)
+    at_first = {(0, 0), (1, 0), (2, 0)}
+    assert [each[1:] for each in watch.experts("fetch") if each[1:] not in at_first][:1] == [(0, 1)]
+
+
+# -- Fate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "rooms"),
+    [
+        ({"shallow": 1, "offload_per_layer": 3}, [4, 0, 0, 0]),
+        ({"shallow": 1, "offload_per_layer": 2}, [4, 2, 1, 1]),
+        ({"shallow": 2, "offload_per_layer": 1}, [4, 4, 2, 2]),
+        ({"shallow": 0, "offload_per_layer": 1}, [3, 3, 3, 3]),
+        ({"shallow": 9, "offload_per_layer": 1}, [4, 4, 4, 0]),
+    ],
+)
+def test_the_first_layers_experts_stay_and_the_others_share_the_rest(
+    settings: dict[str, int], rooms: list[int]
+) -> None:
+    policy: Any = make_policy("fate", dict(settings))
+    Case(name="fate", machine=T4, layers=4, weights=1.5).plan(policy)
+    assert [len(cache) for cache in policy.cached] == rooms
+
+
+def test_the_first_layer_is_never_fetched_and_the_next_one_is_foretold() -> None:
+    steps = [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
+    watch = simulated("fate", steps, {"offload_per_layer": 3, "buffers": 3})
+    fetched = [task for task in watch.tasks("fetch") if task.step >= 0]
+    assert {task.layer for task in fetched} == {1}
+    assert len(watch.tasks("preview_route")) == 2
+
+
+def test_a_scan_of_pages_used_once_does_not_drive_out_those_used_again() -> None:
+    pages = [Page(number, 0, number, 0, (), 10) for number in range(12)]
+    rule, held = AdaptiveReplacement(), {}
+    for step in range(2):
+        for page in pages[:2]:
+            if page.id not in held:
+                held[page.id] = page
+                rule.used(page, step, 0)
+            rule.used(page, step, 1)
+    for step, page in enumerate(pages[2:], 2):
+        held[page.id] = page
+        rule.used(page, step, 0)
+        rule.used(page, step, 1)
+        if len(held) > 3:
+            del held[rule.choose(held).id]
+    assert {0, 1} <= held.keys()
+
+
+def test_a_page_that_comes_back_too_late_shifts_the_balance_towards_its_part() -> None:
+    pages = [Page(number, 0, number, 0, (), 10) for number in range(4)]
+    rule = AdaptiveReplacement()
+    held = {page.id: page for page in pages[:2]}
+    for step in range(2):
+        rule.used(pages[0], step, 0 if not step else 1)  # used again: frequent
+    rule.used(pages[1], 2, 0)
+    assert rule.choose(held) is pages[1]
+    rule.used(pages[1], 3, 0)  # it should have stayed: pages that are used once get a place
+    rule.used(pages[2], 4, 0)
+    assert rule.choose({0: pages[0], 1: pages[1], 2: pages[2]}) is pages[0]
+
+
+# -- HybriMoE ------------------------------------------------------------------------------------------------------
+
+
+def test_experts_with_few_tokens_run_on_the_host_and_those_with_many_are_fetched() -> None:
+    watch = simulated(
+        "hybrimoe", [[{0: 1, 1: 9, 2: 1, 3: 8}]], {"experts": 0}, machine=BALANCED, prompts=(19,)
+    )
+    assert {expert for _, _, expert in watch.experts("fetch")} <= {1, 3}
+    assert {expert for _, expert, place in places(watch) if place == "host"} >= {0, 2}
+    assert len(places(watch)) == 4
+
+
+def test_the_expert_with_the_lowest_average_score_makes_room() -> None:
+    steps = [[{0: 8, 1: 1}], [{0: 8, 1: 1}], [{2: 9}], [{0: 9}]]
+    watch = simulated("hybrimoe", steps, {"experts": 2, "ahead": 0}, machine=SLOW_CPU, prompts=(9,))
+    # Expert 1, with the lowest score, made room for 2.
+    assert watch.experts("fetch") == [(2, 0, 2)]
+
+
+def test_of_the_layers_ahead_the_one_that_gains_most_is_prefetched_first() -> None:
+    # Layer 2 has an expert with eight tokens that is missing, layer 1 one with a single token.
+    steps = [[{0: 9}, {0: 8, 5: 1}, {0: 1, 5: 8}]]
+    machine = with_rates(link=1e9, cpu=1e8)
+    watch = simulated("hybrimoe", steps, {"experts": 3, "buffers": 2}, machine=machine, prompts=(9,))
+    prefetched = [t for t in watch.tasks("fetch") if t.step >= 0 and link_class(t.key) == IDLE]
+    assert prefetched[0].layer == 2
+
+
+def test_nothing_is_prefetched_that_would_come_too_late() -> None:
+    steps = [[[0], [5], [5], [5]]] * 2
+    watch = simulated("hybrimoe", steps, {"experts": 4}, machine=SLOW_LINK)
+    assert watch.tasks("preview_route") != []
+    assert watch.experts("fetch") == []
+
+
+# -- MoE-Gen -------------------------------------------------------------------------------------------------------
+
+
+def test_each_expert_runs_once_in_a_layer_on_the_tokens_of_all_micro_batches() -> None:
+    many = {"prompts": (2, 3, 1), "micro_batch_size": 1}
+    watch = simulated("moe_gen", [[[0, 1, 5], [2, 3]]] * 2, {}, **many)
+    expected = [(step, 0, e) for step in range(2) for e in (0, 1, 5)]
+    expected += [(step, 1, e) for step in range(2) for e in (2, 3)]
+    assert sorted(watch.experts("run_expert")) == sorted(expected)
+    assert {len(task.expert_rows) for task in watch.tasks("run_expert")} == {3}
+
+
+def test_attention_is_on_the_host_beside_kv_caches_that_the_accelerator_does_not_hold() -> None:
+    watch = simulated("moe_gen", [[[0]]] * 3, {}, prompts=(2, 3), micro_batch_size=1)
+    assert {type(task) for task in watch.tasks("cpu_attention")} == {HostKernel}
+    assert {task.step for task in watch.tasks("cpu_attention")} == {1, 2}
+    split = simulated("moe_gen", [[[0]]] * 3, {"kv_on_gpu": 0.5}, prompts=(2, 3), micro_batch_size=1)
+    assert len(split.tasks("cpu_attention")) == 2
