@@ -33,6 +33,10 @@ class FrequencyCache(LayerByLayer):
         """The expert that was fetched last."""
 
     def plan(self, plan: Plan) -> None:
+        if plan.layout.config.ranks > 1:
+            raise BadInput(
+                "frequency_cache asks which experts have arrived, and ranks differ: use --tensor-parallel 1"
+            )
         place_kv_that_fits(plan, experts=1)
         keep_dense(plan)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)

@@ -18,6 +18,7 @@ from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
+from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -35,6 +36,10 @@ class HybriMoE(LayerByLayer):
         self.most, self.ahead, self.buffers = experts, ahead, max(1, buffers)
 
     def plan(self, plan: Plan) -> None:
+        if plan.layout.config.ranks > 1:
+            raise BadInput(
+                "hybrimoe asks which experts have arrived, and ranks differ: use --tensor-parallel 1"
+            )
         plan.request_scores()
         place_kv_that_fits(plan, experts=self.buffers)
         keep_dense(plan)
@@ -56,13 +61,15 @@ class HybriMoE(LayerByLayer):
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         tokens, users = tokens_of(routed), users_of(routed)
-        arriving = self.prefetches.settle(step, i, routed)
-        division = self.decisions.divide(routed, {*self.cache.hits(i, tokens, step.index), *arriving})
+        coming = self.prefetches.settle(step, i, routed)
+        here = {*self.cache.hits(i, tokens, step.index)}
+        here |= {expert for expert in coming if self.cache.arrived(step, (i, expert))}
+        division = self.decisions.divide(routed, here)
         back = self._run_on_host(step, i, division.on_host, users)
         for expert in division.stay:
             self._run(step, i, expert, users[expert])
-        for expert in (*sorted(arriving), *division.fetched):
-            if expert not in arriving:
+        for expert in (*sorted(coming.difference(division.fetched)), *division.fetched):
+            if expert in division.fetched:
                 self.cache.fetch(step, (i, expert))
                 self._run(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))

@@ -6,7 +6,7 @@ earlier steps before those of the present one, and so keeps what was prefetched 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moesched.dispatch.eviction import LeastStale
 from moesched.dispatch.expert_placement import (
@@ -21,6 +21,7 @@ from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit,
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.prefetches import Prefetches
+from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -33,6 +34,9 @@ class LeastStaleCache(LayerByLayer):
         prefetches: experts of the next layer that are prefetched at most.
     """
 
+    rule: Callable[[], Eviction] = LeastStale
+    """Makes the rule of the cache."""
+
     def __init__(self, experts: int = -1, prefetches: int = 8) -> None:
         self.most, self.most_ahead = experts, prefetches
 
@@ -44,7 +48,7 @@ class LeastStaleCache(LayerByLayer):
         room = len(order) if all_fit(plan) else max(1, experts_that_fit(plan))
         room = room if self.most < 0 else max(1, min(self.most, len(order)))
         self.ahead = min(self.most_ahead, room - 1) if room < len(order) else 0
-        self.pool = ExpertPool(plan, room, order[:room], on_host=on_host, replacement=LeastStale())
+        self.pool = ExpertPool(plan, room, order[:room], on_host=on_host, replacement=self.rule())
         self.prefetches = Prefetches(self.pool)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
@@ -62,6 +66,5 @@ class LeastStaleCache(LayerByLayer):
         users = users_of(routed)
         here = [expert for expert in users if (i, expert) in self.pool]
         for expert in (*here, *sorted(users.keys() - here)):
-            if expert not in here:
-                self.pool.fetch(step, (i, expert))
+            self.pool.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])

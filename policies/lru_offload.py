@@ -7,7 +7,7 @@ kernels. Here evicted experts are not copied, and copies and kernels overlap, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.eviction import LeastRecentlyUsed
@@ -75,18 +75,14 @@ class LruOffload(LayerByLayer):
         room = max(0, experts_that_fit(plan) - self.buffers) // len(plan.layers)
         return max(1, experts - room)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed, coming: Collection[int] = ()) -> None:
-        """Run cached experts first; fetch each missing one once for all micro-batches.
-
-        coming: missing experts whose fetch is already submitted.
-        """
+    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        """Run cached experts first; fetch each missing one once for all micro-batches."""
         cache, users = self.cached[i], users_of(routed)
         hits = cache.hits(i, tokens_of(routed), step.index)
         for expert in hits:
             self._run(step, i, expert, users[expert])
         for expert in sorted(users.keys() - hits):
-            if expert not in coming:
-                self.pool.fetch(step, (i, expert))
+            self.pool.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])
             gone = cache.enter((i, expert), step.index)
             if gone is not None:

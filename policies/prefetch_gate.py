@@ -43,8 +43,9 @@ class PrefetchGate(LruOffload):
         following = micro_batches if self.offloads and i + 1 in step.layers else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
-        coming = self.prefetches.settle(step, i, routed) if self.offloads else ()
-        self._run_experts(step, i, routed, coming)
+        if self.offloads:
+            self.prefetches.settle(step, i, routed)
+        self._run_experts(step, i, routed)
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:

@@ -70,9 +70,12 @@ class ExpertPool:
         return all(map(step.arrived, self._pages[expert]))
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch the pages that are missing of an expert that is needed now."""
+        """Fetch the pages that are missing of an expert that is needed now, and hurry those on their way."""
         missing = [page for page in self._pages[expert] if page not in self._pool]
-        step.fetch(missing, self._pool, source=self._source, urgent=True)
+        if len(missing) < len(self._pages[expert]):
+            self.promote(step, expert)
+        if missing:
+            step.fetch(missing, self._pool, source=self._source, urgent=True)
 
     def prefetch(self, step: Step, expert: Expert) -> None:
         """Fetch what is missing of an expert that may be needed, page by page, at the lowest priority."""

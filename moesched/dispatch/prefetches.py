@@ -32,17 +32,13 @@ class Prefetches:
             self._coming[expert[0]].add(expert[1])
 
     def settle(self, step: Step, layer: int, routed: Routed) -> set[int]:
-        """Give the experts that a layer's router chose priority, and withdraw the others.
+        """Withdraw the experts that a layer's router did not choose; returns the others.
 
-        Returns:
-            the chosen ones.
+        Fetch these when they are needed: that gives them priority.
         """
         coming = self._coming.pop(layer, set())
-        wrong = coming.difference(*routed.values())
-        if self._pool is None:
-            return set()
-        for expert in sorted(wrong):
-            self._pool.withdraw(step, (layer, expert))
-        for expert in sorted(coming - wrong):
-            self._pool.promote(step, (layer, expert))
-        return coming - wrong
+        right = {expert for expert in coming if any(expert in chosen for chosen in routed.values())}
+        if self._pool is not None:
+            for expert in sorted(coming - right):
+                self._pool.withdraw(step, (layer, expert))
+        return right
