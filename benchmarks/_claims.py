@@ -246,6 +246,13 @@ def opening(result: Result) -> Iterator[Claim]:
         yield at_most(words, 1e3 * each["open_processor_seconds"], 1e3 * result["bar_seconds"], "{:,.0f} ms")
 
 
+def papers(result: Result) -> Iterator[Claim]:
+    """Policies of papers beside those that they improve on, simulated."""
+    decoding = [case for case in result["cases"] if case["of"] == "decode"]
+    words = "simulated: policies of papers that decode faster than what they improve on"
+    yield all_of(words, sum(case["ratio"] > 1 for case in decoding), len(decoding))
+
+
 def packing(result: Result) -> Iterator[Claim]:
     """Weights in many arrays beside weights in one."""
     where = "Metal" if result["metal"] else "no Metal, where no gap is expected"
@@ -336,7 +343,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
         dispatch, emulated, engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs,
-        fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing,
+        fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
         peak_memory, plan_search, prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals,
     )
 }  # fmt: skip

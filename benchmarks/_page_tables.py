@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -223,6 +223,22 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "previews": ("preview_accuracy", previews),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
+
+
+PAPERS = {
+    "policy": "`{policy}`",
+    "over": "`{over}`",
+    "model": "{model}",
+    "machine": "{machine}",
+    "of": "{of}",
+    "ratio": "{ratio:.2f}x",
+    "the paper's claim": "{claim}",
+}
+
+
+def simulated(name: str, columns: Mapping[str, str]) -> str:
+    """The cases of a benchmark that needs no machine."""
+    return table_of(stored(RESULTS / f"{name}.json").get("cases", []), columns)
 
 
 # -- reproductions: a table for each section -----------------------------------------------------------------------

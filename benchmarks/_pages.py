@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from _claims import CLAIMS, Claim
-from _page_tables import MEASURED, SECTIONS, measured, reproduction
+from _page_tables import MEASURED, PAPERS, SECTIONS, measured, reproduction, simulated
 from _results import RESULTS, ROOT, older_than_the_code, stored
 from _tables import filled, markdown
 
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
 MACHINES = {"spr": "Xeon, Sapphire Rapids", "zen3": "EPYC, Zen 3", "zen5": "EPYC, Zen 5"}
-MEASURED_PAGES = ("fidelity.md", "routing.md", "transports.md")
+MEASURED_PAGES = ("fidelity.md", "papers.md", "routing.md", "transports.md")
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def pages() -> dict[Path, str]:
 
 def measured_table(name: str) -> str | None:
     """A table of the pages of measurements."""
+    if name == "papers":
+        return simulated(name, PAPERS)
     return measured(*MEASURED[name]) if name in MEASURED else None
 
 
