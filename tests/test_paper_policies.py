@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from papers import CASES, compared
 
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
 from moesched.errors import BadInput
@@ -206,3 +207,12 @@ def test_attention_is_on_the_host_beside_kv_caches_that_the_accelerator_does_not
     assert {task.step for task in watch.tasks("cpu_attention")} == {1, 2}
     split = simulated("moe_gen", [[[0]]] * 3, {"kv_on_gpu": 0.5}, prompts=(2, 3), micro_batch_size=1)
     assert len(split.tasks("cpu_attention")) == 2
+
+
+# -- beside what they improve on ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Least-Stale: decode, experts 102", "Fate: decode, offload_per_layer 40"])
+def test_the_papers_policy_is_faster_than_what_it_improves_on(name: str) -> None:
+    [case] = [case for case in CASES if case.name == name]
+    assert compared(case)["ratio"] > 1.2

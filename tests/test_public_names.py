@@ -47,7 +47,9 @@ PUBLIC = [
 ]
 
 KIT = [
+    "AdaptiveReplacement",
     "CachedExperts",
+    "Division",
     "Expert",
     "ExpertLatencies",
     "ExpertPool",
@@ -60,6 +62,7 @@ KIT = [
     "LayerByLayer",
     "LayerCosts",
     "LayerDecision",
+    "LayerDecisions",
     "LeastFrequentlyUsed",
     "LeastRecent",
     "LeastRecentStep",
@@ -70,8 +73,10 @@ KIT = [
     "LowestScore",
     "NodeExperts",
     "Placement",
+    "PooledExperts",
     "Popularity",
     "Predictor",
+    "Prefetches",
     "Routed",
     "all_fit",
     "assign",

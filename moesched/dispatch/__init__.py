@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
     from moesched.dispatch.cached_experts import CachedExperts
     from moesched.dispatch.eviction import (
         FrequencyClasses,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
     from moesched.dispatch.kv_placement import attend, attend_on_accelerator, place_kv_that_fits, split_kv
     from moesched.dispatch.layer_by_layer import LayerByLayer
+    from moesched.dispatch.layer_decisions import Division, LayerDecisions
     from moesched.dispatch.layer_makespan import Layer, LayerCosts, LayerDecision, decide
     from moesched.dispatch.node_placement import (
         Load,
@@ -50,10 +52,13 @@ if TYPE_CHECKING:
         parts_for,
     )
     from moesched.dispatch.node_steps import LeastRecent, NodeExperts, experts_per_node, run_own, warm_spare
+    from moesched.dispatch.pooled_experts import PooledExperts
     from moesched.dispatch.predictors import FollowingExperts, Forecast, Forecasts, LaterRouters, Predictor
+    from moesched.dispatch.prefetches import Prefetches
     from moesched.dispatch.resident_pages import double_buffered, keep_beside_buffer
 
 _NAMES = {
+    "adaptive_replacement": ("AdaptiveReplacement",),
     "cached_experts": ("CachedExperts",),
     "eviction": (
         "FrequencyClasses",
@@ -81,6 +86,7 @@ _NAMES = {
     "expert_pool": ("ExpertPool", "all_fit", "experts_that_fit", "host_has_experts"),
     "kv_placement": ("attend", "attend_on_accelerator", "place_kv_that_fits", "split_kv"),
     "layer_by_layer": ("LayerByLayer",),
+    "layer_decisions": ("Division", "LayerDecisions"),
     "layer_makespan": ("Layer", "LayerCosts", "LayerDecision", "decide"),
     "node_placement": (
         "Load",
@@ -93,13 +99,17 @@ _NAMES = {
         "parts_for",
     ),
     "node_steps": ("LeastRecent", "NodeExperts", "experts_per_node", "run_own", "warm_spare"),
+    "pooled_experts": ("PooledExperts",),
     "predictors": ("FollowingExperts", "Forecast", "Forecasts", "LaterRouters", "Predictor"),
+    "prefetches": ("Prefetches",),
     "resident_pages": ("double_buffered", "keep_beside_buffer"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "AdaptiveReplacement",
     "CachedExperts",
+    "Division",
     "Expert",
     "ExpertLatencies",
     "ExpertPool",
@@ -112,6 +122,7 @@ __all__ = [
     "LayerByLayer",
     "LayerCosts",
     "LayerDecision",
+    "LayerDecisions",
     "LeastFrequentlyUsed",
     "LeastRecent",
     "LeastRecentStep",
@@ -122,8 +133,10 @@ __all__ = [
     "LowestScore",
     "NodeExperts",
     "Placement",
+    "PooledExperts",
     "Popularity",
     "Predictor",
+    "Prefetches",
     "Routed",
     "all_fit",
     "assign",
