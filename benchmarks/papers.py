@@ -17,7 +17,7 @@ from _options import SIMULATION, Benchmark, track
 from moesched import simulate_model
 
 LRU = f"{Path(__file__).parent / '_lru_prefetching.py'}:LruPrefetching"
-ROUTING = {"routing": "zipf", "routing_settings": {"locality": 0.5}}
+ROUTING: dict[str, Any] = {"routing": "zipf", "routing_settings": {"locality": 0.5}}
 
 
 class Case(NamedTuple):
@@ -117,7 +117,7 @@ def compared(case: Case) -> dict[str, Any]:
     }
 
 
-def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, float]:
+def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens per second, seconds to the first token, and the share of uses that found their page."""
     report = simulate_model(
         case.model,

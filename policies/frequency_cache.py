@@ -7,9 +7,10 @@ most often, by powers of two, with counts that are halved from time to time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from moesched.dispatch.eviction import FrequencyClasses
 from moesched.dispatch.expert_placement import Expert, Routed, keep_dense, tokens_of, users_of
-from moesched.dispatch.expert_pool import all_fit
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
@@ -19,7 +20,7 @@ from moesched.steps.step import Step
 
 
 class FrequencyCache(LayerByLayer):
-    """Cached experts run on the accelerator, the others on the host, from where used ones enter the cache.
+    """Cached experts run on the accelerator, the others on the host; where it cannot run any, they are fetched.
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
@@ -40,8 +41,6 @@ class FrequencyCache(LayerByLayer):
         place_kv_that_fits(plan, experts=1)
         keep_dense(plan)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)
-        if not self.cache.on_host and not all_fit(plan):
-            raise BadInput("frequency_cache needs a host that can run all experts: use expert_cache")
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         tokens, users = tokens_of(routed), users_of(routed)
@@ -50,12 +49,24 @@ class FrequencyCache(LayerByLayer):
         cached = self.cache.hits(i, tokens, step.index)
         hits = [expert for expert in cached if (i, expert) != self.coming]
         misses = sorted(users.keys() - hits, key=lambda expert: (-tokens[expert], expert))
-        back = self._run_on_host(step, i, misses, users)
+        back = self._run_on_host(step, i, misses if self.cache.on_host else [], users)
         for expert in hits:
             self._run(step, i, expert, users[expert])
+        if not self.cache.on_host:
+            self._fetch_and_run(step, i, misses, users)
+            return
         again = [(i, expert) for expert in misses if (i, expert) in self.used]
         self.used.update((i, expert) for expert in misses)
-        if again and self.coming is None and self.cache.insert(step, again[0]):
+        if again and self.coming is None and self.cache.prefetch(step, again[0]):
             self.coming = again[0]
         for j in back:
             step.load_routed(i, j)
+
+    def _fetch_and_run(
+        self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Run experts that the host cannot run."""
+        for expert in experts:
+            self.cache.fetch(step, (i, expert))
+            self._run(step, i, expert, users[expert])
+            self.cache.admit(step, (i, expert))

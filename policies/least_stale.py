@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesched.dispatch.eviction import LeastStale
-from moesched.dispatch.expert_placement import (
-    Routed,
-    keep_dense,
-    order_of,
-    popularity_of,
-    tokens_of,
-    users_of,
-)
-from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.dispatch.expert_placement import Routed, keep_dense, tokens_of, users_of
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
@@ -43,20 +36,15 @@ class LeastStaleCache(LayerByLayer):
     def plan(self, plan: Plan) -> None:
         place_kv_that_fits(plan, experts=1)
         keep_dense(plan)
-        order = order_of("balanced", popularity_of(plan))
-        on_host = host_has_experts(plan)
-        room = len(order) if all_fit(plan) else max(1, experts_that_fit(plan))
-        room = room if self.most < 0 else max(1, min(self.most, len(order)))
-        self.ahead = min(self.most_ahead, room - 1) if room < len(order) else 0
-        self.pool = ExpertPool(plan, room, order[:room], on_host=on_host, replacement=self.rule())
-        self.prefetches = Prefetches(self.pool)
+        self.cache = PooledExperts(plan, self.rule(), most=self.most)
+        self.ahead = 0 if self.cache.pool is None else min(self.most_ahead, len(self.cache) - 1)
+        self.prefetches = Prefetches(self.cache)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
         following = micro_batches if self.ahead and i + 1 in step.layers else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
-        self.prefetches.settle(step, i, routed)
         self._run_experts(step, i, routed)
         expected = tokens_of({j: await handle for j, handle in previews.items()})
         for expert in sorted(expected, key=lambda expert: (-expected[expert], expert))[: self.ahead]:
@@ -64,7 +52,11 @@ class LeastStaleCache(LayerByLayer):
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
-        here = [expert for expert in users if (i, expert) in self.pool]
-        for expert in (*here, *sorted(users.keys() - here)):
-            self.pool.fetch(step, (i, expert))
+        coming = self.prefetches.settle(step, i, routed)
+        hits = self.cache.hits(i, tokens_of(routed), step.index)
+        for expert in (*hits, *sorted(users.keys() - hits)):
+            if expert in coming or expert not in hits:
+                self.cache.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])
+            if expert not in hits:
+                self.cache.admit(step, (i, expert))

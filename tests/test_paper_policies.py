@@ -8,11 +8,10 @@ import pytest
 from papers import CASES, compared
 
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
-from moesched.errors import BadInput
 from moesched.models.layout import Page
 from moesched.plugins import make_policy
 from moesched.tasks import IDLE, HostKernel, link_class
-from moesched.testing import Case
+from moesched.testing import Case, policy_cases
 from scripted_routing import BALANCED, SLOW_CPU, T4, Watch, simulated, with_rates
 
 SLOW_LINK = with_rates(link=1e5, cpu=1e12)
@@ -60,14 +59,11 @@ def test_the_least_frequent_class_makes_room() -> None:
     assert places(again)[-1] == (7, 0, "gpu")
 
 
-def test_a_machine_whose_host_runs_no_experts_is_refused() -> None:
-    from moesched.testing import policy_cases
-
-    unified = next(case for case in policy_cases() if case.machine.unified and case.weights < 1)
-    with pytest.raises(
-        BadInput, match="frequency_cache needs a host that can run all experts: use expert_cache"
-    ):
-        unified.plan(make_policy("frequency_cache"))
+def test_where_the_host_runs_no_experts_misses_are_fetched() -> None:
+    unified = next(case for case in policy_cases() if case.machine.unified)
+    watch = simulated("frequency_cache", [[[4, 5]]], {"experts": 2}, machine=unified.machine)
+    assert sorted(places(watch)) == [(0, 4, "gpu"), (0, 5, "gpu")]
+    assert watch.experts("fetch") == [(0, 0, 4), (0, 0, 5)]
 
 
 # -- Least-Stale ---------------------------------------------------------------------------------------------------
@@ -193,8 +189,7 @@ def test_nothing_is_prefetched_that_would_come_too_late() -> None:
 
 
 def test_each_expert_runs_once_in_a_layer_on_the_tokens_of_all_micro_batches() -> None:
-    many = {"prompts": (2, 3, 1), "micro_batch_size": 1}
-    watch = simulated("moe_gen", [[[0, 1, 5], [2, 3]]] * 2, {}, **many)
+    watch = simulated("moe_gen", [[[0, 1, 5], [2, 3]]] * 2, {}, prompts=(2, 3, 1), micro_batch_size=1)
     expected = [(step, 0, e) for step in range(2) for e in (0, 1, 5)]
     expected += [(step, 1, e) for step in range(2) for e in (2, 3)]
     assert sorted(watch.experts("run_expert")) == sorted(expected)

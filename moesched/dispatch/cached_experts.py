@@ -82,9 +82,14 @@ class CachedExperts:
         if len(ruled.held) <= self._room:
             return None
         page = ruled.next_to_go()
-        del ruled.held[page.id]
-        self._here[page.layer].discard(page.expert)
+        self.remove((page.layer, page.expert))
         return page.layer, page.expert
+
+    def remove(self, expert: Expert) -> None:
+        """Take an expert out of the cache, without asking the rule."""
+        layer, number = expert
+        del self._ruled.held[self._first[layer][number].id]
+        self._here[layer].discard(number)
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
         """Tell the rule the router scores of a layer's experts, if it takes them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moesched.dispatch.expert_placement import Expert, leave_on_host
-from moesched.seams import Eviction
-from moesched.steps.memory import Replacement
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -30,30 +28,19 @@ def host_has_experts(plan: Plan) -> bool:
 
 
 class ExpertPool:
-    """Slots for a number of experts.
+    """Slots for a number of experts; only `evict` and `withdraw` free them.
 
     Args:
         room: number of experts.
         filled: experts that are in the pool before the first step.
         on_host: fetch from host memory, which then keeps all experts.
-        replacement: the pages that make room for others, as in `Plan.pool`; by default only `evict` and `withdraw` free
-            slots.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        room: int,
-        filled: Iterable[Expert],
-        *,
-        on_host: bool,
-        replacement: Replacement | Eviction = "none",
-    ) -> None:
+    def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         slots = room * len(plan.layout.expert(0, 0))
         first = [page for expert in filled for page in plan.layout.expert(*expert)]
-        self._pool = plan.pool("accelerator", "experts", slots, experts, replacement, first)
-        self._evicts = replacement == "none"
+        self._pool = plan.pool("accelerator", "experts", slots, experts, "none", first)
         self._source = leave_on_host(plan) if on_host else None
         layout = plan.layout
         self._pages = {
@@ -63,37 +50,29 @@ class ExpertPool:
         }
 
     def __contains__(self, expert: Expert) -> bool:
-        return all(page in self._pool for page in self._pages[expert])
+        return self._pages[expert][0] in self._pool
 
     def arrived(self, step: Step, expert: Expert) -> bool:
         """Whether all pages of an expert are there now (see `Step.arrived`)."""
         return all(map(step.arrived, self._pages[expert]))
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch the pages that are missing of an expert that is needed now, and hurry those on their way."""
-        missing = [page for page in self._pages[expert] if page not in self._pool]
-        if len(missing) < len(self._pages[expert]):
-            self.promote(step, expert)
-        if missing:
-            step.fetch(missing, self._pool, source=self._source, urgent=True)
+        """Fetch an expert that is needed now, or hurry it if it is on its way."""
+        if expert in self:
+            step.promote(self._pages[expert], self._pool)
+        else:
+            step.fetch(self._pages[expert], self._pool, source=self._source, urgent=True)
 
-    def prefetch(self, step: Step, expert: Expert) -> None:
-        """Fetch what is missing of an expert that may be needed, page by page, at the lowest priority."""
+    def prefetch(self, step: Step, expert: Expert) -> bool:
+        """Fetch an expert that may be needed, page by page, at the lowest priority; returns that it comes."""
         for page in self._pages[expert]:
-            if page not in self._pool:
-                step.fetch([page], self._pool, source=self._source, speculative=True)
-
-    def promote(self, step: Step, expert: Expert) -> None:
-        """Raise what is there of a prefetched expert to the priority of one that is needed now."""
-        step.promote([page for page in self._pages[expert] if page in self._pool], self._pool)
+            step.fetch([page], self._pool, source=self._source, speculative=True)
+        return True
 
     def withdraw(self, step: Step, expert: Expert) -> None:
-        """Drop a prefetched expert: cancel the pages whose transfer has not started.
-
-        The others are evicted, or left to the pool's replacement.
-        """
+        """Drop a prefetched expert: cancel the pages whose transfer has not started, and evict the others."""
         for page in self._pages[expert]:
-            if page in self._pool and not step.cancel([page], self._pool) and self._evicts:
+            if not step.cancel([page], self._pool):
                 step.evict([page], self._pool)
 
     def evict(self, step: Step, expert: Expert) -> None:

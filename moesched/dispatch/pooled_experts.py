@@ -68,8 +68,11 @@ class PooledExperts(CachedExperts):
         if gone is not None and self.pool is not None:
             self.pool.evict(step, gone)
 
-    def insert(self, step: Step, expert: Expert) -> bool:
-        """Prefetch an expert for later steps, unless the rule would rather have another; returns whether it comes."""
+    def prefetch(self, step: Step, expert: Expert) -> bool:
+        """Fetch an expert for later, unless the rule would rather have another; returns whether it comes.
+
+        It belongs to the cache at once.
+        """
         gone = self.enter(expert, step.index)
         if gone == expert or self.pool is None:
             return False
@@ -77,3 +80,9 @@ class PooledExperts(CachedExperts):
         if gone is not None:
             self.pool.evict(step, gone)
         return True
+
+    def withdraw(self, step: Step, expert: Expert) -> None:
+        """Drop an expert that was prefetched and is not needed: cancel what has not started, and free its slots."""
+        if self.pool is not None and expert in self:
+            self.remove(expert)
+            self.pool.withdraw(step, expert)

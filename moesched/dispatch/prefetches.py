@@ -6,17 +6,18 @@ from collections import defaultdict
 
 from moesched.dispatch.expert_placement import Expert, Routed
 from moesched.dispatch.expert_pool import ExpertPool
+from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.steps.step import Step
 
 
 class Prefetches:
-    """Experts that were fetched to a pool before their layer was routed, by layer.
+    """Experts that were fetched before their layer was routed, by layer.
 
-    pool: None if all experts are kept, so that none is ever fetched.
+    to: their slots; None if all experts are kept, so that none is ever fetched.
     """
 
-    def __init__(self, pool: ExpertPool | None) -> None:
-        self._pool = pool
+    def __init__(self, to: ExpertPool | PooledExperts | None) -> None:
+        self._to = to
         self._coming: defaultdict[int, set[int]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -27,8 +28,7 @@ class Prefetches:
 
     def fetch(self, step: Step, expert: Expert) -> None:
         """Fetch an expert at the lowest priority, page by page, unless it is there."""
-        if self._pool is not None and expert not in self._pool:
-            self._pool.prefetch(step, expert)
+        if self._to is not None and expert not in self._to and self._to.prefetch(step, expert):
             self._coming[expert[0]].add(expert[1])
 
     def settle(self, step: Step, layer: int, routed: Routed) -> set[int]:
@@ -38,7 +38,7 @@ class Prefetches:
         """
         coming = self._coming.pop(layer, set())
         right = {expert for expert in coming if any(expert in chosen for chosen in routed.values())}
-        if self._pool is not None:
+        if self._to is not None:
             for expert in sorted(coming - right):
-                self._pool.withdraw(step, (layer, expert))
+                self._to.withdraw(step, (layer, expert))
         return right
