@@ -288,10 +288,11 @@ def prediction(result: Result) -> Iterator[Claim]:
 
 def preview_accuracy(result: Result) -> Iterator[Claim]:
     """Previews of the router on the model that ships."""
-    for each in result["decode"]:
-        layers = f"{each['ahead']} layer{'s' * (each['ahead'] > 1)}"
-        words = f"experts of one token that previews forecast {layers} ahead, {result['model']}"
-        yield Claim(f"{words} (at random {each['chance']:.0%})", f"{each['accuracy']:.1%}")
+    decode = result["decode"]
+    ahead = ", ".join(str(each["ahead"]) for each in decode)
+    words = f"experts of one token that previews forecast {ahead} layers ahead, {result['model']}"
+    figures = ", ".join(f"{each['accuracy']:.1%}" for each in decode)
+    yield Claim(f"{words} (at random {decode[0]['chance']:.0%})", figures)
 
 
 def random_runs(result: Result) -> Iterator[Claim]:
