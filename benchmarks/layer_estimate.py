@@ -98,11 +98,7 @@ def layers_of(tasks: Sequence[Task], policy: Any) -> list[dict[str, float]]:
     for task in tasks:
         if task.verb != "route":
             continue
-        kept = tuple(sorted(n for e, n in task.value.items() if (task.layer, e) in policy.at_gpu))
-        missing = sorted(
-            (n for e, n in task.value.items() if (task.layer, e) not in policy.at_gpu), reverse=True
-        )
-        expected = policy.decided(kept, tuple(missing), 1)
+        expected = policy.decisions.divide({0: task.value}, policy.stays[task.layer])
         if expected.seconds:
             measured = (ends[task.step, task.layer] - task.end) / 1e9
             found.append({"expected": expected.seconds, "measured": measured})
