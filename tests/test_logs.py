@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SAYS = """Log("a").info("for those who ask")
+SAYS = """
+from moesched.system.logs import Log
+Log("a").info("for those who ask")
 Log("a").warning("slow", factor=2)
 print("result")
 """
