@@ -31,6 +31,11 @@ def names(kind: Kind) -> list[str]:
     return sorted(point.name for point in _points(kind))
 
 
+def shipped(kind: Kind) -> list[str]:
+    """The names of those plug-ins that come with the framework, sorted."""
+    return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
+
+
 @overload
 def find(kind: Literal["policies"], name: str) -> type[Policy]: ...
 

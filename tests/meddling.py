@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
 from moesched.machines import load_machine
+from moesched.runs.policy_errors import policy_line
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import Case, run_on_symbols

@@ -17,7 +17,8 @@ from moesched.cli.logs import send_logs_to_stderr
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "simulate", "random-model", "list", "compare", "calibrate", "roofline", "reproduce"]
+    "name",
+    ["run", "simulate", "check", "random-model", "list", "compare", "calibrate", "roofline", "reproduce"],
 )
 def test_each_command_explains_itself_with_an_example(command: Any, name: str) -> None:
     said = command(name, "--help")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from meddling import CASE, CLOCKS, Everything, refused
-from moesched.cli.policy_errors import explained
 from moesched.dispatch import (
     ExpertLatencies,
     FollowingExperts,
@@ -30,6 +29,7 @@ from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
+from moesched.runs.policy_errors import explained
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import run_on_symbols

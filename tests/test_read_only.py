@@ -11,8 +11,8 @@ import pytest
 from _meddling import attributes, reachable
 
 from meddling import CASE, CLOCKS, Everything, Meddling, Mistake, refused
-from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
+from moesched.runs.policy_errors import policy_line
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import run_on_symbols

@@ -23,7 +23,7 @@ LARGE_CLASSES: dict[str, str] = {
 """Classes with more than 15 attributes or methods, and the reason for each."""
 
 PROBES = {
-    "moesched/cli/policy_errors.py": "reads local variables of a traceback's frames, which can be anything",
+    "moesched/runs/policy_errors.py": "reads local variables of a traceback's frames, which can be anything",
     "moesched/plugins.py": "resolves the attribute that an entry point names",
 }
 """Files that may ask an object for attributes that its type does not promise, and the reason for each."""

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from meddling import CASE, CLOCKS, Everything, refused
-from moesched.cli.policy_errors import policy_line
 from moesched.errors import PolicyError
 from moesched.machines import load_machine
 from moesched.models.layout import Page
+from moesched.runs.policy_errors import policy_line
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step

@@ -8,9 +8,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from signal import SIGINT, Signals
 
-from moesched.cli.policy_errors import explained, is_policys
 from moesched.errors import (
     BadInput,
     MoeschedError,
@@ -20,6 +20,7 @@ from moesched.errors import (
     memory_refusal,
     report_of,
 )
+from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal
 
@@ -27,18 +28,18 @@ BAD_INPUT = 2
 FAILED = 1
 LONGEST_LINE = 4000
 """Characters of an error; a longer one, which quotes a long name or value, loses its middle."""
+WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
+"""Whether the command was called with --traceback."""
 
 
-def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = (), whole: bool = False) -> int:
+def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ()) -> int:
     """Print an error on standard error; returns the exit code.
 
     Errors in the input are one line; those of a policy have its own frames, too. Any other keeps its traceback.
 
-    Args:
-        forgotten: what the policy called and did not await, which is then the error.
-        whole: print the whole traceback before.
+    forgotten: what the policy called and did not await, which is then the error.
     """
-    if whole:
+    if WHOLE_TRACEBACK.get():
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED

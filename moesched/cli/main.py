@@ -11,6 +11,7 @@ from cyclopts import App
 
 from moesched.cli import (
     calibrate,
+    check,
     cluster,
     compare,
     latencies,
@@ -25,12 +26,12 @@ from moesched.cli import (
     simulate,
 )
 from moesched.cli import list as listing
-from moesched.cli.failures import exit_code_of, tell
-from moesched.cli.forgotten_awaits import forgotten_awaits
+from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
 from moesched.cli.output import json_only
 from moesched.cli.surroundings import prepare_process
+from moesched.runs.forgotten_awaits import forgotten_awaits
 from moesched.system.scratch import sweep
 
 HELP = "Write, run and compare schedules of Mixture-of-Experts inference for weights that do not fit into fast memory."
@@ -51,7 +52,7 @@ EPILOGUE = paragraphs(
     "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
-WHOLE_TRACEBACK = "--traceback"
+TRACEBACK = "--traceback"
 """The option of all commands that shows an error with all of its frames."""
 SPARE_BYTES = 4 << 20
 """Memory that is freed where a command fails, so that its error can be told even if there is no other memory."""
@@ -73,6 +74,7 @@ def make_app() -> App:
         simulate,
         plan,
         new_policy,
+        check,
         random_model,
         prestack,
         listing,
@@ -91,8 +93,8 @@ def make_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    whole = WHOLE_TRACEBACK in given
-    given = [each for each in given if each != WHOLE_TRACEBACK]
+    WHOLE_TRACEBACK.set(TRACEBACK in given)
+    given = [each for each in given if each != TRACEBACK]
     spare = bytearray(SPARE_BYTES)
     with forgotten_awaits() as forgotten:
         try:
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except BaseException as error:
             del spare
-            return exit_code_of(error, forgotten=forgotten, whole=whole)
+            return exit_code_of(error, forgotten=forgotten)
     for each in forgotten:
         tell(f"{each.line}: {each}")
     return code or 0

@@ -53,7 +53,7 @@ def new_policy(
         return
     say(f"{policy}: the policy\n{test}: its test\n\nTry it:")
     say(f"  moesched simulate --model mixtral-8x7b --machine t4 --workload mtbench --policy {named}")
-    say(f"  pytest {test}")
+    say(f"  pytest {test}\n  moesched check {named}")
 
 
 def write_starter(name: str, directory: Path) -> tuple[Path, Path]:

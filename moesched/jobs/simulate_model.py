@@ -78,7 +78,7 @@ def simulate_model(
     new_tokens = found.new_tokens[0] if given.gen is None else given.gen
     require_some(new_tokens, "--gen")
     lengths, all_run = _lengths(found, given)
-    _require_context(lengths, new_tokens, config)
+    require_context(lengths, new_tokens, config)
     joined = _joined(find_machine(given.machine), given.nodes, given.network)
     job = Job(given, config, joined, beams=given.beams, nodes=given.nodes or 1)
     job.use_process(assumed_process(job.machine))
@@ -171,7 +171,8 @@ def _joined(machine: Machine, nodes: int | None, network: Network | str | None) 
     return replace(machine, network=load_network(network) if isinstance(network, str) else network)
 
 
-def _require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
+def require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
+    """Raise BadInput where the longest prompt and the new tokens exceed the model's context."""
     longest = max(lengths)
     if longest + new_tokens > config.max_positions:
         raise BadInput(

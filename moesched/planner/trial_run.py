@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moesched.engine import Engine
 from moesched.requests.batch import Batch
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Policy
+from moesched.seams import CostModel, Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
+from moesched.trace import Recorder
 
 MOST_STEPS = 5
 
@@ -22,41 +25,67 @@ class TrialRun(msgspec.Struct, frozen=True):
         prefill_seconds: from the end of loading to the last prompt's first token.
         step_seconds: of a decode step in the middle of the generation.
         utilization: share of such a step that each lane is busy.
+        prefill: start and end of the prefill, in nanoseconds.
+        decode: start and end of the decode steps that `step_seconds` is the mean of, and `steps` their number.
     """
 
     prefill_seconds: float
     step_seconds: float
     utilization: dict[str, float]
+    prefill: tuple[int, int]
+    decode: tuple[int, int]
+    steps: int
+
+    def seconds(self, batch: Batch) -> float:
+        """The time of the batch from the end of loading: the prefill, and decode steps that all take as long."""
+        return self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
 
     def tokens_per_second(self, batch: Batch) -> float:
         """Throughput: all generated tokens over the time from the end of loading."""
-        seconds = self.prefill_seconds + (batch.new_tokens - 1) * self.step_seconds
-        return len(batch.prompts) * batch.new_tokens / seconds
+        return len(batch.prompts) * batch.new_tokens / self.seconds(batch)
 
 
-def trial_run(plan: Plan, policy: Policy, cost: CostModel | None = None) -> TrialRun:
+def trial_run(
+    plan: Plan,
+    policy: Policy,
+    cost: CostModel | None = None,
+    *,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | None = None,
+) -> TrialRun:
     """Run the prefill and up to four decode steps of a plan, which cannot be run again.
 
     The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
     if there are others.
 
-    cost: by default the measured costs of the plan's machine, or its roofline.
+    Args:
+        cost: by default the measured costs of the plan's machine, or its roofline.
+        recorder: keeps the tasks.
     """
     steps = min(MOST_STEPS, plan.batch.new_tokens)
     age = max(0, (plan.batch.new_tokens - steps) // 2)
     spans = _Spans()
     virtual = VirtualRun(
-        [Rank(plan, policy)], cost=cost, make_engine=Engine, observers=[spans], steps=steps, age=age
+        [Rank(plan, policy)],
+        cost=cost,
+        make_engine=Engine,
+        observers=[spans, *observers],
+        recorder=recorder,
+        steps=steps,
+        age=age,
     )
     virtual.run()
     [run] = virtual.rank_runs
     generation, ends = run.generation, run.generation.step_ends
     window = ends[1:-1] if len(ends) > 3 else ends
-    seconds = (window[-1] - window[0]) / 1e9
+    count = max(1, len(window) - 1)
     return TrialRun(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
-        step_seconds=seconds / max(1, len(window) - 1),
+        step_seconds=(window[-1] - window[0]) / 1e9 / count,
         utilization={name: spans.share(name, window[0], window[-1]) for name in run.lanes},
+        prefill=(generation.loaded, ends[0]),
+        decode=(window[0], window[-1]),
+        steps=count,
     )
 
 

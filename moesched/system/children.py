@@ -20,19 +20,22 @@ from moesched.system.scratch import remove_all
 _PR_SET_PDEATHSIG = 1
 
 
-def tied_child(command: Sequence[str], stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def tied_child(
+    command: Sequence[str], stderr: IO[bytes] | None = None, *, stdout: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Start a process whose program calls `end_with_parent`, in a session of its own.
 
     Ctrl-C on the terminal does not reach it. The calling thread must outlive it.
 
     Args:
         stderr: its standard error; this process's own by default.
+        stdout: its standard output, such as `subprocess.PIPE`; dropped by default.
 
     Raises:
         OSError: it cannot be started.
     """
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sysconfig
+from pathlib import Path
 from sys import _getframe
 from traceback import walk_tb
 from types import FrameType
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_PACKAGE = Path(__file__).parent.parent
 
 
 def calling_line() -> str:
@@ -34,6 +36,12 @@ def raising_line(error: BaseException) -> str:
 def is_ours(module: str) -> bool:
     """Whether a module belongs to the framework; the policies that ship do not."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
+
+
+def is_our_file(file: str) -> bool:
+    """Whether a file belongs to the framework; the policies that ship do not."""
+    path = Path(file)
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")
 
 
 def is_pythons(file: str) -> bool:

@@ -26,7 +26,7 @@ from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import Observer, Policy, is_expert_parallel
+from moesched.seams import CostModel, Observer, Policy, is_expert_parallel
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
@@ -169,11 +169,13 @@ def run_on_symbols(
     device: SymbolicDevice | None = None,
     observers: Sequence[Observer] = (),
     peers: Sequence[tuple[Plan, Policy]] = (),
+    cost: CostModel | None = None,
 ) -> Ended:
     """Run a plan on symbols, with the engine checked.
 
     Args:
         peers: plans and policies of the other nodes, if several share the model.
+        cost: durations on a virtual clock; by default the machine's own.
 
     Raises:
         AssertionError: a peer generated other tokens than the first node.
@@ -189,7 +191,7 @@ def run_on_symbols(
     if clock == "real":
         tokens, tasks, now = _run_in_real_time(ranks, observers)
     else:
-        tokens, tasks, now = _run_virtual(ranks, observers, sharing=clock == "shared")
+        tokens, tasks, now = _run_virtual(ranks, observers, cost, sharing=clock == "shared")
     assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes generated different tokens"
     return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
 
@@ -221,7 +223,7 @@ def check_policy(
                 unfit.append(f"{case.name}: {error}")
                 break
             try:
-                _check(plans, policies, clock, f"{case.name}, {clock} clock")
+                check_plans(plans, policies, clock, f"{case.name}, {clock} clock")
             except Exception as error:
                 error.add_note(f"in the case {case.name}, {clock} clock")
                 raise
@@ -231,10 +233,21 @@ def check_policy(
     return taken
 
 
-def _check(plans: Sequence[Plan], policies: Sequence[Policy], clock: Clock, where: str) -> None:
-    """Run the plans of all nodes, and check their tokens and their use of memory."""
+def check_plans(
+    plans: Sequence[Plan],
+    policies: Sequence[Policy],
+    clock: Clock,
+    where: str,
+    cost: CostModel | None = None,
+) -> None:
+    """Run the plans of all nodes, and check their tokens and their use of memory; `where` names the case.
+
+    Raises:
+        AssertionError: the tokens are wrong, or a budget was exceeded.
+        Exception: the policy submitted something illegal, or raised an error of its own.
+    """
     (plan, policy), *peers = zip(plans, policies, strict=True)
-    ended = run_on_symbols(policy, plan, clock, peers=peers)
+    ended = run_on_symbols(policy, plan, clock, peers=peers, cost=cost)
     assert ended.tokens == ended.expected, f"{where}: wrong tokens"
     memories = [memory for each in plans for memory in each.memories.values()]
     over = [memory.name for memory in memories if memory.peak > memory.capacity]
@@ -242,7 +255,7 @@ def _check(plans: Sequence[Plan], policies: Sequence[Policy], clock: Clock, wher
 
 
 def _run_virtual(
-    ranks: Sequence[Rank], observers: Sequence[Observer], *, sharing: bool
+    ranks: Sequence[Rank], observers: Sequence[Observer], cost: CostModel | None, *, sharing: bool
 ) -> tuple[list[list[list[int]]], list[Task], int]:
     """Run on the virtual clock; returns each rank's tokens, the first one's tasks, and nanoseconds."""
     engines: list[CheckedEngine] = []
@@ -251,7 +264,7 @@ def _run_virtual(
         engines.append(CheckedEngine(lanes))
         return engines[-1]
 
-    virtual = VirtualRun(ranks, sharing=sharing, make_engine=make_engine, observers=observers)
+    virtual = VirtualRun(ranks, cost=cost, sharing=sharing, make_engine=make_engine, observers=observers)
     return virtual.run(), engines[0].tasks, virtual.now
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moesched.trace.checker import check_trace
 from moesched.trace.chrome_reader import Trace, read_trace
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side, write_trace
-from moesched.trace.critical import Hop, critical_path
+from moesched.trace.critical import Hop, critical_path, least_nanoseconds
 from moesched.trace.merging import merge_recordings
 from moesched.trace.recorder import LastSteps, Recorder
 from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
@@ -30,6 +30,7 @@ __all__ = [
     "Trace",
     "check_trace",
     "critical_path",
+    "least_nanoseconds",
     "merge_recordings",
     "read_trace",
     "summarize",

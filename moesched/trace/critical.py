@@ -1,4 +1,4 @@
-"""The critical path: the chain of tasks that determined the end of a run."""
+"""The critical path: the chain of tasks that determined the end of a run; and the least time that the tasks need."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def critical_path(recording: Recording) -> list[Hop]:
         if latest < 0:
             return hops[::-1]
         index = latest
+
+
+def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
+    """The time that the work between two times would take in the best order: the same tasks on the same lanes.
+
+    That is the busy time of the busiest lane, or the longest chain of tasks of which each waits for the one before,
+    whichever is longer. Tasks count with the part of them that lies between the times.
+    """
+    busy = dict.fromkeys(recording.lanes, 0)
+    chains: list[int] = []
+    for each, producers in zip(recording.slices, recording.producers, strict=True):
+        spent = max(0, min(each.end, end) - max(each.start, start))
+        busy[each.lane] += spent
+        chains.append(spent + max((chains[producer] for producer in producers), default=0))
+    return max(*busy.values(), *chains, 0)
 
 
 def _predecessors(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from mistakes import Streams
 
@@ -30,3 +31,23 @@ class NeverEndsOnHardware(Streams):
         print("decoding", flush=True)
         while True:
             pass  #!
+
+
+class SwallowsEverything(Streams):
+    async def decode(self, step):
+        while True:
+            try:
+                step.embed("no micro-batch")  #!
+            except BaseException:
+                pass
+
+
+class CountsInC(Streams):
+    async def decode(self, step):
+        sum(iter(int, 1))  #!
+
+
+class SleepsForEver(Streams):
+    def plan(self, plan):
+        super().plan(plan)
+        time.sleep(10**6)  #!

@@ -61,7 +61,7 @@ def is_policys(error: BaseException) -> bool:
 def explained(error: BaseException) -> list[str]:
     """The lines about a policy's error: where and what, the policy's frames if there are several, and a hint."""
     frames = own_frames(error)
-    what = _in_words(error)
+    what = in_words(error)
     lines = [f"{policy_line(error)}: {what}"]
     if len(frames) > 1:
         lines += [f"  {frame} in {frame.function}: {frame.source}" for frame in frames[-MOST_FRAMES:]]
@@ -100,7 +100,7 @@ def _has_other_arguments(error: BaseException) -> bool:
     )
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """The error's type and text, with a guess at the attribute that was meant."""
     meant = ""
     if isinstance(error, AttributeError) and error.name:

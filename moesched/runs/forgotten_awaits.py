@@ -7,14 +7,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TextIO
 
 from moesched.errors import PolicyError
+from moesched.system.source_lines import is_our_file
 
 _NEVER_AWAITED = re.compile(r"coroutine '(?P<name>.+)' was never awaited")
 _CREATED = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in ')
-_PACKAGE = Path(__file__).parent.parent
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def forgotten_awaits() -> Iterator[list[PolicyError]]:
     ) -> None:
         name = _NEVER_AWAITED.search(str(message))
         created = _CREATED.search(str(message))
-        if name is None or created is None or _is_ours(created["file"]):
+        if name is None or created is None or is_our_file(created["file"]):
             show(message, category, filename, lineno, file, line)
             return
         error = PolicyError(
@@ -51,9 +50,3 @@ def forgotten_awaits() -> Iterator[list[PolicyError]]:
             yield found
         finally:
             sys.set_coroutine_origin_tracking_depth(depth)
-
-
-def _is_ours(file: str) -> bool:
-    """Whether a file belongs to the framework; the policies that ship do not."""
-    path = Path(file)
-    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")

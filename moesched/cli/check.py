@@ -1,0 +1,183 @@
+"""`moesched check`: the faults of a policy, and its place among the others, in about a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+from moesched.cli.output import say
+
+if TYPE_CHECKING:
+    from moesched.testing.grid import Advice, CellResult, Fault, GridReport
+
+HELP = options.paragraphs(
+    "Find the faults of a policy, and compare it with those that ship, on the virtual clock.",
+    "First small models, with tight memory, random shapes and uneven durations, in which every task is checked. Then "
+    "real models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Whatever the "
+    "policy prints is dropped.",
+    "A fault is told at the policy's own line. Pages that nothing read, pages that moved twice and idle lanes are "
+    "advice. The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of "
+    "the longest chain of tasks that wait for each other, in the prefill and in a decode step.",
+    "Exit code 1 where there are faults.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched check my_policy.py:MyPolicy
+  moesched check expert_cache --model mixtral-8x7b --machine t4 --machine l4 \\
+      --batch-size 1 --batch-size 64"""
+
+MOST_PROBLEMS = 3
+"""Cells without figures that are explained, the first ones."""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(check, name="check", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CheckArguments:
+    """All options of the command; what the grid consists of is repeatable."""
+
+    settings: options.Settings = ()
+    models: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--model",
+            metavar="NAME|DIR",
+            negative="",
+            show_default=False,
+            help="A model of the grid; repeatable. By default mixtral-8x7b, qwen3-30b-a3b and mixtral-0.8b.",
+        ),
+    ] = ()
+    machines: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--machine",
+            metavar="NAME|FILE",
+            negative="",
+            show_default=False,
+            help="A machine of the grid; repeatable. By default t4, a100-80g and cpu-nvme.",
+        ),
+    ] = ()
+    batch_sizes: Annotated[
+        tuple[options.Whole, ...],
+        Parameter(
+            name="--batch-size",
+            metavar="N",
+            negative="",
+            show_default=False,
+            help="A batch size of the grid; repeatable. By default 1 and 16; for qwen3-30b-a3b, 1.",
+        ),
+    ] = ()
+    limit: Annotated[
+        float,
+        Parameter(metavar="SECONDS", help="Time after which the remaining cases are named as unchecked."),
+    ] = 60.0
+    json: options.Json = False
+
+
+def check(policy: options.Policy, /, *, given: CheckArguments | None = None) -> int:
+    """See HELP."""
+    from moesched.cli.failures import FAILED, WHOLE_TRACEBACK
+    from moesched.cli.output import Bar, print_json
+    from moesched.errors import BadInput
+    from moesched.settings import parse_settings
+    from moesched.testing.grid import cells_of, check_on_grid
+
+    given = given or CheckArguments()
+    if not 1 <= given.limit <= 86_400:
+        raise BadInput(f"--limit is {given.limit:g}: give 1 to 86400 seconds")
+    with Bar("checking") as bar:
+        report = check_on_grid(
+            policy,
+            parse_settings(given.settings),
+            cells=cells_of(given.models, given.machines, given.batch_sizes),
+            limit=given.limit,
+            whole_traceback=WHOLE_TRACEBACK.get(),
+            on_progress=lambda done, total, what: bar.update(done, total, what),
+        )
+    print_json(report) if given.json else print_grid(report)
+    return FAILED if report.faults else 0
+
+
+def print_grid(report: GridReport) -> None:
+    """Print what matters first: faults, then advice, then the cells."""
+    say(_summary(report))
+    for fault in report.faults:
+        say()
+        for line in _lines(fault):
+            say(line)
+    if report.advice:
+        say("\nadvice:")
+        for advice in report.advice:
+            say(f"  {_advice(advice)}")
+    if any(cell.seconds for cell in report.cases):
+        say()
+        _print_cells(report.cases)
+    _print_problems([cell for cell in report.cases if cell.problem and not cell.seconds])
+    if report.unchecked:
+        first, more = report.unchecked[0], len(report.unchecked) - 1
+        say(f"\nnot checked: {first}" + (f", and {more} more" if more else "") + f": {report.reason}")
+
+
+def _summary(report: GridReport) -> str:
+    faults = len(report.faults)
+    fitting = report.trials - report.unfit
+    cells = sum(cell.seconds is not None for cell in report.cases)
+    return (
+        f"{report.policy}: {faults or 'no'} fault{'' if faults == 1 else 's'} in {fitting} small cases "
+        f"({report.unfit} do not fit) and {cells} of {len(report.cases)} cells, {report.seconds:.0f} s"
+    )
+
+
+def _lines(fault: Fault) -> Iterator[str]:
+    yield f"{fault.line}: {fault.message}"
+    yield f"  in {_cases(fault)}"
+    yield from fault.more
+
+
+def _advice(advice: Advice) -> str:
+    place = f"{advice.line}: " if advice.line else ""
+    return f"{place}{advice.message} (in {_cases(advice)})"
+
+
+def _cases(found: Fault | Advice) -> str:
+    more = found.cases - 1
+    return found.case + (f", and {more} more case{'' if more == 1 else 's'}" if more else "")
+
+
+def _print_cells(cells: list[CellResult]) -> None:
+    from moesched.cli.output import print_table
+    from moesched.units import format_seconds
+
+    rows = [
+        [
+            cell.model,
+            cell.machine,
+            str(cell.batch_size),
+            format_seconds(cell.seconds),
+            format_seconds(cell.lower_bound_seconds),
+            f"{cell.seconds / cell.lower_bound_seconds:.2f}",
+            "" if cell.rank is None else f"{cell.rank} of {cell.fitting}",
+            "" if cell.fastest is None else cell.fastest,
+            "" if cell.fastest_seconds is None else format_seconds(cell.fastest_seconds),
+        ]
+        for cell in cells
+        if cell.seconds is not None and cell.lower_bound_seconds
+    ]
+    columns = ["model", "machine", "batch", "seconds", "bound", "ratio", "rank", "fastest", "its seconds"]
+    print_table(columns, rows)
+
+
+def _print_problems(cells: list[CellResult]) -> None:
+    for cell in cells[:MOST_PROBLEMS]:
+        say(f"\n{cell.model} on {cell.machine}, batch of {cell.batch_size}: {cell.problem}")
+    if len(cells) > MOST_PROBLEMS:
+        say(f"... and {len(cells) - MOST_PROBLEMS} more cells without figures; --json lists them all")

@@ -1,0 +1,143 @@
+"""Cells of the grid: one model on one machine with one batch size, which policies are compared in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.inputs.accelerators import cut_over_ranks
+from moesched.inputs.budgets import assumed_process
+from moesched.inputs.lookup import find_machine, find_policy, find_shape
+from moesched.inputs.options import SizeOptions
+from moesched.jobs.simulate_model import require_context
+from moesched.machines.cost import cost_model
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, room_for, weight_layout
+from moesched.planner import Setting
+from moesched.planner.sizing import choose_sizes
+from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.plugins import make_policy
+from moesched.requests.batching import batch_of
+from moesched.requests.workloads import load_workload
+from moesched.seams import Observer, Policy
+from moesched.steps.plan import Plan
+from moesched.trace import Recorder
+
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "mixtral-0.8b")
+MACHINES = ("t4", "a100-80g", "cpu-nvme")
+BATCH_SIZES = (1, 16)
+LEFT_OUT = ("qwen3-30b-a3b", 16)
+"""A model and a batch size that the default grid omits: they take twice the time of all its other cells."""
+WORKLOAD = "mtbench"
+MICRO_BATCHES = 4
+"""Number of micro-batches of a batch, the same for all policies, so that they are compared at the same work."""
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A model, a machine and a batch size."""
+
+    model: str
+    machine: str
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """The cell, for people."""
+        return f"{self.model} on {self.machine}, batch of {self.batch_size}"
+
+    def plan(self, name: str, settings: dict[str, Any]) -> tuple[Plan, Policy]:
+        """A policy and its plan in this cell.
+
+        Raises:
+            BadInput: the plan does not fit.
+        """
+        policy = find_policy(name)
+        whole, machine = find_shape(self.model), find_machine(self.machine)
+        config, machine, budgets = cut_over_ranks(whole, machine, None, None, policy)
+        layout = _layout(config)
+        workload = load_workload(WORKLOAD)
+        lengths = workload.lengths(self.batch_size, seed=0)
+        new_tokens = workload.new_tokens[0]
+        require_context(lengths, new_tokens, config)
+        setting = Setting(
+            make=partial(make_policy, name, settings),
+            machine=machine,
+            layout=layout,
+            lengths=tuple(lengths),
+            new_tokens=new_tokens,
+            cost=cost_model(machine, layout.dtype),
+            budgets=budgets,
+            slot_bytes=room_for,
+            process=assumed_process(machine),
+        )
+        size = -(-self.batch_size // MICRO_BATCHES)
+        with suppress(BadInput):
+            return setting.plan(setting.batch(-(-self.batch_size // size), size))
+        wanted = SizeOptions(batch_size=self.batch_size, micro_batch_size=size)
+        sizes = choose_sizes(setting, wanted, successive=False)  # with the prompts in chunks
+        return setting.plan(batch_of(setting.lengths, new_tokens, sizes))
+
+
+class Simulated(NamedTuple):
+    """A policy's run in a cell."""
+
+    plan: Plan
+    run: TrialRun
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole batch."""
+        return self.run.seconds(self.plan.batch)
+
+
+def simulate_cell(
+    cell: Cell,
+    name: str,
+    settings: dict[str, Any],
+    *,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | None = None,
+) -> Simulated:
+    """Simulate a policy in a cell: the prefill and a few decode steps.
+
+    Raises:
+        BadInput: the plan does not fit.
+    """
+    plan, policy = cell.plan(name, settings)
+    return Simulated(plan, trial_run(plan, policy, observers=observers, recorder=recorder))
+
+
+def cells_of(
+    models: Sequence[str] = (), machines: Sequence[str] = (), batch_sizes: Sequence[int] = ()
+) -> list[Cell]:
+    """The cells of a grid; what is not given is the default grid's.
+
+    Raises:
+        BadInput: a model or a machine is unknown, or a batch size is below 1.
+    """
+    default = not (models or machines or batch_sizes)
+    models, machines = models or MODELS, machines or MACHINES
+    for model in models:
+        find_shape(model)
+    for machine in machines:
+        find_machine(machine)
+    for batch_size in batch_sizes:
+        SizeOptions(batch_size=batch_size).require_sensible()
+    return [
+        Cell(model, machine, batch_size)
+        for model in models
+        for machine in machines
+        for batch_size in batch_sizes or BATCH_SIZES
+        if not (default and (model, batch_size) == LEFT_OUT)
+    ]
+
+
+@cache
+def _layout(config: ModelConfig) -> WeightLayout:
+    """A model's pages, cut once for all policies."""
+    return weight_layout(config)

@@ -1,0 +1,172 @@
+"""`check_on_grid`: has a child process run all items, and puts their outcomes together."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from signal import Signals
+from typing import Any
+
+from msgspec import structs
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.system.children import tied_child
+from moesched.testing.grid.advice import advice_of_lanes
+from moesched.testing.grid.cells import Cell, cells_of
+from moesched.testing.grid.child import Began, Message, Opened, Order, Refused, command, message_in
+from moesched.testing.grid.faults import UNKNOWN, endless_line
+from moesched.testing.grid.items import Outcome, Subject
+from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport, merged, rank_among
+
+LIMIT_SECONDS = 60.0
+LEAST_PATIENCE = 1.0
+"""Least time that a small case has, in seconds; otherwise a sixth of the limit."""
+
+Progress = Callable[[int, int, str], object]
+"""Told of the number of items done and of all, and of the name of the one that begins."""
+
+
+def check_on_grid(
+    policy: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    cells: Sequence[Cell] | None = None,
+    limit: float = LIMIT_SECONDS,
+    whole_traceback: bool = False,
+    on_progress: Progress = lambda done, total, what: None,
+) -> GridReport:
+    """Look for a policy's faults in small cases, and compare it with the shipped policies in cells of a grid.
+
+    The cases run in a process of their own. It is ended when a case does not end, or with the time limit.
+
+    Args:
+        policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
+        cells: by default those of `cells_of()`.
+        limit: seconds after which the remaining cases are named as unchecked.
+        whole_traceback: whether faults have all frames of their tracebacks.
+
+    Raises:
+        BadInput: the policy cannot be loaded, or does not take the settings.
+    """
+    started = time.monotonic()
+    subject = Subject(policy, dict(settings or {}), whole=whole_traceback)
+    chosen = cells_of() if cells is None else list(cells)
+    run = ChildRun(Order(subject, chosen, max(LEAST_PATIENCE, limit / 6), limit), on_progress)
+    run.wait()
+    return run.report(time.monotonic() - started)
+
+
+class ChildRun:
+    """The run of a child, and what it told so far.
+
+    Args:
+        on_progress: called as each item begins.
+    """
+
+    def __init__(self, order: Order, on_progress: Progress = lambda done, total, what: None) -> None:
+        self._order = order
+        self._on_progress = on_progress
+        self._home = UNKNOWN
+        self._names: list[str] = []
+        self._outcomes: dict[int, Outcome] = {}
+        self._begun: Began | None = None
+        self._fatal: list[Fault] = []
+        self._reason = f"the limit of {order.limit:g} s was over"
+
+    def wait(self) -> None:
+        """Have a child carry out the order.
+
+        Raises:
+            BadInput: it refuses the policy.
+        """
+        traceback: list[str] = []
+        with tied_child(command(self._order), stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None, "it has a pipe"
+            try:
+                for line in child.stdout:
+                    message = message_in(line)
+                    if message is None:
+                        traceback.append(line.decode(errors="replace").rstrip())
+                    else:
+                        self._take(message)
+            finally:
+                child.kill()
+                code = child.wait()
+        if self._begun is not None or not self._names:
+            self._ended_early(traceback, code)
+
+    def report(self, seconds: float) -> GridReport:
+        """The outcomes together."""
+        count = len(self._names) - len(self._order.cells)
+        unchecked = [name for number, name in enumerate(self._names) if number not in self._outcomes]
+        own = [each for number, each in sorted(self._outcomes.items()) if number < count and not each.skipped]
+        unfit = [each.unfit for each in own if each.unfit is not None]
+        nowhere = unfit[:1] if len(unfit) == len(own) else []
+        lanes = [(self._names[number], each.lanes) for number, each in sorted(self._outcomes.items())]
+        advice: list[Advice] = [each for outcome in own for each in outcome.advice]
+        trials = [each for each in own if each.cell is None]
+        return GridReport(
+            policy=self._order.subject.name,
+            faults=merged([*self._fatal, *(fault for each in own for fault in each.faults), *nowhere]),
+            advice=merged([*advice, *advice_of_lanes([each for each in lanes if each[1]])]),
+            cases=list(self._cell_results(count - len(self._order.cells))),
+            trials=len(trials),
+            unfit=sum(each.unfit is not None for each in trials),
+            unchecked=unchecked,
+            reason=self._reason if unchecked else "",
+            seconds=seconds,
+        )
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Refused):
+            raise BadInput(message.why)
+        if isinstance(message, Opened):
+            self._home, self._names = message.home, message.names
+        elif isinstance(message, Began):
+            self._begun = message
+            self._on_progress(message.item, len(self._names), self._names[message.item])
+        else:
+            self._outcomes[message.item] = message.outcome
+            self._begun = None
+
+    def _ended_early(self, traceback: Sequence[str], code: int) -> None:
+        """Note why an item did not end; it was the last one."""
+        begun = self._begun
+        case = self._names[begun.item] if begun is not None else "loading the policy"
+        if begun is not None and begun.item >= len(self._names) - len(self._order.cells):
+            return  # only ranks are missing
+        if not traceback:
+            ended = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            message = f"the policy ended the process, {ended}"
+            self._fatal.append(Fault(line=self._home, message=message, case=case))
+            self._reason = f"the process ended in {case}"
+            return
+        line = endless_line(traceback, self._home)
+        self._reason = f"{case} still ran, at {line}"
+        if begun is None or begun.quick:
+            seconds = self._order.limit if begun is None else begun.seconds
+            message = f"does not end: still running after {seconds:.3g} s"
+            self._fatal.append(Fault(line=line, message=message, case=case))
+
+    def _cell_results(self, first: int) -> Iterator[CellResult]:
+        """The cells' results with ranks; `first` is the index of the first cell's item."""
+        cells = self._order.cells
+        for number, cell in enumerate(cells, first):
+            outcome = self._outcomes.get(number)
+            rivals = self._outcomes.get(number + len(cells))
+            if outcome is None or outcome.cell is None:
+                yield CellResult(**structs.asdict(cell), problem=f"not checked: {self._reason}")
+            else:
+                yield outcome.cell if rivals is None else self._ranked(outcome.cell, rivals.rivals)
+
+    def _ranked(self, cell: CellResult, rivals: Mapping[str, float]) -> CellResult:
+        subject = self._order.subject
+        others = [seconds for name, seconds in rivals.items() if name != subject.name or subject.settings]
+        fastest = min(rivals, key=rivals.__getitem__, default=None)
+        if fastest is not None:
+            cell = replace(cell, fastest=fastest, fastest_seconds=rivals[fastest])
+        if cell.seconds is None:
+            return cell
+        return replace(cell, rank=rank_among(cell.seconds, others), fitting=len(others) + 1)

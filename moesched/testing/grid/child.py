@@ -1,0 +1,134 @@
+"""The process that runs a check's items, and its messages to the process that started it, one JSON value per line.
+
+`faulthandler` ends it when an item takes too long, even within a loop in C or one that catches every exception, and
+first writes the traceback among the messages. Whatever the policy prints is dropped.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.inputs.lookup import find_policy
+from moesched.settings import check_settings, require_defaults
+from moesched.system.children import end_with_parent
+from moesched.testing.grid.cells import Cell
+from moesched.testing.grid.faults import home_of
+from moesched.testing.grid.items import Outcome, Subject, TrialItem, items_of
+
+LEAST_SECONDS = 0.05
+"""Time left below which no item begins."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """The work of a child.
+
+    Attributes:
+        patience: seconds that a small case may take.
+        limit: seconds for everything.
+    """
+
+    subject: Subject
+    cells: list[Cell]
+    patience: float
+    limit: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The policy cannot be loaded, or does not take the settings."""
+
+    why: str
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The policy is loaded; `home` is the line of its class, `names` are those of all items."""
+
+    home: str
+    names: list[str]
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """An item begins; `seconds` is the time that it has, and `quick` whether more of it would be a fault."""
+
+    item: int
+    seconds: float
+    quick: bool
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """An item is over."""
+
+    item: int
+    outcome: Outcome
+
+
+Message = Refused | Opened | Began | Ended
+
+_MESSAGES: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def main() -> None:
+    """Carry out the order in the last argument."""
+    end_with_parent()
+    sent = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    order = msgspec.json.decode(sys.argv[-1], type=Order)
+    for message in carry_out(order, sent):
+        sent.write(msgspec.json.encode(message) + b"\n")
+
+
+def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
+    """Run the items; yields messages about them.
+
+    Args:
+        alarm: receives the traceback of an item that takes too long; then the process ends.
+    """
+    end = time.monotonic() + order.limit
+    faulthandler.dump_traceback_later(order.limit, exit=True, file=alarm)
+    try:
+        policy = find_policy(order.subject.name)
+        title = f"policy {order.subject.name}"
+        require_defaults(policy, title)
+        settings = check_settings(policy, title, order.subject.settings)
+    except BadInput as error:
+        yield Refused(str(error))
+        return
+    home = home_of(policy)
+    subject = msgspec.structs.replace(order.subject, home=home, settings=settings)
+    items = items_of(policy, order.cells)
+    yield Opened(home, [item.name for item in items])
+    outcomes: list[Outcome] = []
+    for number, item in enumerate(items):
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            break
+        quick = isinstance(item, TrialItem) and order.patience <= left
+        seconds = order.patience if quick else left
+        yield Began(number, seconds, quick)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=alarm)
+        outcomes.append(item.run(subject) if item.is_needed(outcomes) else Outcome(skipped=True))
+        faulthandler.cancel_dump_traceback_later()
+        yield Ended(number, outcomes[-1])
+    faulthandler.cancel_dump_traceback_later()
+
+
+def command(order: Order) -> list[str]:
+    """The command that starts a child for an order; it finds the modules that this process finds."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    return [sys.executable, "-P", "-c", code, msgspec.json.encode(order).decode()]
+
+
+def message_in(line: bytes) -> Message | None:
+    """The message in a line that a child wrote; None for a line of a traceback."""
+    try:
+        return _MESSAGES.decode(line)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,93 @@
+"""Errors of a policy as faults: its own line, the message, and the case."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from moesched.errors import BadInput, MoeschedError, PolicyError
+from moesched.runs.forgotten_awaits import forgotten_awaits
+from moesched.runs.policy_errors import explained, in_words, is_policys, policy_line
+from moesched.seams import Policy
+from moesched.system.source_lines import is_a_librarys, is_our_file, raising_line
+from moesched.testing.grid.results import Fault
+
+UNKNOWN = "the policy"
+
+
+def home_of(policy: type[Policy]) -> str:
+    """The line of a policy's class, as file:line, for faults that belong to none of its lines."""
+    with suppress(OSError, TypeError):
+        return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
+    return UNKNOWN
+
+
+def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = False) -> list[Fault]:
+    """Run something; returns the fault that ended it, and what the policy called and did not await.
+
+    Args:
+        home: the line of the policy's class.
+        whole: whether faults have the whole traceback.
+
+    Raises:
+        BadInput: as `run` raises it: the policy does not fit.
+        Exception: an error that is not the policy's.
+    """
+    failure: Exception | None = None
+    with forgotten_awaits() as forgotten:
+        try:
+            run()
+        except BadInput:
+            raise
+        except Exception as error:
+            if not (is_policys(error) or isinstance(error, AssertionError | MoeschedError)):
+                raise
+            failure = error
+    try:
+        if failure is not None and not forgotten:
+            return [_fault(failure, case, home, whole=whole)]
+        return [_fault(each, case, home) for each in forgotten[:1]]
+    finally:
+        failure = None  # it refers to this frame
+
+
+def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
+    """The fault of a policy whose plan fits nowhere."""
+    cause = error.__cause__
+    line = cause.line if isinstance(cause, PolicyError) else ""
+    if not line and cause is not None:
+        line = raising_line(cause)
+    return Fault(line=line or home, message=f"fits in no case: {reason_of(error)}", case=case)
+
+
+def reason_of(error: BadInput) -> str:
+    """The reason why a plan does not fit, without the line."""
+    return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
+
+
+def endless_line(lines: Sequence[str], home: str) -> str:
+    """The line that a policy was busy with, from the traceback of a process that was ended.
+
+    Args:
+        lines: as `faulthandler` writes them, the innermost frame of each thread first; the main thread comes last.
+    """
+    for line in lines[_last_thread(lines) :]:
+        file, found, rest = line.strip().removeprefix('File "').partition('", line ')
+        if found and not is_a_librarys(file) and not is_our_file(file):
+            return f"{file}:{rest.partition(' ')[0]}"
+    return home
+
+
+def _fault(error: Exception, case: str, home: str, *, whole: bool = False) -> Fault:
+    line = policy_line(error).partition(" (")[0]
+    more = explained(error)[1:]
+    if whole:
+        more = "".join(traceback.format_exception(error)).splitlines()
+    return Fault(line=home if line == UNKNOWN else line, message=in_words(error), case=case, more=more)
+
+
+def _last_thread(lines: Sequence[str]) -> int:
+    starts = [number for number, line in enumerate(lines) if "most recent call first" in line]
+    return starts[-1] + 1 if starts else 0

@@ -1,0 +1,124 @@
+"""Results of checks over a grid: faults, advice, and the figures of each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from moesched.testing.grid.cells import Cell
+
+TIE = 1.001
+"""Factor within which two times count as equal."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault of the policy.
+
+    Attributes:
+        line: the policy's line, as file:line.
+        message: the error's type and text.
+        case: the first case in which it was found.
+        cases: number of cases in which this line had a fault of this type.
+        more: further lines for people: the policy's own frames, and a hint.
+    """
+
+    line: str
+    message: str
+    case: str
+    cases: int = 1
+    more: list[str] = []
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for the same fault in several cases, whose messages may name other pages or micro-batches."""
+        return self.line, self.message.partition(":")[0]
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that costs time or memory and is no fault.
+
+    Attributes:
+        line: the policy's line, as file:line; empty where there is none.
+        kind: groups the same advice of several cases.
+    """
+
+    line: str
+    kind: str
+    message: str
+    case: str
+    cases: int = 1
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for the same advice in several cases."""
+        return self.line, self.kind
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy in one cell of the grid.
+
+    Attributes:
+        seconds: of the batch, from the end of loading to the last token; None where there is no such figure.
+        lower_bound_seconds: that time if the same tasks ran in the best order; see `least_nanoseconds`.
+        rank: 1 for the fastest of all policies that fit; policies within 0.1 % share a rank.
+        fitting: number of policies that fit, this one included.
+        fastest, fastest_seconds: the fastest shipped policy.
+        problem: the reason why there are no figures; empty otherwise.
+    """
+
+    model: str
+    machine: str
+    batch_size: int
+    seconds: float | None = None
+    lower_bound_seconds: float | None = None
+    rank: int | None = None
+    fitting: int | None = None
+    fastest: str | None = None
+    fastest_seconds: float | None = None
+    problem: str = ""
+
+    def of(self, cell: Cell) -> bool:
+        """Whether it is the result of that cell."""
+        return (self.model, self.machine, self.batch_size) == (cell.model, cell.machine, cell.batch_size)
+
+
+class GridReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was found about a policy.
+
+    Attributes:
+        trials: number of small cases that were run; `unfit` of them its plan did not fit.
+        cases: the cells of the grid.
+        unchecked: names of the cases that were not checked.
+        reason: why not; empty where all were checked.
+    """
+
+    policy: str
+    faults: list[Fault]
+    advice: list[Advice]
+    cases: list[CellResult]
+    trials: int
+    unfit: int
+    unchecked: list[str]
+    reason: str
+    seconds: float
+
+
+Found = TypeVar("Found", Fault, Advice)
+
+
+def merged(found: Iterable[Found]) -> list[Found]:
+    """The findings without repetitions, each with the number of its cases, in the order in which they were found."""
+    first: dict[tuple[str, str], Found] = {}
+    for each in found:
+        known = first.get(each.key)
+        first[each.key] = each if known is None else replace(known, cases=known.cases + each.cases)
+    return list(first.values())
+
+
+def rank_among(seconds: float, others: Iterable[float]) -> int:
+    """The rank of a time: 1 where no other is shorter by more than 0.1 %."""
+    return 1 + sum(other * TIE < seconds for other in others)

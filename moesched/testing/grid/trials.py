@@ -1,0 +1,111 @@
+"""Small cases on symbols that find faults: tight memory, random shapes, and durations unlike any machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import Random
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.machines import Machine
+from moesched.machines.cost import cost_model
+from moesched.plugins import make_policy
+from moesched.seams import CostModel, Demand, Policy, is_expert_parallel
+from moesched.tasks import Work
+from moesched.testing.policy_checks import Case, Clock, check_plans, node_cases, policy_cases
+
+SEEDS = range(3)
+"""Seeds of the random shapes, and of the uneven durations."""
+MOST_UNEVEN = 5
+"""Uneven durations lie between 1/2**5 and 2**5 of the machine's."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One run on symbols.
+
+    Attributes:
+        uneven: the seed of random durations; None for the machine's own.
+    """
+
+    case: Case
+    clock: Clock = "virtual"
+    uneven: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case and its durations, for people."""
+        if self.uneven is not None:
+            return f"{self.case.name}, uneven durations {self.uneven}"
+        return f"{self.case.name}, lanes that slow each other" if self.clock == "shared" else self.case.name
+
+    def run(self, policy: str, settings: dict[str, object]) -> None:
+        """Plan and run a policy, and check its tokens.
+
+        Raises:
+            BadInput: its plan does not fit.
+            Exception: it has a fault.
+        """
+        policies: list[Policy] = [make_policy(policy, settings) for _ in range(self.case.nodes)]
+        plans = [self.case.plan(each, node) for node, each in enumerate(policies)]
+        cost = cost_model(plans[0].machine, plans[0].layout.dtype)
+        check_plans(
+            plans,
+            policies,
+            self.clock,
+            self.name,
+            cost if self.uneven is None else UnevenTimes(cost, self.uneven),
+        )
+
+
+class UnevenTimes:
+    """Durations that are a machine's times a random factor, the same for equal work.
+
+    They bring tasks to an end in orders that no real machine would.
+    """
+
+    def __init__(self, cost: CostModel, seed: int) -> None:
+        self._cost = cost
+        self._seed = seed
+
+    def work(self, work: Work) -> Demand:
+        """The machine's demand, faster or slower."""
+        demand = self._cost.work(work)
+        same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
+        chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())
+        factor = 2 ** chosen.uniform(-MOST_UNEVEN, MOST_UNEVEN)
+        return demand._replace(seconds=demand.seconds * factor, lead=demand.lead * factor)
+
+
+def trials_of(policy: type[Policy]) -> list[Trial]:
+    """The trials for a policy, those that find most faults first."""
+    known = policy_cases()
+    ample = [replace(case, name=f"{case.name}, eight times the weights", weights=8.0) for case in known[:2]]
+    cases = known + ample + (node_cases() if is_expert_parallel(policy) else [])
+    shapes = [random_case(seed, [case.machine for case in known]) for seed in SEEDS]
+    return [
+        *(Trial(case) for case in cases),
+        *(Trial(case) for case in shapes),
+        *(Trial(case, "shared") for case in cases),
+        *(Trial(case, uneven=seed) for case in (*cases, *shapes) for seed in SEEDS),
+    ]
+
+
+def random_case(seed: int, machines: Sequence[Machine]) -> Case:
+    """A case with a random model, batch and memory, on one of these machines."""
+    choose = Random(seed)
+    experts = choose.randint(2, 8)
+    prompts = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 6)))
+    return Case(
+        name=f"random shape {seed}",
+        machine=choose.choice(machines),
+        layers=choose.randint(1, 6),
+        experts=experts,
+        top_k=choose.randint(1, min(4, experts)),
+        prompts=prompts,
+        new_tokens=choose.randint(1, 5),
+        micro_batch_size=choose.randint(1, len(prompts)),
+        weights=choose.uniform(0.5, 1.3),
+        pages_per_expert=choose.randint(1, 3),
+    )
