@@ -14,7 +14,6 @@ from moesched.dispatch.expert_placement import Expert, Routed, keep_dense, token
 from moesched.dispatch.kv_placement import place_kv_that_fits
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
-from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -34,10 +33,7 @@ class FrequencyCache(LayerByLayer):
         """The expert that was fetched last."""
 
     def plan(self, plan: Plan) -> None:
-        if plan.layout.config.ranks > 1:
-            raise BadInput(
-                "frequency_cache asks which experts have arrived, and ranks differ: use --tensor-parallel 1"
-            )
+        plan.request_times()
         place_kv_that_fits(plan, experts=1)
         keep_dense(plan)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)

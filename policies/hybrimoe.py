@@ -18,7 +18,6 @@ from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
-from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -36,10 +35,7 @@ class HybriMoE(LayerByLayer):
         self.most, self.ahead, self.buffers = experts, ahead, max(1, buffers)
 
     def plan(self, plan: Plan) -> None:
-        if plan.layout.config.ranks > 1:
-            raise BadInput(
-                "hybrimoe asks which experts have arrived, and ranks differ: use --tensor-parallel 1"
-            )
+        plan.request_times()
         plan.request_scores()
         place_kv_that_fits(plan, experts=self.buffers)
         keep_dense(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -12,7 +12,11 @@ from meddling import CASE, CLOCKS, Everything, Meddling, Mistake, refused
 from moesched.dispatch import LayerByLayer, keep_dense, leave_on_host, place_kv_that_fits, users_of
 from moesched.dispatch.expert_placement import Routed
 from moesched.drivers.capture import NotFixed
+from moesched.errors import BadInput
+from moesched.models.layout import weight_layout
+from moesched.models.tensor_parallel import cut_config
 from moesched.policies.layer_streaming import LayerStreaming
+from moesched.requests.batch import split_batch
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -20,7 +24,6 @@ from moesched.tasks import Task
 from moesched.testing import check_policy, run_on_symbols
 from moesched.testing.policy_checks import Clock
 from runs import make_plan
-from test_node_verbs import refusal
 
 OTHER = msgspec.structs.replace(CASE.layout().pages[0], nbytes=1)
 
@@ -39,6 +42,7 @@ class Asking(Everything):
         self.idle: list[bool] = []
 
     def plan(self, plan: Plan) -> None:
+        plan.request_times()
         plan.place_kv("host")
         plan.discipline = self.discipline
         plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
@@ -95,6 +99,18 @@ class Asking(Everything):
         return handles[-1]
 
 
+class Timed(Everything):
+    """May ask for the time."""
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        plan.request_times()
+
+
+class MeddlingWithTime(Timed, Meddling):
+    """Makes a mistake about time."""
+
+
 @pytest.mark.parametrize("discipline", ["ready_first", "in_order"])
 @pytest.mark.parametrize("seed", range(4))
 def test_on_the_virtual_clock_expected_ends_are_the_real_ones(
@@ -114,6 +130,7 @@ class Watching(Everything):
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
+        plan.request_times()
         self.page = self.pool.pages()[0] if self.pool.pages() else plan.layout.pages[-1]
 
     async def decode(self, step: Step) -> None:
@@ -136,7 +153,7 @@ def test_a_page_has_arrived_once_its_fetch_has_ended(clock: Clock) -> None:
 
 
 def test_kept_pages_are_there_from_the_first_step_on() -> None:
-    class Kept(Everything):
+    class Kept(Timed):
         async def prefill(self, step: Step) -> None:
             answers.append([step.arrived(page) for page in step.pages(0)])
             answers.append([step.arrived(page, "host") for page in step.pages(0)])
@@ -192,11 +209,11 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
     ],
 )
 def test_questions_without_an_answer_are_refused_at_their_line(mistake: Mistake, told: str) -> None:
-    assert told in str(refused(Meddling(mistake)))
+    assert told in str(refused(MeddlingWithTime(mistake)))
 
 
 def test_after_the_step_no_question_is_answered() -> None:
-    class Late(Everything):
+    class Late(Timed):
         earlier: Step
 
         async def decode(self, step: Step) -> None:
@@ -208,15 +225,27 @@ def test_after_the_step_no_question_is_answered() -> None:
     assert "decode step 1 is over" in str(refused(Late()))
 
 
-def test_nodes_must_not_decide_by_their_own_clocks() -> None:
-    async def ask(step: Step, _: object) -> None:
-        step.arrived(step.pages(0)[0])
+def test_times_are_requested_first() -> None:
+    told = str(refused(Meddling(lambda step, plan: step.arrived(step.pages(0)[0]))))
+    assert "arrived: the plan requests no times: call plan.request_times() in Policy.plan" in told
 
-    assert "arrived: several ranks or nodes run this policy, and their clocks differ" in refusal(ask)
+
+@pytest.mark.parametrize("several", [{"nodes": 2}, {"layout": weight_layout(cut_config(CASE.config(), 2))}])
+def test_several_ranks_or_nodes_must_not_decide_by_their_own_clocks(several: dict[str, Any]) -> None:
+    whole = CASE.layout()
+    plan = Plan(CASE.machine, **{"layout": whole, "batch": split_batch([3], 2, 1), **several})
+    with pytest.raises(
+        BadInput, match="the clocks of several ranks or nodes differ: use --tensor-parallel 1"
+    ):
+        plan.request_times()
 
 
 def test_a_policy_that_looks_at_the_time_is_not_replayed() -> None:
     class Looks(LayerStreaming):
+        def plan(self, plan: Plan) -> None:
+            super().plan(plan)
+            plan.request_times()
+
         async def decode(self, step: Step) -> None:
             step.seconds_until_idle("fetch")
             await super().decode(step)
@@ -230,6 +259,7 @@ class HostUntilItArrives(LayerByLayer):
     """Runs an expert on the accelerator if it has arrived there, else on the host, and fetches what is not there."""
 
     def plan(self, plan: Plan) -> None:
+        plan.request_times()
         place_kv_that_fits(plan, experts=2)
         plan.run_experts_on_host()
         keep_dense(plan)

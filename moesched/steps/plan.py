@@ -232,6 +232,19 @@ class Plan(Declarations):
         declared = replace(self.declared, experts_on_host=True, resident_experts_on_host=both)
         self._declare("run_experts_on_host", declared)
 
+    def request_times(self) -> None:
+        """Have steps answer questions about time: `arrived`, `seconds_until` and `seconds_until_idle`.
+
+        Raises:
+            BadInput: several ranks or nodes run the policy; they must decide alike, and their clocks differ.
+        """
+        if self.layout.config.ranks > 1 or self.nodes.count > 1:
+            raise BadInput(
+                "the policy decides by the time, and the clocks of several ranks or nodes differ: use "
+                "--tensor-parallel 1 and one node, or another policy"
+            )
+        self._declare("request_times", replace(self.declared, times=True))
+
     def place_experts(self, placement: Sequence[Collection[int]], *, centralised: bool = False) -> None:
         """Declare which experts each node holds, in all layers.
 

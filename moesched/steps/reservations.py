@@ -81,6 +81,7 @@ class Declared:
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         task_limit: most tasks of a step; None for the default.
         scores: `route` and `preview_route` give router scores.
+        times: steps answer questions about time.
         settled: the memory is reserved, and nothing more can be declared.
     """
 
@@ -93,6 +94,7 @@ class Declared:
     discipline: Discipline = "ready_first"
     task_limit: int | None = None
     scores: bool = False
+    times: bool = False
     settled: bool = False
 
 

@@ -16,7 +16,8 @@ from moesched.tasks import DONE, Task
 
 
 class Outlook(Verbs):
-    """Questions about time, which submit nothing. Schedules that depend on the answers differ from run to run.
+    """Questions about time (`Plan.request_times`), which submit nothing. Schedules that depend on the answers differ
+    from run to run.
 
     Expectations are those of the machine's cost model: for the tasks submitted so far, in the order in which their
     lanes take them, each as fast as if it were alone. On CUDA, tasks that are on a stream already do not count.
@@ -28,8 +29,7 @@ class Outlook(Verbs):
         Time passes only while the policy awaits a handle. To wait for a page, await its fetch.
 
         Raises:
-            PolicyError: the model has no such page; several ranks or nodes run the policy, whose clocks differ; or it
-                asks without an end.
+            PolicyError: the model has no such page, no times were requested, or the policy asks without an end.
         """
         plan = self._state.plan
         with self._look("arrived"):
@@ -42,8 +42,7 @@ class Outlook(Verbs):
         """Expected seconds until a submitted task has ended; 0 if it has.
 
         Raises:
-            PolicyError: it is no handle; several ranks or nodes run the policy, whose clocks differ; or it asks without
-                an end.
+            PolicyError: it is no handle, no times were requested, or the policy asks without an end.
         """
         if not isinstance(handle, Task):
             raise PolicyError(f"seconds_until: {handle!r} is no handle: give what a verb returned")
@@ -59,8 +58,7 @@ class Outlook(Verbs):
             layer: in a pipeline, names its stage.
 
         Raises:
-            PolicyError: there is no such place or layer; several ranks or nodes run the policy, whose clocks differ; or
-                it asks without an end.
+            PolicyError: there is no such place or layer, no times were requested, or the policy asks without an end.
         """
         if place not in PLACES:
             known = ", ".join(map(repr, PLACES))
@@ -88,10 +86,9 @@ class Outlook(Verbs):
         if self._turn.thread != get_ident():
             raise self._turn.refusal(question)
         plan = self._state.plan
-        if plan.layout.config.ranks > 1 or self.nodes > 1:
+        if not plan.declared.times:
             raise PolicyError(
-                f"{question}: several ranks or nodes run this policy, and their clocks differ: decide by what all of "
-                "them know, such as routing"
+                f"{question}: the plan requests no times: call plan.request_times() in Policy.plan"
             )
         self._looks += 1
         if self._looks > plan.task_limit:
