@@ -14,14 +14,13 @@ from moesched.dispatch.eviction import LeastRecentStep
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import (
     Routed,
-    keep_dense,
     order_of,
     popularity_of,
     seconds_of,
     tokens_of,
     users_of,
 )
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.errors import BadInput
@@ -50,15 +49,14 @@ class ExpertCache(LayerByLayer):
         self.buffers = buffers
 
     def plan(self, plan: Plan) -> None:
-        place_kv_that_fits(plan, experts=self.buffers)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=self.buffers)
         order = order_of("popular", popularity_of(plan, self.popularity))
         self.latencies = ExpertLatencies(plan)
         self.cache = PooledExperts(plan, LeastRecentStep(), order, most=self.most, buffers=self.buffers)
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         chosen, users = tokens_of(routed), users_of(routed)
-        hits = self.cache.hits(i, chosen, step.index)
+        hits = self.cache.routed(step, i, routed)
         missing = sorted(chosen.keys() - hits)
         missing.sort(key=chosen.__getitem__, reverse=True)
         count = self._fetches(hits, missing, routed)
@@ -70,8 +68,7 @@ class ExpertCache(LayerByLayer):
             self.cache.fetch(step, (i, expert))
             self._run(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))
-        for j in back:
-            step.load_routed(i, j)
+        self._load_back(step, i, back)
 
     def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
         """Number of missing experts to fetch, those with the most tokens first; the others run on the host.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moesched.dispatch.eviction import FrequencyClasses
-from moesched.dispatch.expert_placement import Expert, Routed, keep_dense, tokens_of, users_of
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.expert_placement import Expert, Routed, tokens_of, users_of
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.steps.plan import Plan
@@ -34,15 +34,14 @@ class FrequencyCache(LayerByLayer):
 
     def plan(self, plan: Plan) -> None:
         plan.request_times()
-        place_kv_that_fits(plan, experts=1)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=1)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         tokens, users = tokens_of(routed), users_of(routed)
         if self.coming is not None and self.cache.arrived(step, self.coming):
             self.coming = None
-        cached = self.cache.hits(i, tokens, step.index)
+        cached = self.cache.routed(step, i, routed)
         hits = [expert for expert in cached if (i, expert) != self.coming]
         misses = sorted(users.keys() - hits, key=lambda expert: (-tokens[expert], expert))
         back = self._run_on_host(step, i, misses if self.cache.on_host else [], users)
@@ -55,8 +54,7 @@ class FrequencyCache(LayerByLayer):
         self.used.update((i, expert) for expert in misses)
         if again and self.coming is None and self.cache.prefetch(step, again[0]):
             self.coming = again[0]
-        for j in back:
-            step.load_routed(i, j)
+        self._load_back(step, i, back)
 
     def _fetch_and_run(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from moesched.dispatch.eviction import LowestScore
 from moesched.dispatch.expert_latencies import ExpertLatencies
-from moesched.dispatch.expert_placement import Expert, Routed, keep_dense, tokens_of, users_of
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.expert_placement import Expert, Routed, tokens_of, users_of
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.dispatch.pooled_experts import PooledExperts
@@ -37,30 +37,25 @@ class HybriMoE(LayerByLayer):
     def plan(self, plan: Plan) -> None:
         plan.request_times()
         plan.request_scores()
-        place_kv_that_fits(plan, experts=self.buffers)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=self.buffers)
         self.cache = PooledExperts(plan, LowestScore(), most=self.most, buffers=self.buffers)
         self.prefetches = Prefetches(self.cache.pool)
-        self.latencies = ExpertLatencies(plan)
-        self.decisions = LayerDecisions(self.latencies, on_host=self.cache.on_host)
+        self.decisions = LayerDecisions(ExpertLatencies(plan), on_host=self.cache.on_host)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
         later = step.layers[i + 1 : i + 1 + self.ahead]
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}
-        for each in routed.values():
-            self.cache.scored(i, each.scores)
         self._run_experts(step, i, routed)
         expected = {n: {j: await each for j, each in of.items()} for n, of in previews.items()}
         self._prefetch(step, expected, {n: (n - i) * self.seconds for n in later})
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        tokens, users = tokens_of(routed), users_of(routed)
+        users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
-        here = {*self.cache.hits(i, tokens, step.index)}
-        here |= {expert for expert in coming if self.cache.arrived(step, (i, expert))}
-        division = self.decisions.divide(routed, here)
+        arrived = [expert for expert in coming if self.cache.arrived(step, (i, expert))]
+        division = self.decisions.divide(routed, {*self.cache.routed(step, i, routed), *arrived})
         back = self._run_on_host(step, i, division.on_host, users)
         for expert in division.stay:
             self._run(step, i, expert, users[expert])
@@ -69,16 +64,15 @@ class HybriMoE(LayerByLayer):
                 self.cache.fetch(step, (i, expert))
                 self._run(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))
-        for j in back:
-            step.load_routed(i, j)
+        self._load_back(step, i, back)
         self.seconds = division.seconds
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
         """Prefetch the experts whose arrival shortens their layers most; `begins`: seconds until each layer does."""
         while len(self.prefetches) < self.buffers - 1:
-            arrival = (len(self.prefetches) + 1) * self.latencies.transfer
-            late = {n: max(0.0, arrival - seconds) for n, seconds in begins.items()}
-            seconds, expert = max((self._gain(n, expected[n], late[n]) for n in late), default=(0.0, (0, 0)))
+            arrival = (len(self.prefetches) + 1) * self.decisions.transfer
+            gains = [self._gain(n, expected[n], max(0.0, arrival - begin)) for n, begin in begins.items()]
+            seconds, expert = max(gains, default=(0.0, (0, 0)))
             if seconds <= 0.0:
                 return
             self.prefetches.fetch(step, expert)
@@ -87,8 +81,6 @@ class HybriMoE(LayerByLayer):
         """The seconds by which a layer would end earlier if its largest missing expert came; and that expert."""
         tokens = tokens_of(routed)
         here = {expert for expert in tokens if (i, expert) in self.cache or (i, expert) in self.prefetches}
-        largest = max(tokens.keys() - here, key=tokens.__getitem__, default=-1)
-        if largest < 0:
-            return 0.0, (i, largest)
+        largest = max(tokens.keys() - here or tokens, key=tokens.__getitem__)
         now, then = (self.decisions.divide(routed, each).seconds for each in (here, here | {largest}))
         return now - then - late, (i, largest)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesched.dispatch.eviction import LeastStale
-from moesched.dispatch.expert_placement import Routed, keep_dense, tokens_of, users_of
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
@@ -34,8 +34,7 @@ class LeastStaleCache(LayerByLayer):
         self.most, self.most_ahead = experts, prefetches
 
     def plan(self, plan: Plan) -> None:
-        place_kv_that_fits(plan, experts=1)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=1)
         self.cache = PooledExperts(plan, self.rule(), most=self.most)
         self.ahead = 0 if self.cache.pool is None else min(self.most_ahead, len(self.cache) - 1)
         self.prefetches = Prefetches(self.cache)
@@ -53,7 +52,7 @@ class LeastStaleCache(LayerByLayer):
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
-        hits = self.cache.hits(i, tokens_of(routed), step.index)
+        hits = self.cache.routed(step, i, routed)
         for expert in (*hits, *sorted(users.keys() - hits)):
             if expert in coming or expert not in hits:
                 self.cache.fetch(step, (i, expert))

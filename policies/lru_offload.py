@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.eviction import LeastRecentlyUsed
-from moesched.dispatch.expert_placement import Routed, keep_dense, tokens_of, users_of
+from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.errors import BadInput
 from moesched.seams import Eviction
@@ -39,8 +39,7 @@ class LruOffload(LayerByLayer):
         self.buffers = buffers
 
     def plan(self, plan: Plan) -> None:
-        place_kv_that_fits(plan, experts=self.buffers)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=self.buffers)
         experts, rooms = plan.layout.config.experts, self._rooms(plan)
         # The published code offloads the first ones.
         held = [[(i, expert) for expert in range(experts - room, experts)] for i, room in enumerate(rooms)]

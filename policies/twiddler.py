@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import (
     Routed,
-    keep_dense,
     keep_experts,
     leave_on_host,
     order_of,
@@ -19,7 +18,7 @@ from moesched.dispatch.expert_placement import (
     seconds_of,
     users_of,
 )
-from moesched.dispatch.kv_placement import place_kv_that_fits
+from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -55,8 +54,7 @@ class Twiddler(LayerByLayer):
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(self.together)
-        place_kv_that_fits(plan, experts=2)
-        keep_dense(plan)
+        place_kv_and_dense(plan, experts=2)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
         self.latencies = latencies = ExpertLatencies(plan)
         self.cpu_lat, self.gpu_lat = latencies.at_host, latencies.at_accelerator
@@ -87,8 +85,7 @@ class Twiddler(LayerByLayer):
             else:
                 self._offload(step, i, users, back)
                 self._run(step, i, expert, users, "host")
-        for j in sorted(back):
-            step.load_routed(i, j)
+        self._load_back(step, i, sorted(back))
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
         """Copy rows of these micro-batches to the host; `back`: micro-batches whose rows are there."""

@@ -46,8 +46,7 @@ class TwiddlerMakespan(Twiddler):
             step.evict(step.expert_pages(i, expert), self.visitors)
             if number < len(fetched):
                 self._fetch(step, i, fetched[number])
-        for j in back:
-            step.load_routed(i, j)
+        self._load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         """Fetch an expert with less priority than outputs from the host, which are small and end the layer."""

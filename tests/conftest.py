@@ -30,6 +30,9 @@ os.environ["MOESCHED_VALIDATE"] = "1"
 os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
 atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 
+# The options of this run are not those of the pytest that tests start.
+os.environ.pop("PYTEST_ADDOPTS", None)
+
 # A shell's background jobs ignore Ctrl-C, and those of nohup SIGHUP: so would the programs that tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

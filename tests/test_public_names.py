@@ -97,6 +97,7 @@ KIT = [
     "mirrored",
     "order_of",
     "parts_for",
+    "place_kv_and_dense",
     "place_kv_that_fits",
     "popularity_of",
     "run_own",

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
         users_of,
     )
     from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-    from moesched.dispatch.kv_placement import attend, attend_on_accelerator, place_kv_that_fits, split_kv
+    from moesched.dispatch.kv_placement import (
+        attend,
+        attend_on_accelerator,
+        place_kv_and_dense,
+        place_kv_that_fits,
+        split_kv,
+    )
     from moesched.dispatch.layer_by_layer import LayerByLayer
     from moesched.dispatch.layer_decisions import Division, LayerDecisions
     from moesched.dispatch.layer_makespan import Layer, LayerCosts, LayerDecision, decide
@@ -84,7 +90,13 @@ _NAMES = {
         "users_of",
     ),
     "expert_pool": ("ExpertPool", "all_fit", "experts_that_fit", "host_has_experts"),
-    "kv_placement": ("attend", "attend_on_accelerator", "place_kv_that_fits", "split_kv"),
+    "kv_placement": (
+        "attend",
+        "attend_on_accelerator",
+        "place_kv_and_dense",
+        "place_kv_that_fits",
+        "split_kv",
+    ),
     "layer_by_layer": ("LayerByLayer",),
     "layer_decisions": ("Division", "LayerDecisions"),
     "layer_makespan": ("Layer", "LayerCosts", "LayerDecision", "decide"),
@@ -157,6 +169,7 @@ __all__ = [
     "mirrored",
     "order_of",
     "parts_for",
+    "place_kv_and_dense",
     "place_kv_that_fits",
     "popularity_of",
     "run_own",

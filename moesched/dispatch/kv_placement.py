@@ -6,6 +6,7 @@ attention over keys and values on the host; they are not copied back. Prefill at
 
 from __future__ import annotations
 
+from moesched.dispatch.expert_placement import keep_dense
 from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -48,6 +49,15 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
     here = _fitting(plan, beside)
     plan.place_kv("accelerator", here)
     plan.place_kv("host", set(plan.micro_batches) - set(here))
+
+
+def place_kv_and_dense(plan: Plan, experts: int) -> None:
+    """Place the KV caches that fit, and keep the dense weights, on the accelerator.
+
+    experts: number of experts to leave room for beside them.
+    """
+    place_kv_that_fits(plan, experts)
+    keep_dense(plan)
 
 
 def _fitting(plan: Plan, beside: int) -> list[int]:

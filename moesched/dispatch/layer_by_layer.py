@@ -60,6 +60,11 @@ class LayerByLayer(ABC):
             self._run(step, i, expert, users[expert], "host")
         return back
 
+    def _load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
+        """Load back what experts on the host computed for these micro-batches."""
+        for j in micro_batches:
+            step.load_routed(i, j)
+
 
 def _cut(micro_batches: Sequence[int], size: int | None) -> list[Sequence[int]]:
     size = size or len(micro_batches)

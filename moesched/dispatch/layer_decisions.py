@@ -35,10 +35,14 @@ class LayerDecisions:
     Args:
         on_host: whether the host can run experts that are not on the accelerator; otherwise all of these are fetched.
         resident_on_host: whether it can also run those that are.
+
+    Attributes:
+        transfer: seconds to move one expert to the accelerator.
     """
 
     def __init__(self, latencies: ExpertLatencies, *, on_host: bool, resident_on_host: bool = False) -> None:
         self._latencies = latencies
+        self.transfer = latencies.transfer
         self._on_host = on_host
         self._resident_on_host = resident_on_host
         self._remembered = lru_cache(REMEMBERED)(self._decide)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesched.dispatch.cached_experts import CachedExperts
-from moesched.dispatch.expert_placement import Expert, order_of, popularity_of
+from moesched.dispatch.expert_placement import Expert, Routed, order_of, popularity_of, tokens_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.routing import ScoredTokens
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -52,6 +53,17 @@ class PooledExperts(CachedExperts):
             room = fit if most < 0 else min(most, room)
             self.pool = ExpertPool(plan, room + buffers, order[:room], on_host=self.on_host)
         super().__init__(plan.layout, rule, room, order[:room])
+
+    def routed(self, step: Step, layer: int, routed: Routed) -> list[int]:
+        """Tell the rule what a layer's router chose, with its scores if the plan requests them.
+
+        Returns:
+            the chosen experts that are in the cache, in ascending order.
+        """
+        for chosen in routed.values():
+            if isinstance(chosen, ScoredTokens):
+                self.scored(layer, chosen.scores)
+        return self.hits(layer, tokens_of(routed), step.index)
 
     def arrived(self, step: Step, expert: Expert) -> bool:
         """Whether an expert is on the accelerator now (see `Step.arrived`)."""
