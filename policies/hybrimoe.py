@@ -27,7 +27,7 @@ class HybriMoE(LayerByLayer):
 
     Settings:
         experts: number of experts in the cache; by default as many as fit.
-        ahead: number of layers that are previewed.
+        ahead: number of layers that are previewed, in decode; in prefill all experts are needed anyway.
         buffers: slots beside the cache; all but one may hold prefetched experts.
     """
 
@@ -44,7 +44,7 @@ class HybriMoE(LayerByLayer):
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
-        later = step.layers[i + 1 : i + 1 + self.ahead]
+        later = step.layers[i + 1 : i + 1 + self.ahead] if step.index else ()
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}
         self._run_experts(step, i, routed)
@@ -69,18 +69,19 @@ class HybriMoE(LayerByLayer):
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
         """Prefetch the experts whose arrival shortens their layers most; `begins`: seconds until each layer does."""
-        while len(self.prefetches) < self.buffers - 1:
+        gains = {n: self._gain(n, routed) for n, routed in expected.items()}
+        while gains and len(self.prefetches) < self.buffers - 1:
             arrival = (len(self.prefetches) + 1) * self.decisions.transfer
-            gains = [self._gain(n, expected[n], max(0.0, arrival - begin)) for n, begin in begins.items()]
-            seconds, expert = max(gains, default=(0.0, (0, 0)))
-            if seconds <= 0.0:
+            best = max(gains, key=lambda n: gains[n][0] - max(0.0, arrival - begins[n]))
+            if gains[best][0] <= max(0.0, arrival - begins[best]):
                 return
-            self.prefetches.fetch(step, expert)
+            self.prefetches.fetch(step, gains[best][1])
+            gains[best] = self._gain(best, expected[best])
 
-    def _gain(self, i: int, routed: Routed, late: float) -> tuple[float, Expert]:
+    def _gain(self, i: int, routed: Routed) -> tuple[float, Expert]:
         """The seconds by which a layer would end earlier if its largest missing expert came; and that expert."""
         tokens = tokens_of(routed)
         here = {expert for expert in tokens if (i, expert) in self.cache or (i, expert) in self.prefetches}
         largest = max(tokens.keys() - here or tokens, key=tokens.__getitem__)
         now, then = (self.decisions.divide(routed, each).seconds for each in (here, here | {largest}))
-        return now - then - late, (i, largest)
+        return now - then, (i, largest)

@@ -12,7 +12,7 @@ from moesched.models.layout import Page
 from moesched.plugins import make_policy
 from moesched.tasks import IDLE, HostKernel, link_class
 from moesched.testing import Case, policy_cases
-from scripted_routing import BALANCED, SLOW_CPU, T4, Watch, simulated, with_rates
+from scripted_routing import BALANCED, SLOW_CPU, T4, Choices, Watch, simulated, with_rates
 
 SLOW_LINK = with_rates(link=1e5, cpu=1e12)
 """An expert takes far longer to come than to run on the host."""
@@ -170,12 +170,17 @@ def test_the_expert_with_the_lowest_average_score_makes_room() -> None:
 
 
 def test_of_the_layers_ahead_the_one_that_gains_most_is_prefetched_first() -> None:
-    # Layer 2 has an expert with eight tokens that is missing, layer 1 one with a single token.
-    steps = [[{0: 9}, {0: 8, 5: 1}, {0: 1, 5: 8}]]
+    # In the decode step, layer 2 misses an expert with eight tokens, layer 1 one with a single token.
+    steps: Choices = [[{0: 9}] * 3, [{0: 9}, {0: 8, 5: 1}, {0: 1, 5: 8}]]
     machine = with_rates(link=1e9, cpu=1e8)
     watch = simulated("hybrimoe", steps, {"experts": 3, "buffers": 2}, machine=machine, prompts=(9,))
     prefetched = [t for t in watch.tasks("fetch") if t.step >= 0 and link_class(t.key) == IDLE]
-    assert prefetched[0].layer == 2
+    assert [(t.step, t.layer, t.expert) for t in prefetched][:1] == [(1, 2, 5)]
+
+
+def test_in_prefill_where_all_experts_are_needed_nothing_is_previewed() -> None:
+    watch = simulated("hybrimoe", [[{0: 9}, {5: 9}]] * 2, {"experts": 2}, prompts=(9,))
+    assert {task.step for task in watch.tasks("preview_route")} == {1}
 
 
 def test_nothing_is_prefetched_that_would_come_too_late() -> None:

@@ -6,6 +6,7 @@ Make a new object for every cache. Ties are broken by the order of the model's p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
@@ -189,26 +190,43 @@ class LeastStale:
 
     def __init__(self) -> None:
         self._step = self._layer = -1
-        self._last: dict[int, int] = {}
+        self._stale: dict[int, set[int]] = {}
+        """By layer, pages of earlier steps; those that left the cache are dropped when they come up."""
+        self._fresh: dict[int, set[int]] = {}
+        """By layer, pages that this step used or fetched."""
+        self._layers: list[int] = []
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        self._last[page.id] = step
+        layer, number = page.layer, page.id
         if step != self._step:
-            self._step, self._layer = step, -1
+            self._begin(step)
+        if layer not in self._stale:
+            self._stale[layer], self._fresh[layer] = set(), set()
+            insort(self._layers, layer)
         if tokens:
-            self._layer = page.layer
+            self._layer = layer
+        if not tokens or number in self._stale[layer]:
+            self._stale[layer].discard(number)
+            self._fresh[layer].add(number)
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
-        return min(pages.values(), key=self._rank)
+        passed = bisect_left(self._layers, self._layer)
+        order = [*self._layers[:passed], *reversed(self._layers[passed:])]
+        for group in (self._stale, self._fresh):
+            for layer in order:
+                numbers = group[layer]
+                while numbers:
+                    number = min(numbers)
+                    if number in pages:
+                        return pages[number]
+                    numbers.discard(number)
+        return next(iter(pages.values()))
 
-    def _rank(self, page: Page) -> tuple[bool, bool, int, int]:
-        to_come = page.layer >= self._layer
-        return (
-            self._last.get(page.id, -1) == self._step,
-            to_come,
-            -page.layer if to_come else page.layer,
-            page.id,
-        )
+    def _begin(self, step: int) -> None:
+        self._step, self._layer = step, -1
+        for layer, fresh in self._fresh.items():
+            self._stale[layer] |= fresh
+            fresh.clear()
 
 
 class LowestScore:
