@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.expert_placement import Expert, Routed, order_of, popularity_of, tokens_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
-from moesched.routing import ScoredTokens
+from moesched.routing.scores import ScoredTokens
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
