@@ -47,7 +47,7 @@ def tokens_in_turn(layer: int, token: int) -> list[int]:
 
 
 def forecast(predictor: Predictor, layer: int, micro_batches: Sequence[int] = (0,)) -> Any:
-    """What a predictor forecasts without a step, as far as it needs none."""
+    """The forecast of a predictor that uses no step."""
     step: Any = None
     asking = predictor.forecast(step, layer, micro_batches)
     with pytest.raises(StopIteration) as ended:

@@ -37,7 +37,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an item found.
+    """The outcome of an item.
 
     Attributes:
         skipped: whether it did not run, as an earlier item told enough.
