@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from moesched.models.layout import Page
 
@@ -16,61 +16,43 @@ class AdaptiveReplacement:
     """
 
     def __init__(self) -> None:
-        self._recent: OrderedDict[int, None] = OrderedDict()
-        self._frequent: OrderedDict[int, None] = OrderedDict()
-        self._lost_recent: OrderedDict[int, None] = OrderedDict()
-        self._lost_frequent: OrderedDict[int, None] = OrderedDict()
-        self._came: dict[int, int] = {}
-        """By page of the cache, the step in which it came."""
+        self._parts: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
+        """Pages that were used in one step, and in several, by number; with the step in which each came."""
+        self._lost: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         self._target = 0.0
-        """The number of pages that were used once that the cache should have."""
+        """The number of pages that were used in one step that the cache should have."""
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        number = page.id
-        if number in self._frequent:
-            self._frequent.move_to_end(number)
-        elif number in self._recent:
-            if step > self._came[number]:
-                del self._recent[number]
-                self._frequent[number] = None
+        recent, frequent = self._parts
+        if page.id in frequent:
+            frequent.move_to_end(page.id)
+        elif page.id in recent:
+            if step > recent[page.id]:
+                frequent[page.id] = recent.pop(page.id)
         elif not tokens:
-            self._came[number] = step
-            self._add(number)
+            self._parts[self._learn(page.id)][page.id] = step
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
-        self._forget_all_but(len(pages))
-        parts = [(self._recent, self._lost_recent), (self._frequent, self._lost_frequent)]
-        if len(self._recent) <= self._target:
-            parts.reverse()
-        for part, lost in parts:
-            number = _first(part, pages)
-            if number is not None:
+        self._target = min(self._target, len(pages))
+        order = (0, 1) if len(self._parts[0]) > self._target else (1, 0)
+        number = next((n for part in order for n in self._parts[part] if n in pages), next(iter(pages)))
+        for part, lost in zip(self._parts, self._lost, strict=True):
+            while len(lost) > len(pages):
+                lost.popitem(last=False)
+            if number in part:
                 del part[number]
                 lost[number] = None
-                return pages[number]
-        return next(iter(pages.values()))
+        return pages[number]
 
-    def _add(self, number: int) -> None:
-        """Add a page that comes, and learn from one that should have stayed."""
-        lost_recent, lost_frequent = self._lost_recent, self._lost_frequent
-        if number in lost_recent:
-            self._target += max(1.0, len(lost_frequent) / len(lost_recent))
-            del lost_recent[number]
-        elif number in lost_frequent:
-            self._target = max(0.0, self._target - max(1.0, len(lost_recent) / len(lost_frequent)))
-            del lost_frequent[number]
+    def _learn(self, number: int) -> bool:
+        """Shift the balance if a page comes that should have stayed; returns whether it should."""
+        recent, frequent = self._lost
+        if number in recent:
+            self._target += max(1.0, len(frequent) / len(recent))
+            del recent[number]
+        elif number in frequent:
+            self._target = max(0.0, self._target - max(1.0, len(recent) / len(frequent)))
+            del frequent[number]
         else:
-            self._recent[number] = None
-            return
-        self._frequent[number] = None
-
-    def _forget_all_but(self, size: int) -> None:
-        """Remember no more lost pages than the cache has room for."""
-        self._target = min(self._target, size)
-        for lost in (self._lost_recent, self._lost_frequent):
-            while len(lost) > size:
-                lost.popitem(last=False)
-
-
-def _first(part: Iterable[int], pages: Mapping[int, Page]) -> int | None:
-    return next((number for number in part if number in pages), None)
+            return False
+        return True
