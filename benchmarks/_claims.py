@@ -45,7 +45,7 @@ def all_reduce(result: Result) -> Iterator[Claim]:
     """Between two processes, over loopback."""
     words = {
         "plain_p50_seconds": "all-reduce of 24 KB, plain, submitted to the engine, median",
-        "curve_p50_seconds": "the same, encrypted",
+        "curve_p50_seconds": "all-reduce of 24 KB, encrypted, submitted to the engine, median",
         "overhead_per_token_seconds": "40 encrypted exchanges of a token, beyond its products",
     }
     bars = result["measured_and_bar"]
@@ -133,9 +133,8 @@ def engine(result: Result) -> Iterator[Claim]:
 def engine_paired(result: Result) -> Iterator[Claim]:
     """The engine's speed beside an older commit's."""
     slower = sum(row["interval"][0] > 1.03 for row in result["rows"].values())
-    yield none_of(
-        "engine: rows surely more than 3 % slower than the older commit", slower, len(result["rows"])
-    )
+    words = f"engine: rows surely more than 3 % slower than {result['before']}"
+    yield none_of(words, slower, len(result["rows"]))
 
 
 def exactness(result: Result) -> Iterator[Claim]:
@@ -286,6 +285,17 @@ def prediction(result: Result) -> Iterator[Claim]:
     yield all_of(words, result["lanes_within_bar"], result["cases"])
 
 
+def policy_checks(result: Result) -> Iterator[Claim]:
+    """The shipped policies under `moesched check`."""
+    policies = result["policies"]
+    faults = sum(bool(each["faults"] or each["unchecked"]) for each in policies)
+    yield none_of(
+        "shipped policies with a fault, or a case unchecked, in `moesched check`", faults, len(policies)
+    )
+    slowest = max(each["seconds"] for each in policies)
+    yield at_most("`moesched check`, slowest shipped policy", slowest, result["bar_seconds"], "{:.0f} s")
+
+
 def preview_accuracy(result: Result) -> Iterator[Claim]:
     """Previews of the router on the model that ships."""
     decode = result["decode"]
@@ -334,6 +344,15 @@ def signals(result: Result) -> Iterator[Claim]:
     yield all_of(words, sum(not case["problems"] for case in killed), len(killed))
 
 
+def tutorial(result: Result) -> Iterator[Claim]:
+    """The guide of policies, followed in a fresh clone."""
+    steps = result["steps"]
+    words = "steps of docs/policies.md in a fresh clone that print what the page shows"
+    yield all_of(words, sum(step["as_shown"] for step in steps), len(steps))
+    words = "all steps of docs/policies.md, installation apart"
+    yield at_most(words, result["seconds"], result["bar_seconds"], "{:.0f} s")
+
+
 def times(ratio: float) -> str:
     """A ratio in words."""
     return f"{ratio:.2f}x"
@@ -345,7 +364,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
         dispatch, emulated, engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs,
         fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
-        peak_memory, plan_search, prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals,
+        peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
+        same_behaviour, signals, tutorial,
     )
 }  # fmt: skip
 """By benchmark."""

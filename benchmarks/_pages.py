@@ -7,7 +7,7 @@ docs/results.md is one table of claims; the other pages have words of their own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from _claims import CLAIMS, Claim
@@ -18,6 +18,7 @@ from _tables import filled, markdown
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
 MACHINES = {"spr": "Xeon, Sapphire Rapids", "zen3": "EPYC, Zen 3", "zen5": "EPYC, Zen 5"}
+ANY = "any machine"
 MEASURED_PAGES = ("fidelity.md", "papers.md", "routing.md", "transports.md")
 
 
@@ -47,24 +48,39 @@ def measured_table(name: str) -> str | None:
 
 
 def claims() -> str:
-    """All claims: those whose bar is missed, those whose bar is reached, those without a bar."""
-    found = [line for file in sorted(RESULTS.glob("*.json")) for line in lines_of(file)]
-    found.sort(key=lambda line: (None, True, False).index(line[0].reached), reverse=True)
-    rows = [
-        [claim.words, f"**{claim.figure}**" if claim.reached is False else claim.figure, claim.bar, *where]
-        for claim, where in found
-    ]
-    return markdown(["claim", "figure", "bar", "machine", "date", "file"], rows)
+    """All claims: those whose bar is missed on a machine, those whose bar is reached, those without a bar."""
+    rows: dict[str, list[tuple[Claim, str, str]]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        for claim, machine, cell in cells_of(file):
+            rows.setdefault(claim.words, []).append((claim, machine, cell))
+    ordered = sorted(rows.values(), key=lambda row: min(rank(claim) for claim, _, _ in row))
+    columns = ["claim", "bar", *MACHINES.values(), ANY]
+    return markdown(
+        columns,
+        [[row[0][0].words, row[0][0].bar, *in_columns(columns[2:], row)] for row in ordered],
+    )
 
 
-def lines_of(file: Path) -> Iterator[tuple[Claim, list[str]]]:
-    """The claims of a result file, each with its machine, its date and a link."""
+def cells_of(file: Path) -> Iterator[tuple[Claim, str, str]]:
+    """The claims of a result file, each with its machine, and its figure with a link and the date."""
     result = stored(file)
-    kind, _, suffix = file.stem.partition("-")
+    kind, suffix = file.stem.split("-")[0], file.stem.split("-")[-1]
     date = result.get("date", "") + (OLDER if older_than_the_code(result) else "")
-    link = f"[{file.stem}](../benchmarks/results/{file.name})"
     for claim in CLAIMS[kind](result):
-        yield claim, [MACHINES.get(suffix, "any"), date, link]
+        figure = f"**{claim.figure}**" if claim.reached is False else claim.figure
+        cell = f"[{figure}](../benchmarks/results/{file.name}) {date}"
+        yield claim, MACHINES.get(suffix, ANY), cell
+
+
+def rank(claim: Claim) -> int:
+    """The place of a claim: missed bars first."""
+    return (False, True, None).index(claim.reached)
+
+
+def in_columns(machines: Sequence[str], row: Sequence[tuple[Claim, str, str]]) -> list[str]:
+    """A row's cells by machine; empty where nothing was measured."""
+    cells = {machine: cell for _, machine, cell in row}
+    return [cells.get(machine, "") for machine in machines]
 
 
 if __name__ == "__main__":

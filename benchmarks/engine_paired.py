@@ -96,6 +96,7 @@ def main() -> int:
         command = f"python benchmarks/engine_paired.py {options.before} --rounds {options.rounds}"
         result = {
             "command": command,
+            "before": options.before,
             "date": datetime.now(UTC).date().isoformat(),
             "commit": commit(),
             "machine": this_machine(),
