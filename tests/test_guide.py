@@ -1,4 +1,4 @@
-"""The guide of policies does what it says: every block is run, and every figure is one that a command printed."""
+"""Pages that are followed step by step do what they say, and the guide's figures are those that commands printed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moesched.steps.verbs.table import picture
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "policies.md"
+FOLLOWED = [GUIDE, ROOT / "docs" / "explain.md"]
 FIGURE = re.compile(r"\b\d[\d,]*(?:\.\d+)? ?(?:tokens/s|%|GB/s|GB|MB|ms|s)(?![\w/])")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_run")]
@@ -33,9 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_guide_can_be_followed_word_for_word(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.stem)
+def test_a_page_can_be_followed_word_for_word(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reader = Reader(capfd)
-    for block in blocks(GUIDE):
+    for block in blocks(page):
         if block.runs and block.language not in ("text", "toml"):
             reader.follow(block)
 

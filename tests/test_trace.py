@@ -166,7 +166,7 @@ def test_the_critical_path_says_what_each_task_waited_for_last() -> None:
 
     recording = run_graph(graph, ["copies", "gpu"], "in_order")
     hops = critical_path(recording)
-    assert [(hop.slice.task.verb, hop.why, hop.gap) for hop in hops] == [
+    assert [(hop.slice.task.verb, hop.wait.why, hop.gap) for hop in hops] == [
         ("fetch", "start", 0),
         ("first", "data", 0),
         ("second", "lane", 0),
@@ -191,7 +191,7 @@ def test_the_critical_path_crosses_ranks_where_a_collective_waited_for_another_r
 
     run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
     recording = recorder.recording()
-    hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.why) for hop in critical_path(recording)]
+    hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.wait.why) for hop in critical_path(recording)]
     assert hops == [("compute", 1, "start"), ("all_reduce", 0, "rank"), ("after", 0, "data")]
     write_trace(tmp_path / "trace.json", recording, ABOUT)
     assert check_trace(tmp_path / "trace.json") == []

@@ -265,7 +265,8 @@ def _flows(run: _Shown) -> Iterator[str]:
 
 def _critical(run: _Shown) -> Iterator[str]:
     free = 0
-    for each, why, gap in critical_path(run.recording):
+    for hop in critical_path(run.recording):
+        each = hop.slice
         # Parts of a collective on two ranks overlap if one started late.
         start = max(each.start + run.shift, free)
         if start >= each.end + run.shift:
@@ -275,8 +276,8 @@ def _critical(run: _Shown) -> Iterator[str]:
             "task": each.id,
             "rank": each.lane.rank,
             "lane": each.lane.name,
-            "why": why,
-            "gap_us": gap / 1000,
+            "why": hop.wait.why,
+            "gap_us": hop.gap / 1000,
         }
         yield (
             f'{{"ph":"X","pid":{CRITICAL_PID},"tid":{run.critical_tid},"name":{json.dumps(each.task.label)},'

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from moesched.trace.recording import LaneName, Recording, Slice
-
-Why = Literal["start", "data", "lane", "rank"]
+from moesched.trace.recording import Recording, Slice
+from moesched.trace.waits import Wait, waits_of
 
 
 class Hop(NamedTuple):
-    """One task of the critical path.
-
-    Attributes:
-        why: its last wait for the previous hop: an edge from it ("data"), its lane being occupied by it ("lane"), or
-            another rank's part of a collective, which waited for it ("rank"); "start" for the first hop.
-        gap: nanoseconds from the end of the previous hop (or the start of the recording) to its own start, spent in
-            the policy or the driver.
-    """
+    """One task of the critical path, and its wait for the previous one."""
 
     slice: Slice
-    why: Why
-    gap: int
+    wait: Wait
+
+    @property
+    def gap(self) -> int:
+        """Nanoseconds since the end of the previous hop, spent in the policy or the driver."""
+        return self.wait.policy + self.wait.host
 
 
-def critical_path(recording: Recording) -> list[Hop]:
-    """Follow the predecessors that ended last, from the task that ended last; returned in order of time."""
+def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
+    """Follow what each task waited for last, from the task that ended last; returned in order of time.
+
+    Args:
+        waits: the waits of the recording (`waits_of`), if they are known.
+    """
     slices = recording.slices
     if not slices:
         return []
-    before = _before_on_lane(recording)
-    parts = _collectives(recording)
+    waits = waits_of(recording) if waits is None else waits
     hops: list[Hop] = []
     index = max(range(len(slices)), key=lambda each: (slices[each].end, each))
-    while True:
-        latest = -1
-        why: Why = "start"
-        for candidate, reason in _predecessors(recording, index, before, parts):
-            # Indices only decrease on the way back, so the walk ends even if clocks were wrong.
-            if candidate < index and (latest < 0 or slices[candidate].end > slices[latest].end):
-                latest, why = candidate, reason
-        since = slices[latest].end if latest >= 0 else recording.start
-        hops.append(Hop(slices[index], why, slices[index].start - since))
-        if latest < 0:
-            return hops[::-1]
-        index = latest
+    while index >= 0:
+        hops.append(Hop(slices[index], waits[index]))
+        index = waits[index].before
+    return hops[::-1]
 
 
 def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
@@ -61,36 +52,3 @@ def least_nanoseconds(recording: Recording, start: int, end: int) -> int:
         busy[each.lane] += spent
         chains.append(spent + max((chains[producer] for producer in producers), default=0))
     return max(*busy.values(), *chains, 0)
-
-
-def _predecessors(
-    recording: Recording, index: int, before: list[int], parts: dict[int, list[int]]
-) -> Iterator[tuple[int, Why]]:
-    """Yield the slices that a slice waited for; data first, so that it is preferred if lane and data end together."""
-    for producer in recording.producers[index]:
-        yield producer, "data"
-    if before[index] >= 0:
-        yield before[index], "lane"
-    ticket = recording.slices[index].ticket
-    for other in parts.get(ticket, ()) if ticket >= 0 else ():
-        if other != index:
-            for producer in (*recording.producers[other], before[other]):
-                if producer >= 0:
-                    yield producer, "rank"
-
-
-def _before_on_lane(recording: Recording) -> list[int]:
-    last: dict[LaneName, int] = {}
-    before = []
-    for index, each in enumerate(recording.slices):
-        before.append(last.get(each.lane, -1))
-        last[each.lane] = index
-    return before
-
-
-def _collectives(recording: Recording) -> dict[int, list[int]]:
-    parts: dict[int, list[int]] = {}
-    for index, each in enumerate(recording.slices):
-        if each.ticket >= 0:
-            parts.setdefault(each.ticket, []).append(index)
-    return parts

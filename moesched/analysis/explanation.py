@@ -1,0 +1,135 @@
+"""Where the time of a run went: its lanes, critical path, bottleneck, pools, and the time between tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moesched.analysis.critical_time import Bottleneck, PathPart, bottleneck, path_parts, stretches_of
+from moesched.analysis.lane_times import LaneTime, lane_times, together
+from moesched.analysis.replayed_run import without_loading
+from moesched.errors import BadInput
+from moesched.steps.pool_counts import Counted
+from moesched.trace.recording import About, PoolSample, Recording
+from moesched.trace.summary import lane_title
+from moesched.trace.waits import waits_of
+
+
+class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
+    """Uses of a pool's pages in the whole run, in pages; see `Counted`."""
+
+    fetched: int
+    hits: int
+    misses: int
+    wasted_prefetches: int
+    cancelled: int
+
+
+class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Time between tasks, before the tasks of one kind, whether or not the run had to wait for it.
+
+    Attributes:
+        tasks: number of such tasks.
+        dispatch_seconds: time in which the lane's thread woke up.
+        submit_seconds: time in which the lane was idle until the policy submitted the task.
+    """
+
+    kind: str
+    lane: str
+    tasks: int
+    dispatch_seconds: float
+    submit_seconds: float
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a run went, without its loading.
+
+    Attributes:
+        figures: "predicted" or "measured".
+        seconds: from the start of the first task after loading to the end of the last task.
+        overlap: the mean number of lanes that were busy while at least one was.
+        bottleneck: None if no task ran.
+        lanes: by name, with the rank if there are several.
+        critical_path: by kind, lane and cause, longest first.
+        pools: by name and memory.
+        handovers: longest first; empty for predictions.
+    """
+
+    policy: str
+    model: str
+    machine: str
+    figures: str
+    seconds: float
+    tasks: int
+    overlap: float
+    bottleneck: Bottleneck | None
+    lanes: dict[str, LaneTime]
+    critical_path: list[PathPart]
+    pools: dict[str, PoolUses]
+    handovers: list[HandoverTime]
+
+
+def explain(recording: Recording, about: About) -> Explanation:
+    """Explain where the time of a run went.
+
+    Raises:
+        BadInput: no task ran.
+    """
+    if not recording.slices:
+        raise BadInput("the trace has no tasks: record a run that generates tokens")
+    run = without_loading(recording)
+    seconds = (run.end - run.start) / 1e9
+    waits = waits_of(run)
+    stretches = list(stretches_of(run, waits))
+    busy = together(run)
+    return Explanation(
+        policy=about.policy,
+        model=about.model,
+        machine=about.machine,
+        figures=about.figures,
+        seconds=seconds,
+        tasks=len(run.slices),
+        overlap=busy.overlap,
+        bottleneck=bottleneck(stretches, seconds),
+        lanes=lane_times(run, waits, busy.alone),
+        critical_path=path_parts(stretches, seconds),
+        pools=_pools(recording.pools),
+        handovers=_handovers(run),
+    )
+
+
+def _pools(samples: Sequence[PoolSample]) -> dict[str, PoolUses]:
+    """The counts at the end of the run."""
+    last: dict[tuple[int, str], Counted] = {(sample.rank, sample.pool): sample.counted for sample in samples}
+    ranks = len({rank for rank, _ in last})
+    return {
+        pool if ranks == 1 else f"rank {rank} {pool}": PoolUses(
+            fetched=counted.fetched,
+            hits=counted.hits,
+            misses=counted.misses,
+            wasted_prefetches=counted.wasted,
+            cancelled=counted.cancelled,
+        )
+        for (rank, pool), counted in last.items()
+    }
+
+
+def _handovers(run: Recording) -> list[HandoverTime]:
+    ranks = len({lane.rank for lane in run.lanes})
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for each in run.slices:
+        if each.dispatch > 0 or each.submit_delay > 0:
+            times = (each.dispatch, max(0, each.submit_delay))
+            found.setdefault((each.task.verb, lane_title(each.lane, ranks)), []).append(times)
+    handovers = [
+        HandoverTime(
+            kind=kind,
+            lane=lane,
+            tasks=len(times),
+            dispatch_seconds=sum(dispatch for dispatch, _ in times) / 1e9,
+            submit_seconds=sum(submit for _, submit in times) / 1e9,
+        )
+        for (kind, lane), times in found.items()
+    ]
+    return sorted(handovers, key=lambda each: -each.dispatch_seconds - each.submit_seconds)

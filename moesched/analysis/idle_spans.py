@@ -1,0 +1,120 @@
+"""Idle spans of lanes, and their causes.
+
+A span ends when its lane's next task starts. Going back from there, each task waited last for another one, which waited
+for a third, and so on; so every nanosecond of the span belongs to a task that ran meanwhile, or to the time between two
+tasks, in which the policy or the driver ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from moesched.trace.recording import LaneName, Recording, Slice
+from moesched.trace.waits import Wait, Why
+
+Cause = Literal["data", "lane", "budget", "router", "rank", "policy", "host", "finished"]
+"""The reason why time passes.
+
+"data": a task computed or moved what the next one reads. "lane": that task was in the queue of its lane. "budget": the
+weights that the next task overwrites were still in use. "router": the policy awaited a router's choice. "rank": another
+rank had not come to a collective. "policy": the policy's own Python ran. "host": the driver ran, or a thread woke up.
+"finished": the lane had no further task.
+"""
+
+ROUTERS = ("route", "preview_route")
+"""Verbs whose result a policy awaits to choose experts."""
+
+LASTING: tuple[Cause, ...] = ("budget", "router", "rank")
+"""Causes of a lane's own wait that stand for all that its wait was made of: it could do nothing else meanwhile."""
+
+_CAUSES: dict[Why, Cause] = {
+    "data": "data",
+    "lane": "lane",
+    "room": "budget",
+    "rank": "rank",
+    "await": "data",
+}
+
+
+class Part(NamedTuple):
+    """A stretch of time, and what it passed with.
+
+    Attributes:
+        task: index of the slice that ran; of the one that started afterwards if the cause is "policy" or "host"; -1 if
+            it is "finished".
+    """
+
+    cause: Cause
+    task: int
+    nanoseconds: int
+
+
+class IdleSpan(NamedTuple):
+    """A span in which a lane was idle, in nanoseconds.
+
+    Attributes:
+        before: index of the slice that ended it; -1 if the lane had no further task.
+        waited_for: index of the slice that this one waited for last; -1 if it waited for none.
+        parts: what it passed with, going back in time; they add up to it.
+    """
+
+    start: int
+    end: int
+    before: int
+    waited_for: int
+    parts: list[Part]
+
+    @property
+    def main(self) -> Part:
+        """The longest part."""
+        return max(self.parts, key=lambda part: part.nanoseconds)
+
+
+def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, list[IdleSpan]]:
+    """Return the idle spans of each lane, in order of time, from the start of the recording to its end."""
+    spans: dict[LaneName, list[IdleSpan]] = {lane: [] for lane in recording.lanes}
+    free = dict.fromkeys(recording.lanes, recording.start)
+    for index, each in enumerate(recording.slices):
+        since = free[each.lane]
+        if each.start > since:
+            parts = list(_parts(recording, waits, index, since))
+            spans[each.lane].append(IdleSpan(since, each.start, index, waits[index].before, parts))
+        free[each.lane] = max(since, each.end)
+    end = recording.end
+    for lane, since in free.items():
+        if end > since:
+            spans[lane].append(IdleSpan(since, end, -1, -1, [Part("finished", -1, end - since)]))
+    return spans
+
+
+def cause_of(before: Slice, why: Why) -> Cause:
+    """The cause of the time in which a slice runs while another task waits for it."""
+    return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
+
+
+def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
+    """Yield what happened before a slice started, back to a time."""
+    slices = recording.slices
+    until = slices[index].start
+    first = waits[index].before
+    lasting: Cause | None = None
+    while until > since:
+        wait = waits[index]
+        between: tuple[tuple[Cause, int], ...] = (("host", wait.host), ("policy", wait.policy))
+        for cause, nanoseconds in between:
+            spent = min(nanoseconds, until - since)
+            if spent > 0:
+                yield Part(cause, index, spent)
+                until -= spent
+        if wait.before < 0:
+            return
+        before = slices[wait.before]
+        cause = lasting or cause_of(before, wait.why)
+        if wait.before == first and cause in LASTING:
+            lasting = cause
+        begun = max(before.start, since)
+        if begun < until:
+            yield Part(cause, wait.before, until - begun)
+            until = begun
+        index = wait.before

@@ -1,0 +1,269 @@
+"""Where the time of a run went: causes of idle time, the critical path, the bottleneck, and `moesched explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commands import SIMULATE, refused
+from moesched.analysis.explanation import Explanation, explain
+from moesched.engine import Engine
+from moesched.errors import BadInput
+from moesched.tasks import Block, Collective, Lane, PageTransfer, Work
+from moesched.trace import About, Recorder, Recording
+from runs import FORTY_PERCENT, realtime_run, virtual_run
+from traces import run_graph, run_ranks, task
+
+ABOUT = About(driver="virtual", policy="by hand")
+
+
+def explained(graph: Callable[[Engine], object], lanes: list[str]) -> Explanation:
+    """What is said of a graph, whose lanes run tasks in order."""
+    return explain(run_graph(graph, lanes, "in_order"), ABOUT)
+
+
+def causes(explanation: Explanation, lane: str) -> list[tuple[str, str, int]]:
+    """The causes of a lane's idle time, with the kind of task and the nanoseconds."""
+    return [(each.cause, each.kind, round(each.seconds * 1e9)) for each in explanation.lanes[lane].causes]
+
+
+def test_a_lane_waits_for_data_that_another_lane_brings_and_for_the_queue_there() -> None:
+    def graph(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        pages = [Block(f"page {number}") for number in range(2)]
+        engine.submit(task(link, "fetch", 30), (), (pages[0],))
+        engine.submit(task(link, "fetch_next", 50), (), (pages[1],))
+        engine.submit(task(gpu, "kernel", 20), (pages[1],))
+
+    told = explained(graph, ["link", "gpu"])
+    assert causes(told, "gpu") == [("data", "fetch_next", 50), ("lane", "fetch", 30)]
+    assert causes(told, "link") == [("finished", "", 20)]
+    [span] = told.lanes["gpu"].longest
+    assert (span.cause, span.waited_for, span.before) == ("data", "fetch_next, step -1", "kernel, step -1")
+    assert told.bottleneck is not None
+    assert (told.bottleneck.lane, told.bottleneck.kind) == ("link", "fetch_next")
+    assert told.bottleneck.seconds == pytest.approx(80e-9)
+    assert told.bottleneck.share == pytest.approx(0.8)
+
+
+def test_a_link_without_room_waits_for_the_budget() -> None:
+    def graph(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        slot = Block("slot")
+        for layer, kernel in enumerate((70, 60)):
+            engine.submit(fetch(link, layer), (), (slot,))
+            engine.submit(task(gpu, "kernel", kernel), (slot,))
+
+    told = explained(graph, ["link", "gpu"])
+    assert causes(told, "link") == [("budget", "kernel", 70), ("finished", "", 60)]
+    assert causes(told, "gpu") == [("data", "fetch", 20)]
+    assert [(part.kind, part.cause) for part in told.critical_path] == [
+        ("kernel", "budget"),
+        ("kernel", "data"),
+        ("fetch", "data"),
+    ]
+
+
+def test_what_waits_behind_a_budget_on_another_lane_waits_for_data() -> None:
+    def graph(engine: Engine) -> None:
+        link, gpu, back = engine.lanes
+        slot, result = Block("slot"), Block("result")
+        engine.submit(task(gpu, "kernel", 70), (slot,))
+        engine.submit(fetch(link), (), (slot,))
+        engine.submit(task(gpu, "after", 20), (slot,), (result,))
+        engine.submit(task(back, "offload", 5), (result,))
+
+    told = explained(graph, ["link", "gpu", "back"])
+    assert causes(told, "link")[0] == ("budget", "kernel", 70)
+    assert causes(told, "back") == [("budget", "kernel", 70), ("data", "after", 20), ("data", "fetch", 10)]
+    [span] = told.lanes["back"].longest
+    assert span.waited_for == "after, step -1"
+
+
+def test_what_a_policy_submits_once_it_knows_the_router_waits_for_the_router() -> None:
+    async def policy(engine: Engine) -> None:
+        gpu, link = engine.lanes
+        page, hidden = Block("page"), Block("hidden")
+        engine.submit(task(gpu, "attention", 15), (), (hidden,))
+        await engine.submit(task(gpu, "route", 25), (hidden,))
+        engine.submit(task(link, "fetch", 40), (), (page,))
+        engine.submit(task(gpu, "expert", 10), (page,))
+
+    told = explain(recorded(policy, ["gpu", "link"]), ABOUT)
+    assert causes(told, "link") == [
+        ("router", "route", 25),
+        ("router", "attention", 15),
+        ("finished", "", 10),
+    ]
+    assert [(part.kind, part.cause) for part in told.critical_path] == [
+        ("fetch", "data"),
+        ("route", "router"),
+        ("attention", "data"),
+        ("expert", "data"),
+    ]
+
+
+def test_a_collective_waits_for_the_rank_that_comes_last() -> None:
+    recorder = Recorder()
+    engines = [Engine([Lane("gpu"), Lane("network")]) for _ in range(2)]
+    for engine in engines:
+        recorder.watch(engine)
+
+    async def rank(engine: Engine, nanoseconds: int) -> None:
+        gpu, network = engine.lanes
+        hidden = Block("hidden")
+        engine.submit(task(gpu, "compute", nanoseconds), (), (hidden,))
+        work = Work("all_reduce", "network", nanoseconds=7)
+        engine.collective(Collective(network, work, "all_reduce", signature="sum"), (hidden,), (hidden,))
+        engine.submit(task(gpu, "after", 1), (hidden,))
+
+    run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
+    told = explain(recorder.recording(), ABOUT)
+    assert causes(told, "rank 0 network")[0] == ("rank", "compute", 90)
+    assert causes(told, "rank 1 network")[0] == ("data", "compute", 90)
+    assert told.bottleneck is not None
+    assert told.bottleneck.lane == "rank 1 gpu"
+
+
+def test_overlap_and_time_alone_are_those_of_the_lanes() -> None:
+    def graph(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        engine.submit(task(link, "fetch", 30))
+        engine.submit(task(gpu, "kernel", 100))
+
+    told = explained(graph, ["link", "gpu"])
+    assert told.overlap == pytest.approx(1.3)
+    assert [lane.alone_seconds for lane in told.lanes.values()] == pytest.approx([0.0, 70e-9])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(1, 40),
+            st.sets(st.integers(0, 4)),
+            st.integers(0, 4),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_causes_add_up_to_the_idle_time_of_each_lane_in_any_graph(
+    chosen: list[tuple[int, int, set[int], int, bool]],
+) -> None:
+    async def policy(engine: Engine) -> None:
+        blocks = [Block(f"block {number}") for number in range(5)]
+        for lane, nanoseconds, reads, writes, waits in chosen:
+            submitted = engine.submit(
+                task(engine.lanes[lane], "route" if waits else "kernel", nanoseconds),
+                [blocks[number] for number in reads - {writes}],
+                (blocks[writes],),
+            )
+            if waits:
+                await submitted
+
+    told = explain(recorded(policy, ["one", "two", "three"]), ABOUT)
+    for lane in told.lanes.values():
+        assert sum(each.seconds for each in lane.causes) == pytest.approx(lane.idle_seconds)
+        assert lane.busy_seconds + lane.idle_seconds == pytest.approx(told.seconds)
+    assert sum(part.seconds for part in told.critical_path) == pytest.approx(told.seconds)
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "hybrimoe", "prefetch_gate"])
+def test_all_time_of_a_run_has_a_cause(policy: str) -> None:
+    run = virtual_run(policy, budgets=FORTY_PERCENT)
+    told = explain(run.recording, run.about)
+    for lane in told.lanes.values():
+        assert sum(each.seconds for each in lane.causes) == pytest.approx(lane.idle_seconds)
+    assert sum(part.seconds for part in told.critical_path) == pytest.approx(told.seconds, rel=1e-3)
+
+
+def test_where_tasks_take_no_time_the_policy_and_the_driver_take_all() -> None:
+    run = realtime_run("cgopipe", budgets=FORTY_PERCENT)
+    told = explain(run.recording, run.about)
+    assert told.figures == "measured"
+    assert told.bottleneck is not None
+    assert told.bottleneck.cause in ("policy", "host")
+    assert any(each.dispatch_seconds for each in told.handovers)
+
+
+def test_a_policy_that_computes_between_tasks_is_the_bottleneck_and_its_line_is_named() -> None:
+    async def policy(engine: Engine) -> None:
+        [gpu] = engine.lanes
+        for _ in range(3):
+            await engine.submit(task(gpu, "kernel", 10))
+
+    recording = recorded(policy, ["gpu"])
+    late = 0
+    for each in recording.slices:
+        late += 90
+        each.start += late
+        each.end += late
+        each.submit_delay = 90
+        each.line = "my_policy.py:7"
+    told = explain(recording, ABOUT)
+    assert causes(told, "gpu") == [("policy", "kernel", 270)]
+    assert told.bottleneck is not None
+    assert (told.bottleneck.cause, told.bottleneck.line) == ("policy", "my_policy.py:7")
+    assert told.bottleneck.share == pytest.approx(0.9)
+
+
+def test_nothing_that_ran_cannot_be_explained() -> None:
+    with pytest.raises(BadInput, match="the trace has no tasks"):
+        explain(run_graph(lambda engine: None, ["gpu"]), ABOUT)
+
+
+def test_the_command_says_what_matters_in_its_first_ten_lines(command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    command(*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 3, "--trace", trace)
+    first, second, *rest = command("explain", trace).out.splitlines()
+    assert first.startswith("cgopipe on mixtral-0.8b, predicted on t4: ")
+    assert second.startswith("bottleneck: ")
+    assert [line.split()[0] for line in rest[:3] if line] == ["lane", "accelerator"]
+    said = command("explain", trace, "--json").json
+    assert said["bottleneck"].keys() >= {"lane", "kind", "cause"}
+    for lane in said["lanes"].values():
+        assert sum(each["seconds"] for each in lane["causes"]) == pytest.approx(lane["idle_seconds"])
+    assert said["critical_path"][0].keys() >= {"kind", "lane", "seconds"}
+    for pool in said["pools"].values():
+        assert pool.keys() >= {"hits", "misses", "wasted_prefetches"}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"traceEvents": [], "otherData": {"version": "perf"}}', r"trace\.json is not a trace of moesched"),
+        ('{"traceEvents": [{"ph": "X"', r"trace\.json is not a trace of moesched"),
+        (
+            '{"traceEvents": [], "otherData": {"format": "moesched trace 1", "tasks": 0, "edges": 0}}',
+            "its format is 'moesched trace 1', not",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_of_this_version_is_refused(
+    content: str, told: str, command: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text(content)
+    refused(command("explain", file), told)
+
+
+def recorded(policy: Callable[[Engine], Any], lanes: list[str]) -> Recording:
+    """The recording of a policy by hand, on lanes that run tasks in order."""
+    engine = Engine([Lane(name, "in_order") for name in lanes])
+    recorder = Recorder()
+    recorder.watch(engine)
+    run_ranks([engine], recorder, policy(engine))
+    return recorder.recording()
+
+
+def fetch(link: Lane, layer: int = 0) -> PageTransfer:
+    """A transfer of a page of weights, of 10 ns."""
+    work = Work("transfer", link.name, nanoseconds=10)
+    return PageTransfer(link, work, "fetch", layer=layer, pages=(Block("page"),))
