@@ -214,6 +214,20 @@ def test_a_policy_that_computes_between_tasks_is_the_bottleneck_and_its_line_is_
     assert told.bottleneck.share == pytest.approx(0.9)
 
 
+def test_time_of_the_driver_is_not_blamed_on_a_lane_that_is_called_host() -> None:
+    async def policy(engine: Engine) -> None:
+        gpu, host = engine.lanes
+        for lane, nanoseconds in ((gpu, 50), (host, 40)):
+            await engine.submit(task(lane, "kernel", nanoseconds))
+
+    recording = recorded(policy, ["gpu", "host"])
+    last = recording.slices[-1]
+    last.start, last.end, last.dispatch = last.start + 30, last.end + 30, 30
+    told = explain(recording, ABOUT).bottleneck
+    assert told is not None
+    assert (told.lane, told.kind) == ("gpu", "kernel")
+
+
 def test_nothing_that_ran_cannot_be_explained() -> None:
     with pytest.raises(BadInput, match="the trace has no tasks"):
         explain(run_graph(lambda engine: None, ["gpu"]), ABOUT)

@@ -18,6 +18,9 @@ from moesched.trace.waits import Wait
 BETWEEN: tuple[Cause, ...] = ("policy", "host")
 """Causes of time in which no task of the path ran."""
 
+OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
+"""Causes for which the lane is to blame that the tasks of the path ran on."""
+
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the critical path.
@@ -105,9 +108,10 @@ def path_parts(stretches: Sequence[Stretch], seconds: float) -> list[PathPart]:
 
 def bottleneck(stretches: Sequence[Stretch], seconds: float) -> Bottleneck | None:
     """The lane whose tasks take most of the path, or the cause that does; None if there are no tasks."""
-    groups: dict[str, list[Stretch]] = {}
+    groups: dict[tuple[str, str], list[Stretch]] = {}
     for each in stretches:
-        groups.setdefault(each.lane if each.cause in ("data", "lane") else each.cause, []).append(each)
+        group = (each.lane, "") if each.cause in OF_A_LANE else ("", each.cause)
+        groups.setdefault(group, []).append(each)
     if not groups:
         return None
     largest = max(groups.values(), key=_nanoseconds)

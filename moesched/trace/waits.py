@@ -10,6 +10,9 @@ from moesched.trace.recording import LaneName, Recording, Slice
 Why = Literal["start", "data", "room", "lane", "rank", "await"]
 
 
+_START: Why = "start"
+
+
 class Wait(NamedTuple):
     """A task's last wait.
 
@@ -45,9 +48,6 @@ def waits_of(recording: Recording) -> list[Wait]:
     return waits
 
 
-_START: Why = "start"
-
-
 def _candidates(
     recording: Recording,
     index: int,
@@ -58,9 +58,8 @@ def _candidates(
     """Yield the slices that may have held up a slice; of those that ended together, the first one counts."""
     slices, producers = recording.slices, recording.producers
     each = slices[index]
-    if (
-        each.submit_delay < 0
-    ):  # otherwise its lane was idle, and nothing was missing, when the policy submitted it
+    # A task whose lane was idle until the policy submitted it had nothing else to wait for.
+    if each.submit_delay < 0:
         for producer in producers[index]:
             yield producer, "room" if _lacked_room(slices[producer], each) else "data"
         yield on_lane[index], "lane"
