@@ -13,7 +13,12 @@ MOST_BYTES = 10**18
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + "B": 1000 ** (n + 1) for n, prefix in enumerate("KMGT")}
 _UNITS |= {prefix + "iB": 1024 ** (n + 1) for n, prefix in enumerate("KMGT")}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
+_SIZE = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
+_PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_FLOPS = re.compile(_NUMBER + r"([KMGTPkmgtp]?)FLOPS?(?:/s)?\s*", re.IGNORECASE)
+_TIMES = {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+_TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns)\s*")
 
 
 def parse_bytes(text: int | float | str) -> int:
@@ -31,6 +36,45 @@ def parse_bytes(text: int | float | str) -> int:
             f"{shown(text)} is not a size in bytes: write a number and a unit, such as 600MB or 1.5GiB"
         )
     return _limited(float(match[1]) * units[match[2].lower()], text)
+
+
+def parse_rate(text: str) -> float:
+    """Parse bytes per second, such as "24GB/s".
+
+    Raises:
+        BadInput: the text is not a rate, or not more than 0.
+    """
+    size = text.strip().removesuffix("/s")
+    return _positive(parse_bytes(size), text, "a rate", "24GB/s")
+
+
+def parse_flops(text: str) -> float:
+    """Parse operations per second, such as "65TFLOP/s".
+
+    Raises:
+        BadInput: the text is not such a rate, or not more than 0.
+    """
+    match = _FLOPS.fullmatch(text)
+    rate = float(match[1]) * _PREFIXES[match[2].upper()] if match else 0.0
+    return _positive(rate, text, "a number of operations per second", "65TFLOP/s")
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a time, such as "10us".
+
+    Raises:
+        BadInput: the text is not a time.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise BadInput(f"{shown(text)} is not a time: write a number and a unit, such as 10us, 2ms or 1s")
+    return float(match[1]) / _TIMES[match[2]]
+
+
+def _positive(rate: float, text: str, what: str, example: str) -> float:
+    if rate < 1:
+        raise BadInput(f"{shown(text)} is not {what}: write a number and a unit, such as {example}")
+    return float(rate)
 
 
 def _limited(nbytes: float, text: int | float | str) -> int:

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesched.cli import options
+
+if TYPE_CHECKING:
+    from moesched.machines import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +19,16 @@ class ModelArguments:
 
     model: options.Model
     machine: options.Machine
+    machine_set: options.MachineChanges = ()
+
+    def changed_machine(self) -> Machine | str:
+        """The machine with its changes."""
+        if not self.machine_set:
+            return self.machine
+        from moesched.inputs.lookup import find_machine
+        from moesched.machines.changes import changed
+
+        return changed(find_machine(self.machine), self.machine_set)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,17 @@ Machine = Annotated[
         metavar="NAME|FILE", help="A name of `moesched list machines`, a TOML file, or auto for this one."
     ),
 ]
+MachineChanges = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--machine-set",
+        metavar="WHAT=VALUE",
+        negative="",
+        show_default=False,
+        help="Change the machine: link.host->gpu=24GB/s, memory.gpu.capacity=24GB, processor.gpu.flops=x2 "
+        "and the like; repeatable.",
+    ),
+]
 Policy = Annotated[
     str,
     Parameter(

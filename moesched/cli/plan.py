@@ -87,7 +87,7 @@ def _propose(given: PlanArguments) -> Proposal:
     with Bar("planning") as bar:
         return plan_model(
             given.model,
-            machine=given.machine,
+            machine=given.changed_machine(),
             workload=WORKLOAD if given.workload is None else given.workload,
             gen=given.gen,
             policy=given.policy,
@@ -114,7 +114,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
     )
     return plan_cluster(
         given.model,
-        machine=given.machine,
+        machine=given.changed_machine(),
         nodes=nodes,
         network=given.network,
         policy=given.policy,

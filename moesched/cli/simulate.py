@@ -118,6 +118,7 @@ def simulate(*, given: SimulationArguments) -> int:
     from moesched.settings import parse_settings
     from moesched.system.outputs import Output, require_outputs
 
+    machine = given.changed_machine()
     inputs = (given.workload, given.routing, machine_file(given.machine), given.network)
     outputs = (Output("trace", given.trace, numbered=True), Output("report", given.report))
     require_outputs(*outputs, model=given.model, inputs=inputs)
@@ -130,7 +131,7 @@ def simulate(*, given: SimulationArguments) -> int:
         with Bar("simulating") as bar:
             return simulate_model(
                 given.model,
-                machine=given.machine,
+                machine=machine,
                 policy=given.policy,
                 workload=workload,
                 settings=parse_settings(given.settings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from moesched.errors import BadInput
 from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
@@ -39,7 +40,15 @@ def parse_machine(text: bytes, where: str) -> Machine:
         BadInput: the text is not TOML, a figure is missing or impossible, a processor or a memory is named but not
             described, or the costs were measured by another version. The message names `where` and the key.
     """
-    raw = decode_profile(text, "machine", where)
+    return machine_from(decode_profile(text, "machine", where), where)
+
+
+def machine_from(raw: dict[str, Any], where: str) -> Machine:
+    """Make a machine from the tables of its file.
+
+    Raises:
+        BadInput: as `parse_machine`.
+    """
     found = raw.get("cost_format", 0)
     if raw.get("cost_table") and found != COST_FORMAT:
         raise BadInput(

@@ -1,0 +1,92 @@
+"""A machine with other rates or sizes, changed in words such as "link.host->gpu=24GB/s"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines.machine import Machine
+from moesched.machines.profiles import machine_from
+from moesched.units import parse_bytes, parse_flops, parse_rate, parse_seconds
+
+PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
+    "link": {"bandwidth": parse_rate, "latency": parse_seconds},
+    "memory": {"capacity": parse_bytes, "bandwidth": parse_rate},
+    "processor": {"flops": parse_flops, "launch_seconds": parse_seconds, "expert_bandwidth": parse_rate},
+}
+"""The parts of a machine, and what can be changed of them; the first property is meant if none is named."""
+
+EXAMPLES = "link.host->gpu=24GB/s, memory.gpu.capacity=24GB or processor.gpu.flops=x2"
+FACTOR = re.compile(r"x([0-9]*\.?[0-9]+)")
+
+
+def changed(machine: Machine, changes: Sequence[str]) -> Machine:
+    """Return a machine with changes, which its name mentions.
+
+    Args:
+        changes: each names a link by its lane, a memory or a processor, one of its properties, and the new value with
+            its unit or a factor, such as "link.host->gpu=24GB/s", "memory.gpu.capacity=x2" or
+            "processor.gpu.flops=130TFLOP/s". A processor's flops change in all dtypes.
+
+    Raises:
+        BadInput: the machine has no such part, the part has no such property, the value cannot be read or is
+            impossible, or the machine's costs were measured, so that they do not follow from its rates.
+    """
+    for change in changes:
+        machine = _changed(machine, change)
+    return replace(machine, name=f"{machine.name} with {', '.join(changes)}") if changes else machine
+
+
+def _changed(machine: Machine, change: str) -> Machine:
+    what, equals, value = (part.strip() for part in change.partition("="))
+    kind, dot, rest = what.partition(".")
+    if not equals or not dot or kind not in PROPERTIES:
+        raise BadInput(f"{change!r} changes no link, memory or processor: write, for instance, {EXAMPLES}")
+    name, key = rest, next(iter(PROPERTIES[kind]))
+    before, dot, last = rest.rpartition(".")
+    if dot:
+        name, key = before, last
+    if key not in PROPERTIES[kind]:
+        raise BadInput(f"{change!r}: a {kind} has no {key!r}, only {', '.join(PROPERTIES[kind])}")
+    if machine.cost_table and key != "capacity":
+        raise BadInput(
+            f"{change!r}: the costs of machine {machine.name} were measured and do not follow from its rates: "
+            "name a machine without measured costs, such as one of `moesched list machines`"
+        )
+    tables = msgspec.to_builtins(machine)
+    parts = _parts(tables, kind)
+    if name not in parts:
+        raise BadInput(f"{change!r}: machine {machine.name} has no {kind} {name!r}, only {', '.join(parts)}")
+    for part in parts[name]:
+        part[key] = _new(part.get(key), value, PROPERTIES[kind][key], change)
+    return machine_from(tables, change)
+
+
+def _parts(tables: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
+    """A machine's links, memories or processors by name; links that share a lane have one name."""
+    if kind != "link":
+        named = tables["memories" if kind == "memory" else "processors"]
+        return {name: [part] for name, part in named.items()}
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for link in tables["links"]:
+        lanes.setdefault(link["path"] or f"{link['source']}->{link['destination']}", []).append(link)
+    return lanes
+
+
+def _new(old: Any, value: str, parse: Callable[[str], float], change: str) -> Any:
+    """The new value of a property: given, or the old one times a factor."""
+    factor = FACTOR.fullmatch(value)
+    if factor is None:
+        new = parse(value)
+        return dict.fromkeys(old, new) if isinstance(old, dict) else new
+    times = float(factor[1])
+    if isinstance(old, dict):
+        return {name: each * times for name, each in old.items()}
+    if old is None:
+        raise BadInput(f"{change!r}: the machine does not give it: give a value, not a factor")
+    return int(parse_bytes(old) * times) if parse is parse_bytes else old * times
