@@ -7,34 +7,39 @@ from typing import Any
 
 import numpy as np
 
-from moesched import plugins
+from moesched.devices.mlx.device import MlxDevice
+from moesched.devices.torch.device import TorchDevice
 
 
-class LoggedDevice:
-    """A device that keeps all logits, and writes them to FOLDER/RANK.npy at the end; a row for each token, in order.
+class _Logged:
+    """Keeps all logits, and writes them to FOLDER/RANK.npy at the end; a row for each token, in order.
 
     Args:
         folder: where to write them.
-        device: what it is otherwise, `torch` or `mlx`.
     """
 
-    def __init__(self, checkpoint: Any, layout: Any, folder: str = "", device: str = "torch") -> None:
-        self._device: Any = plugins.find("devices", device)(checkpoint, layout, keep_logits=True)
+    def __init__(self, checkpoint: Any, layout: Any, folder: str = "") -> None:
+        super().__init__(checkpoint, layout, keep_logits=True)  # type: ignore[call-arg]  # a device comes next
         self._folder = Path(folder)
         self._place = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
-
-    def join(self, rank: int, transport: Any, first: LoggedDevice) -> None:
+    def join(self, rank: int, transport: Any, first: Any) -> None:
         """Learn which of several nodes this is."""
         self._place = rank
-        self._device.join(rank, transport, self._device if first is self else first._device)
+        super().join(rank, transport, first)  # type: ignore[misc]  # a device comes next
 
     async def aclose(self) -> None:
         """Write what was kept, and free all else."""
-        logits = self._device.logits
+        logits = self.logits  # type: ignore[attr-defined]  # a device's
         if logits:
             rows = np.concatenate([np.asarray(each) for _, each in logits])
             np.save(self._folder / f"{self._place}.npy", rows)
-        await self._device.aclose()
+        await super().aclose()  # type: ignore[misc]  # a device comes next
+
+
+class LoggedTorch(_Logged, TorchDevice):
+    """The torch device, with its logits in files."""
+
+
+class LoggedMlx(_Logged, MlxDevice):
+    """The MLX device, with its logits in files."""

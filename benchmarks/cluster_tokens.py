@@ -30,8 +30,8 @@ from moesched.models.shapes import SHAPES
 
 GAP = 1e-4
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90]]
-LOGGED = "_logged_device:LoggedDevice"
-DEVICES = ("torch", "mlx")
+LOGGED = {"torch": "_logged_device:LoggedTorch", "mlx": "_logged_device:LoggedMlx"}
+DEVICES = tuple(LOGGED)
 POLICIES = ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 
 BENCHMARK = Benchmark(
@@ -107,8 +107,8 @@ def one_process(model: Path, device: str, new_tokens: int) -> Reference:
             max_new_tokens=new_tokens,
             batch_size=len(PROMPTS),
             micro_batch_size=len(PROMPTS),
-            device=LOGGED,
-            device_settings={"folder": folder, "device": device},
+            device=LOGGED[device],
+            device_settings={"folder": folder},
         )
         logits = np.load(Path(folder) / "0.npy")
     top = np.sort(logits, axis=-1)[:, -2:]
@@ -141,8 +141,8 @@ def run_case(
             policy=policy,
             settings=settings,
             max_new_tokens=new_tokens,
-            device=LOGGED,
-            device_settings={"folder": folder, "device": device},
+            device=LOGGED[device],
+            device_settings={"folder": folder},
         )
         logits = [np.load(file) for file in sorted(Path(folder).glob("*.npy"))]
     equal = [

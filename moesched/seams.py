@@ -111,6 +111,7 @@ class Demand(NamedTuple):
         sort: the kind of task by which concurrent ones are slowed; empty where that was not measured.
         slowed: its speed beside tasks of other sorts, relative to being alone, as (`at_once` of the sorts, speed).
         lead: the part of `seconds` that passes before it starts, until its lane's thread has it.
+        fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
 
     seconds: float
@@ -118,6 +119,7 @@ class Demand(NamedTuple):
     sort: str = ""
     slowed: tuple[tuple[str, float], ...] = ()
     lead: float = 0.0
+    fixed: float = 0.0
 
 
 def at_once(sorts: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -68,7 +68,7 @@ def make_plan(
     policy: Policy,
     *,
     shape: str = "mixtral-0.8b",
-    machine: str = "t4",
+    machine: str | Machine = "t4",
     requests: int = 4,
     prompt: int = 8,
     new_tokens: int = 3,
@@ -77,7 +77,8 @@ def make_plan(
 ) -> Plan:
     """A policy's plan for some requests with prompts of the same length."""
     batch = split_batch([prompt] * requests, new_tokens, micro_batch_size)
-    plan = Plan(load_machine(machine), weight_layout(SHAPES[shape]), batch, budgets)
+    described = load_machine(machine) if isinstance(machine, str) else machine
+    plan = Plan(described, weight_layout(SHAPES[shape]), batch, budgets)
     policy.plan(plan)
     plan.check()
     return plan

@@ -7,9 +7,12 @@ import runpy
 import sys
 from pathlib import Path
 
+import cluster_tokens
 import pytest
 from _options import Benchmark
 from _results import older_than_the_code, source_hash
+
+from moesched import plugins
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("[!_]*.py"))
@@ -95,3 +98,8 @@ def test_a_result_that_is_only_summed_up_anew_keeps_its_machine_and_its_date(tmp
         "machine": {"processor": "another"},
         "figure": 2,
     }
+
+
+@pytest.mark.parametrize("device", cluster_tokens.LOGGED.values())
+def test_the_benchmarks_own_devices_are_devices(device: str) -> None:
+    assert plugins.find("devices", device).__name__ == device.partition(":")[2]

@@ -152,7 +152,7 @@ def test_the_checker_finds_what_is_no_trace(tmp_path: Path, streamed_trace: Path
         "cut.json.gz": (packed[:-1000], "end-of-stream"),
         "bytes.json": (b"\xff\x00", "is not a trace of moesched"),
         "other.json": (b'{"traceEvents":[]}', "missing required field `otherData`"),
-        "newer.json": (whole.replace(b"trace 2", b"trace 9"), "its format is 'moesched trace 9'"),
+        "newer.json": (whole.replace(b"trace 3", b"trace 9"), "its format is 'moesched trace 9'"),
     }
     for name, (data, complaint) in files.items():
         (tmp_path / name).write_bytes(data)

@@ -9,6 +9,7 @@ import msgspec
 from moesched.analysis.critical_time import Bottleneck, PathPart, bottleneck, path_parts, stretches_of
 from moesched.analysis.lane_times import LaneTime, lane_times, together
 from moesched.analysis.replayed_run import without_loading
+from moesched.analysis.what_if import Progress, WhatIf, what_if
 from moesched.errors import BadInput
 from moesched.steps.pool_counts import Counted
 from moesched.trace.recording import About, PoolSample, Recording
@@ -54,6 +55,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         critical_path: by kind, lane and cause, longest first.
         pools: by name and memory.
         handovers: longest first; empty for predictions.
+        what_if: what the changes that were asked for would save.
     """
 
     policy: str
@@ -68,13 +70,20 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     critical_path: list[PathPart]
     pools: dict[str, PoolUses]
     handovers: list[HandoverTime]
+    what_if: list[WhatIf]
 
 
-def explain(recording: Recording, about: About) -> Explanation:
+def explain(
+    recording: Recording, about: About, changes: Sequence[str] = (), progress: Progress | None = None
+) -> Explanation:
     """Explain where the time of a run went.
 
+    Args:
+        changes: what to change in replays of the run, each as `what_if` takes it.
+        progress: called with the number of replays done and the total.
+
     Raises:
-        BadInput: no task ran.
+        BadInput: no task ran, or a change names nothing of the run.
     """
     if not recording.slices:
         raise BadInput("the trace has no tasks: record a run that generates tokens")
@@ -96,6 +105,7 @@ def explain(recording: Recording, about: About) -> Explanation:
         critical_path=path_parts(stretches, seconds),
         pools=_pools(recording.pools),
         handovers=_handovers(run),
+        what_if=what_if(recording, changes, progress),
     )
 
 

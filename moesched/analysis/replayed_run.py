@@ -24,16 +24,21 @@ from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.seams import Demand
 from moesched.tasks import IDLE, Block, Collective, Kernel, Lane, Task, Work
-from moesched.trace.recording import LaneName, Recording, Slice
+from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
 
 
 def replay_recording(
-    recording: Recording, durations: Sequence[int] | None = None, *, handovers: bool = False
+    recording: Recording,
+    durations: Sequence[int] | None = None,
+    *,
+    works: Sequence[Work] | None = None,
+    handovers: bool = False,
 ) -> Recording:
     """Replay a recording with the virtual driver; the result has no memory samples.
 
     Args:
         durations: nanoseconds of each slice; by default as recorded.
+        works: each slice's work, with its time alone and its shares of resources, instead of durations.
         handovers: whether to include the mean overheads between tasks.
 
     Raises:
@@ -52,8 +57,16 @@ def replay_recording(
         Engine([*(lane for name, lane in lanes.items() if name.rank == rank), policy_lanes[rank]])
         for rank in ranks
     ]
-    replay = _Replay(recording, durations, lanes, policy_lanes, handovers)
-    driver = VirtualDriver(engines, _AsRecorded(), sharing=handovers)
+    means = mean_handovers(recording) if handovers else [Handover()] * len(slices)
+    sharing = works is not None
+    if works is None:
+        works = [
+            timed_work(each.task, max(1, nanoseconds), handover.dispatch)
+            for each, nanoseconds, handover in zip(slices, durations, means, strict=True)
+        ]
+        sharing = handovers
+    replay = _Replay(recording, works, lanes, policy_lanes, means)
+    driver = VirtualDriver(engines, _AsRecorded(), sharing=sharing)
     driver.run(*(replay.submit(rank, engine) for rank, engine in enumerate(engines)))
     return replay.recording()
 
@@ -96,16 +109,16 @@ class _Replay:
     def __init__(
         self,
         recording: Recording,
-        durations: Sequence[int],
+        works: Sequence[Work],
         lanes: dict[LaneName, Lane],
         policy_lanes: Sequence[Lane],
-        handovers: bool,
+        handovers: Sequence[Handover],
     ) -> None:
         self._recording = recording
-        self._durations = durations
+        self._works = works
         self._lanes = lanes
         self._policy_lanes = policy_lanes
-        self._handovers = mean_handovers(recording) if handovers else [Handover()] * len(recording.slices)
+        self._handovers = handovers
         self._idle_before = _idle_before(recording.slices)
         self._results = [Block("result") for _ in recording.slices]
         self._tasks: list[Task | None] = [None] * len(recording.slices)
@@ -142,8 +155,7 @@ class _Replay:
 
     def _submit(self, engine: Engine, index: int) -> None:
         each = self._recording.slices[index]
-        nanoseconds = max(1, self._durations[index])
-        work = _work(each.task.kind, each.task.resource, nanoseconds, self._handovers[index].dispatch)
+        work = self._works[index]
         before = (*self._recording.producers[index], *self._idle_before[index])
         reads = [self._results[producer] for producer in before]
         if any(block.writer is None for block in reads):
@@ -184,10 +196,14 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
     return found
 
 
-def _work(kind: str, resource: str, nanoseconds: int, lead: int = 0) -> Work:
-    """A work of fixed duration, preceded by `lead` nanoseconds of overhead."""
+def timed_work(task: TaskInfo, nanoseconds: int, lead: int = 0) -> Work:
+    """A task's work with a fixed duration, preceded by `lead` nanoseconds of overhead, that shares nothing."""
+    return _timed(task.kind, task.resource, nanoseconds, lead)
+
+
+def _timed(kind: str, resource: str, nanoseconds: int, lead: int = 0) -> Work:
     return Work(kind, resource, nanoseconds=lead + nanoseconds, lead=lead, demand=_ALONE)
 
 
 def _delay(lane: Lane, nanoseconds: int) -> Task:
-    return Kernel(lane, _work("think", "", nanoseconds), "think")
+    return Kernel(lane, _timed("think", "", nanoseconds), "think")

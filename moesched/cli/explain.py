@@ -65,6 +65,16 @@ def explain(
     trace: Annotated[Path, Parameter(name="TRACE", help="A trace that --trace wrote.")],
     /,
     *,
+    what_if: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="CHANGE",
+            negative="",
+            show_default=False,
+            help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
+            'the time), "no handovers" (no time between tasks), or several of them, with commas; repeatable.',
+        ),
+    ] = (),
     json: options.Json = False,
 ) -> None:
     """See HELP."""
@@ -75,7 +85,7 @@ def explain(
     with Bar(f"reading {trace}") as bar:
         run = read_trace(trace)
         bar.update(0, what="explaining")
-        explanation = explained(run.recording, run.about)
+        explanation = explained(run.recording, run.about, what_if, bar.update)
     print_json(explanation) if json else print_explanation(explanation)
 
 
@@ -97,11 +107,16 @@ def print_explanation(explanation: Explanation) -> None:
         "Longest idle spans": (_spans(explanation), 2),
         "Pools, in pages": (_pools(explanation), 5),
         "Time between tasks": (_handovers(explanation), 3),
+        "What if": (_what_if(explanation), 2),
     }
     for title, ((columns, rows), figures) in tables.items():
         if rows:
             say(f"\n{title}" if title else "")
             print_table(columns, rows, figures=figures)
+    if any(each.decisions_unchanged for each in explanation.what_if):
+        say(
+            "\nThe policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
+        )
 
 
 def _told(explanation: Explanation, bottleneck: Bottleneck) -> str:
@@ -212,3 +227,12 @@ def _handovers(explanation: Explanation) -> Table:
         for each in explanation.handovers[:SHOWN_PARTS]
     ]
     return ["before", "lane", "tasks", "threads wake up", "policy submits"], rows
+
+
+def _what_if(explanation: Explanation) -> Table:
+    from moesched.units import format_seconds
+
+    rows = [
+        [each.change, format_seconds(each.seconds), f"{each.speedup:.2f}x"] for each in explanation.what_if
+    ]
+    return ["change", "time", "speed-up"], rows

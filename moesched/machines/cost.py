@@ -58,8 +58,9 @@ class Roofline:
         if processor is not None:
             computing = work.flops / self.machine.peak(work.resource, self.dtype)
             moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
-            seconds = max(computing, moving, _reading_experts(work, processor)) + processor.launch_seconds
-            return _demand(seconds, ((work.resource, computing), (processor.memory, moving)))
+            seconds = max(computing, moving, _reading_experts(work, processor))
+            busy = ((work.resource, computing), (processor.memory, moving))
+            return _demand(seconds, processor.launch_seconds, busy)
         for link in self.machine.links:
             if work.resource == f"{link.source}->{link.destination}":
                 seconds = work.nbytes / link.bandwidth
@@ -67,16 +68,17 @@ class Roofline:
                     (end, work.nbytes / self.machine.memories[end].bandwidth)
                     for end in (link.source, link.destination)
                 )
-                return _demand(seconds + link.latency, ((link.lane, seconds), *ends))
+                return _demand(seconds, link.latency, ((link.lane, seconds), *ends))
         group = self.machine.accelerator_group
         if work.resource == INTERCONNECT and group.interconnect is not None:
             seconds = work.nbytes / group.interconnect.bandwidth
             rounds = 2 * (group.count - 1)  # a ring all-reduce sends the data round twice
-            busy = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
-            return _demand(seconds + rounds * group.interconnect.latency, busy)
+            lanes = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
+            return _demand(seconds, rounds * group.interconnect.latency, lanes)
         network = self.machine.network
         if work.resource == NETWORK and network is not None:
-            alone = _demand(network.seconds(work.nbytes), ((NETWORK, work.nbytes / network.bandwidth),))
+            moving = work.nbytes / network.bandwidth
+            alone = _demand(moving, network.latency_seconds, ((NETWORK, moving),))
             lead = self.machine.accelerator.handover_seconds
             return alone._replace(seconds=lead + alone.seconds, lead=lead)
         raise BadInput(
@@ -234,9 +236,10 @@ def _rising(values: Iterable[float]) -> list[float]:
     return [median(pool) for pool in pools for _ in pool]
 
 
-def _demand(seconds: float, busy: Iterable[tuple[str, float]]) -> Demand:
+def _demand(working: float, fixed: float, busy: Iterable[tuple[str, float]]) -> Demand:
+    seconds = working + fixed
     shares: dict[str, float] = {}
     for resource, alone in busy:
         if alone > 0:
             shares[resource] = min(1.0, round(shares.get(resource, 0.0) + alone / seconds, 3))
-    return Demand(seconds, tuple(shares.items()))
+    return Demand(seconds, tuple(shares.items()), fixed=fixed)

@@ -55,11 +55,14 @@ class VirtualRun:
         age: int = 0,
     ) -> None:
         plan = ranks[0].plan
+        sharing = lanes_contend(plan) if sharing is None else sharing
+        if recorder is not None:
+            recorder.sharing = sharing
         self.rank_runs = [assemble(rank, make_engine, steps=steps, age=age) for rank in ranks]
         self._driver = VirtualDriver(
             [each.engine for each in self.rank_runs],
             cost or cost_model(plan.machine, plan.layout.dtype),
-            sharing=lanes_contend(plan) if sharing is None else sharing,
+            sharing=sharing,
             perform=self._on_devices(ranks)
             if ranks[0].hardware is not None
             else dict.fromkeys((Decision, Preview), decisions or simulated_decisions(plan)),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
@@ -27,6 +28,7 @@ from moesched.trace.recording import (
     Recording,
     Slice,
     TaskInfo,
+    WorkKey,
 )
 
 MOST_BYTES = 1_000_000_000
@@ -82,6 +84,21 @@ class SliceArgs(msgspec.Struct, gc=False):
     submit_delay: int = -1
 
 
+class CostEntry(NamedTuple):
+    """A work and its demand: the fields of `WorkKey`, then those of `Demand`."""
+
+    kind: str
+    resource: str
+    flops: float
+    nbytes: float
+    seconds: float
+    shares: tuple[tuple[str, float], ...]
+    sort: str
+    slowed: tuple[tuple[str, float], ...]
+    lead: float
+    fixed: float
+
+
 class OtherData(msgspec.Struct):
     """Metadata in the header of a trace."""
 
@@ -96,6 +113,7 @@ class OtherData(msgspec.Struct):
     machine: str = ""
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
+    costs: list[CostEntry] = []
 
 
 class TraceFile(msgspec.Struct):
@@ -240,6 +258,7 @@ def trace_of(file: TraceFile) -> Trace:
         other.joins,
         frozenset(lanes[event.tid] for event, args in named if args.in_order),
         pools=_pools(events),
+        costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)

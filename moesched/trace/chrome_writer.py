@@ -21,7 +21,7 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 
-FORMAT = "moesched trace 2"
+FORMAT = "moesched trace 3"
 SIDE_BY_SIDE = "moesched traces side by side 1"
 CRITICAL_PATH = "critical path"
 CRITICAL_PID = 1
@@ -76,7 +76,8 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
         BadInput: the file cannot be written; nothing is left of it.
     """
     shown = _Shown(recording, about, "", 0, FIRST_RANK_PID, 1, FIRST_LANE_TID, 0)
-    other = {"format": FORMAT, "figures": about.figures, **msgspec.to_builtins(about)}
+    costs = [[*work, *demand] for work, demand in recording.costs.items()]
+    other = {"format": FORMAT, "figures": about.figures, **msgspec.to_builtins(about), "costs": costs}
     _write_file(Path(path), other, [shown])
 
 

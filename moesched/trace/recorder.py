@@ -11,10 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
+from moesched.seams import Demand
 from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
-from moesched.trace.recording import LaneName, MemorySample, PoolSample, Recording, Slice, TaskInfo
+from moesched.trace.recording import (
+    LaneName,
+    MemorySample,
+    PoolSample,
+    Recording,
+    Slice,
+    TaskInfo,
+    WorkKey,
+)
 
 if TYPE_CHECKING:
     from moesched.drivers.replay import Timeline
@@ -56,10 +65,12 @@ class _RankRecorder:
 
     Attributes:
         origin: time of the driver's clock at time 0, in nanoseconds.
+        sharing: whether concurrent tasks of a modelled run slow each other down.
     """
 
     def __init__(self) -> None:
         self.origin = 0
+        self.sharing = False
         self._ranks: list[_Rank] = []
         self._rank_of: dict[Lane, int] = {}
 
@@ -69,6 +80,11 @@ class _RankRecorder:
         """Record the next rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
         self._ranks.append(_Rank(engine, memories or {}, pools))
+
+    def _recorded(self, tasks: Sequence[Task], *, trimmed: bool) -> Recording:
+        recording = _record(tasks, self._ranks, self.origin, trimmed=trimmed)
+        recording.costs = _costs(tasks, sharing=self.sharing)
+        return recording
 
 
 class Recorder(_RankRecorder):
@@ -95,7 +111,7 @@ class Recorder(_RankRecorder):
     def recording(self) -> Recording:
         """Return the recording of the tasks that ran so far."""
         tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
-        return _record(tasks, self._ranks, self.origin, trimmed=False)
+        return self._recorded(tasks, trimmed=False)
 
 
 class LastSteps(_RankRecorder):
@@ -127,7 +143,7 @@ class LastSteps(_RankRecorder):
     def recording(self) -> Recording:
         """Return the recording of the last steps."""
         tasks = [task for kept in self._steps.values() for task in kept]
-        return _record(tasks, self._ranks, self.origin, trimmed=self._first is not None)
+        return self._recorded(tasks, trimmed=self._first is not None)
 
     def _trim(self) -> None:
         self._forget(self._steps.pop(min(self._steps)))
@@ -204,6 +220,16 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
             )
         )
     return slices
+
+
+def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
+    """The demands of the works, where they were modelled."""
+    works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
+    costs = {}
+    for work in works.values():
+        demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())
+        costs[WorkKey(work.kind, work.resource, work.flops, work.nbytes)] = demand
+    return costs
 
 
 def _task_info(task: Task, pages: int, transfer_class: int) -> TaskInfo:

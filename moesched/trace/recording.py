@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
 
 
@@ -43,6 +44,20 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     nbytes: float = 0.0
     pages: int = 0
     link_class: int = 0
+
+    @property
+    def work(self) -> WorkKey:
+        """Its work."""
+        return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
+
+
+class WorkKey(NamedTuple):
+    """A work; equal ones have the same cost on a machine."""
+
+    kind: str
+    resource: str
+    flops: float
+    nbytes: float
 
 
 class Slice(msgspec.Struct, gc=False):
@@ -107,6 +122,7 @@ class Recording(msgspec.Struct):
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: time of the driver's clock at time 0, in nanoseconds.
         pools: the counts of pools over time.
+        costs: the works' demands on the machine, where these were modelled.
     """
 
     lanes: list[LaneName]
@@ -118,6 +134,7 @@ class Recording(msgspec.Struct):
     in_order: frozenset[LaneName] = frozenset()
     origin: int = 0
     pools: list[PoolSample] = []
+    costs: dict[WorkKey, Demand] = {}
 
     @property
     def edges(self) -> int:

@@ -1,0 +1,175 @@
+"""What a change would save: a recorded run, replayed with faster links, other kernels, or no time between tasks.
+
+The graph stays as it was recorded. If the policy decides as it goes, it might decide otherwise after the change; the
+answer then says that its decisions were held. `simulate --machine-set` lets it decide anew.
+
+Predictions carry the cost of each work: its time alone, the part of it that is fixed, and its shares of processors,
+memories and links. A change applies to these, and the virtual clock shares resources anew. Measured durations are
+scaled as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moesched.analysis.handovers import Handover, mean_handovers
+from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
+from moesched.errors import BadInput
+from moesched.seams import Demand
+from moesched.tasks import Work
+from moesched.trace.recording import Recording, Slice
+
+FACTOR = re.compile(r"(link|kernel) (.+) x([0-9]*\.?[0-9]+)")
+NO_HANDOVERS = "no handovers"
+EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7" or "{NO_HANDOVERS}"'
+
+LAST = "sample"
+"""The verb that ends a step, which every policy's next step waits for."""
+
+Progress = Callable[[int, int], object]
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """What a change would save.
+
+    Attributes:
+        change: as it was given.
+        seconds: of the run with the change, without loading.
+        speedup: the run's time over that.
+        decisions_unchanged: whether the policy decides as it goes, so that its decisions were held.
+    """
+
+    change: str
+    seconds: float
+    speedup: float
+    decisions_unchanged: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a run.
+
+    Attributes:
+        links: factors of rates, by lane.
+        kernels: factors of durations, by verb.
+        handovers: whether time passes between tasks, as it did.
+    """
+
+    links: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
+    handovers: bool = True
+
+
+def what_if(recording: Recording, changes: Sequence[str], progress: Progress | None = None) -> list[WhatIf]:
+    """Replay a run with changes.
+
+    Args:
+        recording: of the whole run, since what loads at first may hold up what follows.
+        changes: each is one change, or several joined by commas: "link LANE xF" multiplies the lane's rate by F,
+            "kernel VERB xF" the time of its tasks, and "no handovers" removes the time between tasks.
+        progress: called with the number of replays done and the total.
+
+    Raises:
+        BadInput: a change cannot be read, names a lane or a verb that the run does not have, or the recording cannot be
+            replayed.
+    """
+    asked = [parse_change(text, recording) for text in changes]
+    if not asked:
+        return []
+    told = progress or (lambda done, total: None)
+    took = _after_loading(recording)
+    decides = any(
+        each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
+    )
+    before = _seconds(recording, Change())
+    told(1, 1 + len(asked))
+    answers = []
+    for number, (text, change) in enumerate(zip(changes, asked, strict=True), 2):
+        ratio = _seconds(recording, change) / before
+        told(number, 1 + len(asked))
+        answers.append(
+            WhatIf(change=text, seconds=took * ratio, speedup=1 / ratio, decisions_unchanged=decides)
+        )
+    return answers
+
+
+def parse_change(text: str, recording: Recording) -> Change:
+    """Read a change of a run; see `what_if`."""
+    lanes = {lane.name for lane in recording.lanes}
+    verbs = {each.task.verb for each in recording.slices}
+    links: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    handovers = True
+    for part in (part.strip() for part in text.split(",")):
+        found = FACTOR.fullmatch(part)
+        if part == NO_HANDOVERS:
+            handovers = False
+            continue
+        if found is None or not 1e-6 <= float(found[3]) <= 1e6:
+            raise BadInput(f"{part!r} is no change of a run: write, for instance, {EXAMPLES}")
+        kind, name, factor = found[1], found[2], float(found[3])
+        known, into = (lanes, links) if kind == "link" else (verbs, kernels)
+        if name not in known:
+            what = "lane" if kind == "link" else "kind of task"
+            raise BadInput(f"{part!r}: the run has no {what} {name!r}, only {', '.join(sorted(known))}")
+        into[name] = into.get(name, 1.0) * factor
+    return Change(links, kernels, handovers)
+
+
+def changed_works(recording: Recording, change: Change) -> list[Work]:
+    """The works of a run's slices after a change."""
+    handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
+    known: dict[tuple[int, str], Work] = {}
+    works = []
+    for each, handover in zip(recording.slices, handovers, strict=True):
+        key = (id(each.task), each.lane.name)
+        work = known.get(key)
+        if work is None:
+            demand = recording.costs.get(each.task.work)
+            if demand is None:
+                work = _scaled(each, change, handover.dispatch)
+            else:
+                work = known[key] = _modelled(each, demand, change)
+        works.append(work)
+    return works
+
+
+def _seconds(recording: Recording, change: Change) -> float:
+    """The duration of the run's replay with a change, without loading."""
+    works = changed_works(recording, change)
+    return _after_loading(replay_recording(recording, works=works, handovers=change.handovers))
+
+
+def _after_loading(recording: Recording) -> float:
+    run = without_loading(recording)
+    return (run.end - run.start) / 1e9
+
+
+def _scaled(each: Slice, change: Change, lead: int) -> Work:
+    """A measured work: its whole duration changes."""
+    factor = change.kernels.get(each.task.verb, 1.0) / change.links.get(each.lane.name, 1.0)
+    return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
+
+
+def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
+    """A work of known cost: what is fixed stays, and the other resources are used as before."""
+    kernel = change.kernels.get(each.task.verb, 1.0)
+    fixed = kernel * demand.fixed
+    working = kernel * (demand.seconds - demand.lead - demand.fixed) / change.links.get(each.lane.name, 1.0)
+    seconds = demand.lead + fixed + working
+    amounts = {resource: kernel * share * demand.seconds for resource, share in demand.shares}
+    if each.lane.name in amounts:
+        amounts[each.lane.name] /= change.links.get(each.lane.name, 1.0)
+    shares = tuple((resource, min(1.0, amount / seconds)) for resource, amount in amounts.items())
+    nanoseconds = max(1, round(seconds * 1e9))
+    return Work(
+        each.task.kind,
+        each.task.resource,
+        nanoseconds=nanoseconds,
+        lead=min(round(demand.lead * 1e9), nanoseconds - 1),
+        demand=demand._replace(seconds=seconds, shares=shares, fixed=fixed),
+    )
