@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked(policy: str) -> dict[str, Any]:
-    """What the command says of a policy."""
+    """Run the command on a policy, and count what it found."""
     started = perf_counter()
     command = [sys.executable, "-m", "moesched", "check", policy, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,10 +14,10 @@ from commands import SIMULATE, refused
 from moesched.analysis.explanation import Explanation, explain
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.tasks import Block, Collective, Lane, PageTransfer, Work
+from moesched.tasks import Block, Lane, PageTransfer, Work
 from moesched.trace import About, Recorder, Recording
 from runs import FORTY_PERCENT, realtime_run, virtual_run
-from traces import run_graph, run_ranks, task
+from traces import ranks_that_meet, run_graph, run_ranks, task
 
 ABOUT = About(driver="virtual", policy="by hand")
 
@@ -109,21 +109,7 @@ def test_what_a_policy_submits_once_it_knows_the_router_waits_for_the_router() -
 
 
 def test_a_collective_waits_for_the_rank_that_comes_last() -> None:
-    recorder = Recorder()
-    engines = [Engine([Lane("gpu"), Lane("network")]) for _ in range(2)]
-    for engine in engines:
-        recorder.watch(engine)
-
-    async def rank(engine: Engine, nanoseconds: int) -> None:
-        gpu, network = engine.lanes
-        hidden = Block("hidden")
-        engine.submit(task(gpu, "compute", nanoseconds), (), (hidden,))
-        work = Work("all_reduce", "network", nanoseconds=7)
-        engine.collective(Collective(network, work, "all_reduce", signature="sum"), (hidden,), (hidden,))
-        engine.submit(task(gpu, "after", 1), (hidden,))
-
-    run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
-    told = explain(recorder.recording(), ABOUT)
+    told = explain(ranks_that_meet(10, 90), ABOUT)
     assert causes(told, "rank 0 network")[0] == ("rank", "compute", 90)
     assert causes(told, "rank 1 network")[0] == ("data", "compute", 90)
     assert told.bottleneck is not None
@@ -173,6 +159,17 @@ def test_causes_add_up_to_the_idle_time_of_each_lane_in_any_graph(
         assert sum(each.seconds for each in lane.causes) == pytest.approx(lane.idle_seconds)
         assert lane.busy_seconds + lane.idle_seconds == pytest.approx(told.seconds)
     assert sum(part.seconds for part in told.critical_path) == pytest.approx(told.seconds)
+
+
+@given(st.lists(st.integers(-40, 40), min_size=6, max_size=6))
+def test_causes_add_up_where_clocks_of_nodes_disagree(shifts: list[int]) -> None:
+    recording = ranks_that_meet(10, 90)
+    for each, shift in zip(recording.slices, shifts, strict=True):
+        each.start = max(0, each.start + shift)
+        each.end = max(each.start + 1, each.end + shift)
+    recording.slices[-1].end = 1000
+    for lane in explain(recording, ABOUT).lanes.values():
+        assert sum(each.seconds for each in lane.causes) == pytest.approx(lane.idle_seconds)
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "hybrimoe", "prefetch_gate"])

@@ -12,10 +12,10 @@ import pytest
 from moesched.engine import Engine
 from moesched.plugins import make_policy
 from moesched.steps.memory import slots_of
-from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
+from moesched.tasks import Block, Kernel, Lane, Task
 from moesched.trace import About, Recorder, check_trace, critical_path, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, Run, realtime_run, virtual_run
-from traces import edges_of, events_of, run_graph, run_ranks, slices_of, task, tasks_of
+from traces import edges_of, events_of, ranks_that_meet, run_graph, slices_of, task, tasks_of
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 ABOUT = About(driver="virtual", policy="by hand")
@@ -174,23 +174,7 @@ def test_the_critical_path_says_what_each_task_waited_for_last() -> None:
 
 
 def test_the_critical_path_crosses_ranks_where_a_collective_waited_for_another_rank(tmp_path: Path) -> None:
-    recorder = Recorder()
-    engines = [Engine([Lane("gpu"), Lane("network")]) for _ in range(2)]
-    for engine in engines:
-        recorder.watch(engine)
-
-    async def rank(engine: Engine, nanoseconds: int) -> None:
-        gpu, network = engine.lanes
-        hidden = Block("hidden")
-        engine.submit(task(gpu, "compute", nanoseconds), (), (hidden,))
-        reduce = Collective(
-            network, Work("all_reduce", "network", nanoseconds=7), "all_reduce", signature="sum"
-        )
-        engine.collective(reduce, (hidden,), (hidden,))
-        engine.submit(task(gpu, "after", 3 if nanoseconds == 10 else 1), (hidden,))
-
-    run_ranks(engines, recorder, rank(engines[0], 10), rank(engines[1], 90))
-    recording = recorder.recording()
+    recording = ranks_that_meet(10, 90)
     hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.wait.why) for hop in critical_path(recording)]
     assert hops == [("compute", 1, "start"), ("all_reduce", 0, "rank"), ("after", 0, "data")]
     write_trace(tmp_path / "trace.json", recording, ABOUT)

@@ -15,7 +15,7 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.engine import Engine
 from moesched.errors import TaskFailed
 from moesched.seams import Demand
-from moesched.tasks import Kernel, Lane, Work
+from moesched.tasks import Block, Collective, Kernel, Lane, Work
 from moesched.trace import Recorder, Recording
 
 Event = dict[str, Any]
@@ -56,6 +56,25 @@ def run_ranks(
     driver = VirtualDriver(engines, _Free(), perform=perform, observers=[recorder])
     with suppress(TaskFailed):
         driver.run(*mains)
+
+
+def ranks_that_meet(*nanoseconds: int) -> Recording:
+    """Ranks that compute for these times, meet in an all-reduce, and go on."""
+    recorder = Recorder()
+    engines = [Engine([Lane("gpu"), Lane("network")]) for _ in nanoseconds]
+
+    async def rank(engine: Engine, computes: int) -> None:
+        gpu, network = engine.lanes
+        hidden = Block("hidden")
+        engine.submit(task(gpu, "compute", computes), (), (hidden,))
+        work = Work("all_reduce", "network", nanoseconds=7)
+        engine.collective(Collective(network, work, "all_reduce", signature="sum"), (hidden,), (hidden,))
+        engine.submit(task(gpu, "after", 3 if computes == min(nanoseconds) else 1), (hidden,))
+
+    for engine in engines:
+        recorder.watch(engine)
+    run_ranks(engines, recorder, *map(rank, engines, nanoseconds))
+    return recorder.recording()
 
 
 def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:

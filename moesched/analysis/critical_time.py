@@ -42,7 +42,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the largest part of the critical path.
+    """The largest part of the critical path: the tasks of one lane, or one cause of waiting.
 
     Attributes:
         lane: the lane that is too slow, or that waits for the policy, the driver, another rank, room, or a router.

@@ -1,4 +1,4 @@
-"""Where the time of a run went: its lanes, critical path, bottleneck, pools, and the time between tasks."""
+"""Explains the time of a run: lanes, critical path, bottleneck, pools, and the time between tasks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a run went, without its loading.
+    """Explanation of a run's time; loading is left out.
 
     Attributes:
         figures: "predicted" or "measured".
@@ -55,7 +55,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         critical_path: by kind, lane and cause, longest first.
         pools: by name and memory.
         handovers: longest first; empty for predictions.
-        what_if: what the changes that were asked for would save.
+        what_if: the replays with changes that were asked for.
     """
 
     policy: str

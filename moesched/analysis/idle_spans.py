@@ -38,7 +38,7 @@ _CAUSES: dict[Why, Cause] = {
 
 
 class Part(NamedTuple):
-    """A stretch of time, and what it passed with.
+    """A stretch of an idle span, with its cause.
 
     Attributes:
         task: index of the slice that ran; of the one that started afterwards if the cause is "policy" or "host"; -1 if
@@ -56,7 +56,7 @@ class IdleSpan(NamedTuple):
     Attributes:
         before: index of the slice that ended it; -1 if the lane had no further task.
         waited_for: index of the slice that this one waited for last; -1 if it waited for none.
-        parts: what it passed with, going back in time; they add up to it.
+        parts: its stretches, going back in time; they add up to it.
     """
 
     start: int
@@ -94,7 +94,7 @@ def cause_of(before: Slice, why: Why) -> Cause:
 
 
 def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
-    """Yield what happened before a slice started, back to a time."""
+    """Yield the parts of the time before a slice started, back to a time."""
     slices = recording.slices
     until = slices[index].start
     first = waits[index].before

@@ -65,7 +65,7 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Together(msgspec.Struct, frozen=True, kw_only=True):
-    """How lanes worked together.
+    """Time by the number of lanes that were busy.
 
     Attributes:
         nanoseconds: by the number of lanes that were busy.

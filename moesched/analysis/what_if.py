@@ -1,4 +1,4 @@
-"""What a change would save: a recorded run, replayed with faster links, other kernels, or no time between tasks.
+"""Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
 
 The graph stays as it was recorded. If the policy decides as it goes, it might decide otherwise after the change; the
 answer then says that its decisions were held. `simulate --machine-set` lets it decide anew.
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], object]
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a change would save.
+    """The run with a change.
 
     Attributes:
         change: as it was given.

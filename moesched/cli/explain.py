@@ -31,7 +31,10 @@ EPILOGUE = """Examples:
   moesched simulate --model mixtral-8x7b --machine t4 --policy cgopipe \\
       --workload mtbench --gen 16 --trace out/cgopipe.json
 
-  moesched explain out/cgopipe.json"""
+  moesched explain out/cgopipe.json
+
+  moesched explain out/cgopipe.json --what-if "link host->gpu x2" \\
+      --what-if "kernel post_attention x0.5, no handovers\""""
 
 SHOWN_PARTS = 8
 """Lines of the critical path and of the handovers that are printed; --json has all."""
@@ -50,7 +53,7 @@ MEANINGS = {
     "policy": "It is the time of the policy's own Python.",
     "host": "It is the time of the driver and its threads.",
 }
-"""What a bottleneck means, by its cause."""
+"""The meaning of a bottleneck, by its cause."""
 
 Table = tuple[list[str], list[list[str]]]
 """Columns and rows."""
@@ -135,7 +138,7 @@ def _told(explanation: Explanation, bottleneck: Bottleneck) -> str:
 
 
 def _lanes(explanation: Explanation) -> Table:
-    """Use of each lane, and what it waited for."""
+    """The use of each lane, and its causes of idle time."""
     from moesched.units import format_seconds
 
     rows = []

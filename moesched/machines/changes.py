@@ -19,7 +19,7 @@ PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
     "memory": {"capacity": parse_bytes, "bandwidth": parse_rate},
     "processor": {"flops": parse_flops, "launch_seconds": parse_seconds, "expert_bandwidth": parse_rate},
 }
-"""The parts of a machine, and what can be changed of them; the first property is meant if none is named."""
+"""The properties of a link, a memory and a processor; the first one is meant if none is named."""
 
 EXAMPLES = "link.host->gpu=24GB/s, memory.gpu.capacity=24GB or processor.gpu.flops=x2"
 FACTOR = re.compile(r"x([0-9]*\.?[0-9]+)")

@@ -1,4 +1,4 @@
-"""What each task of a run waited for last before it started."""
+"""The last wait of each task before it started."""
 
 from __future__ import annotations
 
