@@ -1,0 +1,42 @@
+"""Families of tasks, and the colours that tell them apart in pictures, by colour-blind readers, too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moesched.trace.recording import TaskInfo
+
+Family = Literal["attention", "experts", "weights", "activations", "exchange", "choices", "other"]
+"""What a task is part of.
+
+"experts": expert and dense FFNs. "weights": transfers of weight pages. "activations": transfers of hidden states, keys
+and values. "exchange": collectives between ranks. "choices": embedding, routers and sampling.
+"""
+
+COLOURS: dict[Family, str] = {
+    "attention": "#0072B2",
+    "experts": "#D55E00",
+    "weights": "#009E73",
+    "activations": "#56B4E9",
+    "exchange": "#CC79A7",
+    "choices": "#E69F00",
+    "other": "#999999",
+}
+"""The palette of M. Okabe and K. Ito, Color Universal Design (2008)."""
+
+_VERBS: dict[Family, tuple[str, ...]] = {
+    "attention": ("pre_attention", "attention", "cpu_attention"),
+    "experts": ("post_attention", "run_expert", "warm_expert", "combine"),
+    "activations": ("load_kv", "offload_kv", "offload_qkv", "load_hidden", "offload_routed", "load_routed"),
+    "choices": ("embed", "route", "preview_route", "sample"),
+}
+_FAMILIES = {verb: family for family, verbs in _VERBS.items() for verb in verbs}
+
+
+def family_of(task: TaskInfo) -> Family:
+    """The family of a task."""
+    if task.type == "Collective":
+        return "exchange"
+    if task.pages:
+        return "weights"
+    return _FAMILIES.get(task.verb, "other")
