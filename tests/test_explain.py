@@ -17,6 +17,7 @@ from moesched.errors import BadInput
 from moesched.tasks import Block, Lane, PageTransfer, Work
 from moesched.trace import About, Recorder, Recording
 from runs import FORTY_PERCENT, realtime_run, virtual_run
+from scripted_routing import simulated, with_rates
 from traces import ranks_that_meet, run_graph, run_ranks, task
 
 ABOUT = About(driver="virtual", policy="by hand")
@@ -225,6 +226,60 @@ def test_time_of_the_driver_is_not_blamed_on_a_lane_that_is_called_host() -> Non
     assert (told.lane, told.kind) == ("gpu", "kernel")
 
 
+@pytest.mark.parametrize(
+    ("fetch_time", "kernel_time", "cause"), [(60, 50, "budget"), (60, 90, "budget"), (100, 20, "data")]
+)
+def test_the_bottleneck_is_what_would_save_most_if_it_were_relieved(
+    fetch_time: int, kernel_time: int, cause: str
+) -> None:
+    """With room, both overlap: that saves the shorter of the two. A link of twice the rate saves half of its time."""
+
+    def graph(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        slot = Block("slot")
+        for layer in range(20):
+            engine.submit(fetch(link, layer, fetch_time), (), (slot,))
+            engine.submit(task(gpu, "kernel", kernel_time), (slot,))
+
+    told = explained(graph, ["link", "gpu"]).bottleneck
+    assert told is not None
+    assert told.cause == cause
+    saved = min(fetch_time, kernel_time) if cause == "budget" else fetch_time / 2
+    assert told.saved == pytest.approx(saved / (fetch_time + kernel_time), rel=0.06)
+
+
+def test_a_router_that_fetches_wait_for_is_the_bottleneck() -> None:
+    async def policy(engine: Engine) -> None:
+        gpu, link = engine.lanes
+        hidden = Block("hidden")
+        for _ in range(10):
+            page = Block("page")
+            await engine.submit(task(gpu, "route", 50), (), (hidden,))
+            engine.submit(task(link, "fetch", 50), (), (page,))
+            engine.submit(task(gpu, "expert", 5), (hidden, page), (hidden,))
+
+    told = explain(recorded(policy, ["gpu", "link"]), ABOUT).bottleneck
+    assert told is not None
+    assert (told.cause, told.kind) == ("router", "route")
+
+
+def test_a_slow_exchange_is_the_bottleneck_although_each_rank_has_its_part() -> None:
+    told = explain(ranks_that_meet(10, 10, exchange=200), ABOUT).bottleneck
+    assert told is not None
+    assert (told.kind, told.lane.partition(" network")[1]) == ("all_reduce", " network")
+    assert told.saved == pytest.approx(0.48, abs=0.02)
+
+
+def test_a_cache_that_holds_two_of_three_experts_in_turn_has_too_little_room() -> None:
+    taking_turns = [[[step % 3]] for step in range(30)]
+    watch = simulated(
+        "lru_offload", taking_turns, {"offload_per_layer": 4}, machine=with_rates(link=1e8, cpu=1e9)
+    )
+    told = explain(watch.recording(), ABOUT).bottleneck
+    assert told is not None
+    assert (told.cause, told.kind) == ("budget", "fetch")
+
+
 def test_nothing_that_ran_cannot_be_explained() -> None:
     with pytest.raises(BadInput, match="the trace has no tasks"):
         explain(run_graph(lambda engine: None, ["gpu"]), ABOUT)
@@ -274,7 +329,7 @@ def recorded(policy: Callable[[Engine], Any], lanes: list[str]) -> Recording:
     return recorder.recording()
 
 
-def fetch(link: Lane, layer: int = 0) -> PageTransfer:
-    """A transfer of a page of weights, of 10 ns."""
-    work = Work("transfer", link.name, nanoseconds=10)
+def fetch(link: Lane, layer: int = 0, nanoseconds: int = 10) -> PageTransfer:
+    """A transfer of a page of weights."""
+    work = Work("transfer", link.name, nanoseconds=nanoseconds)
     return PageTransfer(link, work, "fetch", layer=layer, pages=(Block("page"),))

@@ -58,7 +58,7 @@ def run_ranks(
         driver.run(*mains)
 
 
-def ranks_that_meet(*nanoseconds: int) -> Recording:
+def ranks_that_meet(*nanoseconds: int, exchange: int = 7) -> Recording:
     """Ranks that compute for these times, meet in an all-reduce, and go on."""
     recorder = Recorder()
     engines = [Engine([Lane("gpu"), Lane("network")]) for _ in nanoseconds]
@@ -67,7 +67,7 @@ def ranks_that_meet(*nanoseconds: int) -> Recording:
         gpu, network = engine.lanes
         hidden = Block("hidden")
         engine.submit(task(gpu, "compute", computes), (), (hidden,))
-        work = Work("all_reduce", "network", nanoseconds=7)
+        work = Work("all_reduce", "network", nanoseconds=exchange)
         engine.collective(Collective(network, work, "all_reduce", signature="sum"), (hidden,), (hidden,))
         engine.submit(task(gpu, "after", 3 if computes == min(nanoseconds) else 1), (hidden,))
 

@@ -1,11 +1,11 @@
-"""The time of the critical path, by what it passed with, and the bottleneck."""
+"""The time of the critical path, by what it passed with."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,9 +17,6 @@ from moesched.trace.waits import Wait
 
 BETWEEN: tuple[Cause, ...] = ("policy", "host")
 """Causes of time in which no task of the path ran."""
-
-OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
-"""Causes for which the lane is to blame that the tasks of the path ran on."""
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,24 +34,6 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     cause: Cause
     tasks: int
-    seconds: float
-    share: float
-
-
-class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest part of the critical path: the tasks of one lane, or one cause of waiting.
-
-    Attributes:
-        lane: the lane that is too slow, or that waits for the policy, the driver, another rank, room, or a router.
-        kind: the kind of task that takes most of it; "policy" or "host" for the time between tasks.
-        line: the policy's line that submitted most of these tasks, as file:line; empty if none is known.
-        share: of the time of the run.
-    """
-
-    lane: str
-    kind: str
-    cause: Cause
-    line: str
     seconds: float
     share: float
 
@@ -86,8 +65,11 @@ def stretches_of(recording: Recording, waits: Sequence[Wait]) -> Iterator[Stretc
         free = max(free, each.end)
 
 
-def path_parts(stretches: Sequence[Stretch], seconds: float) -> list[PathPart]:
-    """The stretches by kind, lane and cause, longest first."""
+def path_parts(stretches: Sequence[Stretch], total: int) -> list[PathPart]:
+    """The stretches by kind, lane and cause, longest first.
+
+    total: nanoseconds of the run.
+    """
     spent: Counter[tuple[str, str, Cause]] = Counter()
     tasks: Counter[tuple[str, str, Cause]] = Counter()
     for kind, lane, cause, _, nanoseconds in stretches:
@@ -100,42 +82,12 @@ def path_parts(stretches: Sequence[Stretch], seconds: float) -> list[PathPart]:
             cause=cause,
             tasks=tasks[kind, lane, cause],
             seconds=nanoseconds / 1e9,
-            share=_share(nanoseconds, seconds),
+            share=share_of(nanoseconds, total),
         )
         for (kind, lane, cause), nanoseconds in spent.most_common()
     ]
 
 
-def bottleneck(stretches: Sequence[Stretch], seconds: float) -> Bottleneck | None:
-    """The lane whose tasks take most of the path, or the cause that does; None if there are no tasks."""
-    groups: dict[tuple[str, str], list[Stretch]] = {}
-    for each in stretches:
-        group = (each.lane, "") if each.cause in OF_A_LANE else ("", each.cause)
-        groups.setdefault(group, []).append(each)
-    if not groups:
-        return None
-    largest = max(groups.values(), key=_nanoseconds)
-    return Bottleneck(
-        lane=_most(largest, "lane"),
-        kind=_most(largest, "kind"),
-        cause=_most(largest, "cause"),
-        line=_most(largest, "line"),
-        seconds=_nanoseconds(largest) / 1e9,
-        share=_share(_nanoseconds(largest), seconds),
-    )
-
-
-def _nanoseconds(stretches: Sequence[Stretch]) -> int:
-    return sum(each.nanoseconds for each in stretches)
-
-
-def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """The value of a field that most of the time has."""
-    spent: Counter[str] = Counter()
-    for each in stretches:
-        spent[getattr(each, field)] += each.nanoseconds
-    return spent.most_common(1)[0][0]
-
-
-def _share(nanoseconds: int, seconds: float) -> float:
-    return nanoseconds / 1e9 / seconds if seconds else 0.0
+def share_of(nanoseconds: int, total: int) -> float:
+    """A part of a time; 0 of no time."""
+    return nanoseconds / total if total else 0.0

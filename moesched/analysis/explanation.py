@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moesched.analysis.critical_time import Bottleneck, PathPart, bottleneck, path_parts, stretches_of
+from moesched.analysis.bottleneck import Bottleneck, bottleneck
+from moesched.analysis.critical_time import PathPart, path_parts, stretches_of
 from moesched.analysis.lane_times import LaneTime, lane_times, together
 from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.what_if import Progress, WhatIf, what_if
@@ -88,7 +89,7 @@ def explain(
     if not recording.slices:
         raise BadInput("the trace has no tasks: record a run that generates tokens")
     run = without_loading(recording)
-    seconds = (run.end - run.start) / 1e9
+    total = run.end - run.start
     waits = waits_of(run)
     stretches = list(stretches_of(run, waits))
     busy = together(run)
@@ -97,12 +98,12 @@ def explain(
         model=about.model,
         machine=about.machine,
         figures=about.figures,
-        seconds=seconds,
+        seconds=total / 1e9,
         tasks=len(run.slices),
         overlap=busy.overlap,
-        bottleneck=bottleneck(stretches, seconds),
+        bottleneck=bottleneck(run, stretches),
         lanes=lane_times(run, waits, busy.alone),
-        critical_path=path_parts(stretches, seconds),
+        critical_path=path_parts(stretches, total),
         pools=_pools(recording.pools),
         handovers=_handovers(run),
         what_if=what_if(recording, changes, progress),

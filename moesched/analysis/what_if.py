@@ -1,4 +1,4 @@
-"""Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
+"""Replays a recorded run with a change: faster links, other kernels, larger pools, or no time between tasks.
 
 The graph stays as it was recorded. If the policy decides as it goes, it might decide otherwise after the change; the
 answer then says that its decisions were held. `simulate --machine-set` lets it decide anew.
@@ -17,15 +17,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moesched.analysis.handovers import Handover, mean_handovers
+from moesched.analysis.larger_pools import with_larger_pool
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.errors import BadInput
 from moesched.seams import Demand
 from moesched.tasks import Work
-from moesched.trace.recording import Recording, Slice
+from moesched.trace.recording import PoolAccesses, Recording, Slice
 
-FACTOR = re.compile(r"(link|kernel) (.+) x([0-9]*\.?[0-9]+)")
+FACTOR = re.compile(r"(link|kernel|pool) (.+) x([0-9]*\.?[0-9]+)")
 NO_HANDOVERS = "no handovers"
-EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7" or "{NO_HANDOVERS}"'
+EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7", "pool experts x1.5" or "{NO_HANDOVERS}"'
+
+MEANINGS = {"link": "lane", "kernel": "kind of task", "pool": "pool"}
+"""By word of a change, what it names."""
 
 LAST = "sample"
 """The verb that ends a step, which every policy's next step waits for."""
@@ -56,11 +60,13 @@ class Change:
     Attributes:
         links: factors of rates, by lane.
         kernels: factors of durations, by verb.
+        pools: factors of room, by name.
         handovers: whether time passes between tasks, as it did.
     """
 
     links: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
+    pools: dict[str, float] = field(default_factory=dict)
     handovers: bool = True
 
 
@@ -70,12 +76,13 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
     Args:
         recording: of the whole run, since what loads at first may hold up what follows.
         changes: each is one change, or several joined by commas: "link LANE xF" multiplies the lane's rate by F,
-            "kernel VERB xF" the time of its tasks, and "no handovers" removes the time between tasks.
+            "kernel VERB xF" the time of its tasks, "pool NAME xF" the room of a pool, and "no handovers" removes the
+            time between tasks.
         progress: called with the number of replays done and the total.
 
     Raises:
-        BadInput: a change cannot be read, names a lane or a verb that the run does not have, or the recording cannot be
-            replayed.
+        BadInput: a change cannot be read, names a lane, a verb or a pool that the run does not have, or the recording
+            cannot be replayed.
     """
     asked = [parse_change(text, recording) for text in changes]
     if not asked:
@@ -99,10 +106,12 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
 
 def parse_change(text: str, recording: Recording) -> Change:
     """Read a change of a run; see `what_if`."""
-    lanes = {lane.name for lane in recording.lanes}
-    verbs = {each.task.verb for each in recording.slices}
-    links: dict[str, float] = {}
-    kernels: dict[str, float] = {}
+    known = {
+        "link": {lane.name for lane in recording.lanes},
+        "kernel": {each.task.verb for each in recording.slices},
+        "pool": {name for each in recording.accesses for name in (each.pool, _name(each))},
+    }
+    factors: dict[str, dict[str, float]] = {kind: {} for kind in known}
     handovers = True
     for part in (part.strip() for part in text.split(",")):
         found = FACTOR.fullmatch(part)
@@ -112,12 +121,15 @@ def parse_change(text: str, recording: Recording) -> Change:
         if found is None or not 1e-6 <= float(found[3]) <= 1e6:
             raise BadInput(f"{part!r} is no change of a run: write, for instance, {EXAMPLES}")
         kind, name, factor = found[1], found[2], float(found[3])
-        known, into = (lanes, links) if kind == "link" else (verbs, kernels)
-        if name not in known:
-            what = "lane" if kind == "link" else "kind of task"
-            raise BadInput(f"{part!r}: the run has no {what} {name!r}, only {', '.join(sorted(known))}")
-        into[name] = into.get(name, 1.0) * factor
-    return Change(links, kernels, handovers)
+        if name not in known[kind]:
+            there = f", only {', '.join(sorted(known[kind]))}" if known[kind] else ""
+            raise BadInput(f"{part!r}: the run has no {MEANINGS[kind]} {name!r}{there}")
+        if kind == "pool" and factor < 1:
+            raise BadInput(
+                f"{part!r}: traces do not tell what a smaller pool would fetch: give a factor from 1 on"
+            )
+        factors[kind][name] = factors[kind].get(name, 1.0) * factor
+    return Change(factors["link"], factors["kernel"], factors["pool"], handovers)
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
@@ -138,8 +150,23 @@ def changed_works(recording: Recording, change: Change) -> list[Work]:
     return works
 
 
+def _name(accesses: PoolAccesses) -> str:
+    """The pool's name without its memory."""
+    return accesses.pool.rpartition(" in ")[0]
+
+
+def _with_room(recording: Recording, factors: dict[str, float]) -> Recording:
+    """Change the room of pools, named with their memory or without."""
+    for accesses in recording.accesses:
+        factor = factors.get(accesses.pool, 1.0) * factors.get(_name(accesses), 1.0)
+        if factor > 1:
+            recording = with_larger_pool(recording, accesses, factor)
+    return recording
+
+
 def _seconds(recording: Recording, change: Change) -> float:
     """The duration of the run's replay with a change, without loading."""
+    recording = _with_room(recording, change.pools)
     works = changed_works(recording, change)
     return _after_loading(replay_recording(recording, works=works, handovers=change.handovers))
 

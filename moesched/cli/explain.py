@@ -11,7 +11,7 @@ from moesched.cli import options
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
-    from moesched.analysis.critical_time import Bottleneck
+    from moesched.analysis.bottleneck import Bottleneck
     from moesched.analysis.explanation import Explanation
     from moesched.analysis.lane_times import LaneTime
 

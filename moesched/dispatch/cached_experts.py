@@ -10,6 +10,7 @@ from moesched.dispatch.expert_placement import Expert
 from moesched.models.layout import Page, WeightLayout
 from moesched.seams import Eviction
 from moesched.steps.eviction import RuledPages
+from moesched.steps.memory import Pool, counts_of
 
 
 @runtime_checkable
@@ -45,8 +46,7 @@ class CachedExperts:
 
     def __init__(self, layout: WeightLayout, rule: Eviction, room: int, held: Iterable[Expert] = ()) -> None:
         self._rule = rule
-        self._room = room
-        self._ruled = RuledPages(rule, "the cache of experts")
+        self._ruled = RuledPages(rule, "the cache of experts", room)
         self._first = _FirstPages(layout)
         self._here: defaultdict[int, set[int]] = defaultdict(set)
         """The experts in the cache, by layer."""
@@ -79,17 +79,22 @@ class CachedExperts:
         ruled = self._ruled
         ruled.enter(self._first[layer][number], step)
         self._here[layer].add(number)
-        if len(ruled.held) <= self._room:
+        if len(ruled.held) <= ruled.room:
             return None
         page = ruled.next_to_go()
-        self.remove((page.layer, page.expert))
+        del ruled.held[page.id]
+        self._here[page.layer].discard(page.expert)
         return page.layer, page.expert
 
     def remove(self, expert: Expert) -> None:
         """Take an expert out of the cache, without asking the rule."""
         layer, number = expert
-        del self._ruled.held[self._first[layer][number].id]
+        self._ruled.leave(self._first[layer][number])
         self._here[layer].discard(number)
+
+    def order(self, pool: Pool) -> None:
+        """Tell recorders that this cache's rule orders a pool, which it may share with other caches."""
+        counts_of(pool).caches.append(self._ruled)
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
         """Tell the rule the router scores of a layer's experts, if it takes them."""

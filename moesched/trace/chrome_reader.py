@@ -24,6 +24,7 @@ from moesched.trace.recording import (
     Clock,
     LaneName,
     MemorySample,
+    PoolAccesses,
     PoolSample,
     Recording,
     Slice,
@@ -69,6 +70,7 @@ class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
     nbytes: float = 0.0
     pages: int = 0
     link_class: int = 0
+    pool: str = ""
 
 
 class SliceArgs(msgspec.Struct, gc=False):
@@ -114,6 +116,7 @@ class OtherData(msgspec.Struct):
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
     costs: list[CostEntry] = []
+    accesses: list[PoolAccesses] = []
 
 
 class TraceFile(msgspec.Struct):
@@ -259,6 +262,7 @@ def trace_of(file: TraceFile) -> Trace:
         frozenset(lanes[event.tid] for event, args in named if args.in_order),
         pools=_pools(events),
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
+        accesses=other.accesses,
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)

@@ -21,7 +21,7 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 
-FORMAT = "moesched trace 3"
+FORMAT = "moesched trace 4"
 SIDE_BY_SIDE = "moesched traces side by side 1"
 CRITICAL_PATH = "critical path"
 CRITICAL_PID = 1
@@ -77,7 +77,13 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
     """
     shown = _Shown(recording, about, "", 0, FIRST_RANK_PID, 1, FIRST_LANE_TID, 0)
     costs = [[*work, *demand] for work, demand in recording.costs.items()]
-    other = {"format": FORMAT, "figures": about.figures, **msgspec.to_builtins(about), "costs": costs}
+    other = {
+        "format": FORMAT,
+        "figures": about.figures,
+        **msgspec.to_builtins(about),
+        "costs": costs,
+        "accesses": recording.accesses,
+    }
     _write_file(Path(path), other, [shown])
 
 
@@ -235,6 +241,8 @@ def _description(task: TaskInfo) -> str:
         args["pages"] = task.pages
     if task.link_class:
         args["link_class"] = task.link_class
+    if task.pool:
+        args["pool"] = task.pool
     if task.nbytes:
         args["bytes"] = _plain(task.nbytes)
     if task.flops:

@@ -46,6 +46,9 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
             for rank, each in recordings.items()
             for sample in each.pools
         ],
+        accesses=[
+            replace(accesses, rank=rank) for rank, each in recordings.items() for accesses in each.accesses
+        ],
     )
     for rank, index, end in found:
         recording = recordings[rank]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moesched.engine import Engine
 from moesched.seams import Demand
-from moesched.steps.memory import Pool, counts_of
+from moesched.steps.memory import Pool, Slot, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
+from moesched.trace.access_records import accesses_of, log_accesses, title_of
 from moesched.trace.recording import (
     LaneName,
     MemorySample,
@@ -41,7 +42,7 @@ class _Rank:
     """Data of one rank: lanes, joins, awaited tasks, submit delays, memories, and slots filled by dropped tasks.
 
     Attributes:
-        pools: name and log of each pool.
+        counts: the log of each pool.
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
@@ -51,10 +52,11 @@ class _Rank:
         self.submit_delays: list[tuple[int, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
-        self.pools: list[tuple[str, list[tuple[int, Counted]]]] = []
-        for pool in pools:
+        self.pools = list(pools)
+        self.counts: list[list[tuple[int, Counted]]] = []
+        for pool in self.pools:
             log = counts_of(pool).log = []
-            self.pools.append((f"{pool.name} in {pool.memory.name}", log))
+            self.counts.append(log)
         engine.joined = self.joins
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
@@ -84,6 +86,10 @@ class _RankRecorder:
     def _recorded(self, tasks: Sequence[Task], *, trimmed: bool) -> Recording:
         recording = _record(tasks, self._ranks, self.origin, trimmed=trimmed)
         recording.costs = _costs(tasks, sharing=self.sharing)
+        accesses = [
+            accesses_of(number, pool) for number, rank in enumerate(self._ranks) for pool in rank.pools
+        ]
+        recording.accesses = [each for each in accesses if each is not None]
         return recording
 
 
@@ -107,6 +113,14 @@ class Recorder(_RankRecorder):
     def replayed(self, timeline: Timeline) -> None:
         """Add a replayed run; its tasks are created only when the recording is requested."""
         self._replayed.append(timeline.tasks)
+
+    def watch(
+        self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
+    ) -> None:
+        pools = list(pools)
+        super().watch(engine, memories, pools)
+        for pool in pools:
+            log_accesses(pool)
 
     def recording(self) -> Recording:
         """Return the recording of the tasks that ran so far."""
@@ -193,14 +207,12 @@ def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice
     lines: dict[tuple[int, int], str] = {}
     slices = []
     for task in tasks:
-        pages, transfer_class = (
-            (len(task.pages), link_class(task.key)) if isinstance(task, PageTransfer) else (0, 0)
-        )
+        moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
         numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
-        about = (task.verb, *numbers, id(task.work), pages, transfer_class)
+        about = (task.verb, *numbers, id(task.work), *moved)
         info = known.get(about)
         if info is None:
-            info = known[about] = _task_info(task, pages, transfer_class)
+            info = known[about] = _task_info(task, moved)
         place = (id(task.code), task.instruction)
         line = lines.get(place)
         if line is None:
@@ -232,7 +244,24 @@ def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
     return costs
 
 
-def _task_info(task: Task, pages: int, transfer_class: int) -> TaskInfo:
+class _Moved(NamedTuple):
+    """What a transfer moves; see `TaskInfo`."""
+
+    pages: int
+    link_class: int
+    pool: str
+
+
+_NOTHING = _Moved(0, 0, "")
+
+
+def _moved(task: PageTransfer) -> _Moved:
+    slot = task.slots[0] if task.pages and task.slots else None
+    pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
+    return _Moved(len(task.pages), link_class(task.key), pool)
+
+
+def _task_info(task: Task, moved: _Moved) -> TaskInfo:
     work = task.work
     return TaskInfo(
         task.label,
@@ -245,8 +274,7 @@ def _task_info(task: Task, pages: int, transfer_class: int) -> TaskInfo:
         task.expert,
         work.flops,
         work.nbytes,
-        pages,
-        transfer_class,
+        *moved,
     )
 
 
@@ -344,7 +372,7 @@ def _pools(recording: Recording, ranks: Sequence[_Rank]) -> list[PoolSample]:
         if not each.pools:
             continue
         starts = sorted((task.id, task.start) for task in recording.slices if task.lane.rank == rank)
-        for pool, log in each.pools:
+        for pool, log in zip(each.pools, each.counts, strict=True):
             counts: dict[int, Counted] = {}
             time, last = recording.start, None
             for submitted, counted in log:
@@ -357,7 +385,8 @@ def _pools(recording: Recording, ranks: Sequence[_Rank]) -> list[PoolSample]:
                 counts[time] = counted
             if last is not None:
                 counts[recording.end] = last
-            samples += [PoolSample(rank, pool, time, counted) for time, counted in counts.items()]
+            title = title_of(pool)
+            samples += [PoolSample(rank, title, time, counted) for time, counted in counts.items()]
     return samples
 
 

@@ -30,6 +30,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
         layer, micro_batch, expert: -1 for none.
         pages: the number of weight pages that it moves.
         link_class: the class of a transfer on a ready-first lane; lower classes go first.
+        pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
     """
 
     label: str
@@ -44,6 +45,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     nbytes: float = 0.0
     pages: int = 0
     link_class: int = 0
+    pool: str = ""
 
     @property
     def work(self) -> WorkKey:
@@ -111,6 +113,47 @@ class PoolSample(NamedTuple):
     counted: Counted
 
 
+class CachedPage(NamedTuple):
+    """A page that a pool's accesses name."""
+
+    id: int
+    layer: int
+    expert: int
+
+
+class CacheRule(NamedTuple):
+    """A cache that shares a pool: the class of its eviction rule, and the number of pages or experts that it holds."""
+
+    rule: str
+    room: int
+
+
+class PoolAccesses(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool's order of replacement, and the accesses that a replay of it needs.
+
+    Attributes:
+        pool: with its memory, such as "experts in gpu".
+        replacement: the pool's own order: "ring", "lru", "none" or "rule".
+        caches: those whose rules order the pool; empty if its own order does.
+        pages: those that the accesses name.
+        accesses: in program order, as numbers: a transfer's id and its pages; or `USED`, a cache, a page, a step and
+            the tokens that a rule was told of; or `LEFT`, a cache and a page that the policy dropped, from the pool
+            itself if the cache is -1. Empty for a ring, whose order follows from its transfers.
+    """
+
+    rank: int
+    pool: str
+    slots: int
+    replacement: str
+    caches: list[CacheRule] = []
+    pages: list[CachedPage] = []
+    accesses: list[tuple[int, ...]] = []
+
+
+USED, LEFT = -1, -2
+"""The first numbers of accesses that are no transfers."""
+
+
 class Recording(msgspec.Struct):
     """The tasks of a run, in order of their ends.
 
@@ -123,6 +166,7 @@ class Recording(msgspec.Struct):
         origin: time of the driver's clock at time 0, in nanoseconds.
         pools: the counts of pools over time.
         costs: the works' demands on the machine, where these were modelled.
+        accesses: of the pools; of those with caches or rules only in recordings of whole runs.
     """
 
     lanes: list[LaneName]
@@ -135,6 +179,7 @@ class Recording(msgspec.Struct):
     origin: int = 0
     pools: list[PoolSample] = []
     costs: dict[WorkKey, Demand] = {}
+    accesses: list[PoolAccesses] = []
 
     @property
     def edges(self) -> int:

@@ -61,7 +61,7 @@ def _candidates(
     # A task whose lane was idle until the policy submitted it had nothing else to wait for.
     if each.submit_delay < 0:
         for producer in producers[index]:
-            yield producer, "room" if _lacked_room(slices[producer], each) else "data"
+            yield producer, "room" if lacked_room(slices[producer], each) else "data"
         yield on_lane[index], "lane"
         for other in parts.get(each.ticket, ()):
             if other != index:
@@ -70,7 +70,7 @@ def _candidates(
     yield awaited, "await"
 
 
-def _lacked_room(before: Slice, each: Slice) -> bool:
+def lacked_room(before: Slice, each: Slice) -> bool:
     """Whether a transfer of weights waited for its destination, which the slice used, and not for its source."""
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))

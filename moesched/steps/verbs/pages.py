@@ -7,7 +7,7 @@ from threading import get_ident
 
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.memory import Pool, Slot, held_slot, held_slots, note_use, slots_of
+from moesched.steps.memory import Pool, Slot, counts_of, held_slot, held_slots, note_use, slots_of
 from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.pool_counts import FETCHED, SPECULATED
 from moesched.steps.verbs.base import Verbs
@@ -134,4 +134,6 @@ class PageVerbs(Verbs):
         first = pages[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
         task.pages, task.slots = tuple(pages), slots
+        if (accesses := counts_of(pool).accesses) is not None:
+            accesses.append(task)
         return task, reads

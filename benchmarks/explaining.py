@@ -1,0 +1,84 @@
+"""Time and memory of `moesched explain` on a trace of about 100,000 tasks, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from _options import SIMULATION, Benchmark, track
+
+POLICIES = {"cgopipe": 16, "lru_offload": 8}
+"""A fixed graph, and a policy that decides and keeps caches; with their batch sizes."""
+GENERATED = {"cgopipe": 240, "lru_offload": 150}
+BAR_SECONDS, BAR_BYTES = 5.0, 1e9
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "explaining",
+    measures=(*SIMULATION, "moesched/analysis", "moesched/trace", "moesched/cli/explain.py"),
+    parts=POLICIES,
+    rounds=5,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain a trace of each policy, and write what it took."""
+    options = BENCHMARK.parse(arguments)
+    results = [explained(policy, options.rounds) for policy in track(options.only, "explaining", still=True)]
+    for each in results:
+        print(
+            f"{each['policy']}: {each['tasks']:,} tasks, {each['trace_bytes'] / 1e6:.0f} MB: "
+            f"{each['seconds']:.2f} s, {each['peak_bytes'] / 1e6:.0f} MB"
+        )
+    BENCHMARK.write({"bar_seconds": BAR_SECONDS, "bar_bytes": BAR_BYTES, "policies": results})
+    return int(any(each["seconds"] > BAR_SECONDS or each["peak_bytes"] > BAR_BYTES for each in results))
+
+
+def explained(policy: str, rounds: int) -> dict[str, Any]:
+    """The median time and the highest memory of the command."""
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        write_trace(policy, trace)
+        found = [explain(trace) for _ in range(rounds)]
+        return {
+            "policy": policy,
+            "tasks": found[0]["tasks"],
+            "trace_bytes": trace.stat().st_size,
+            "seconds": round(median(each["seconds"] for each in found), 3),
+            "peak_bytes": max(each["peak_bytes"] for each in found),
+        }
+
+
+def write_trace(policy: str, trace: Path) -> None:
+    """Simulate Mixtral 8x7B on a T4."""
+    command = f"simulate --model mixtral-8x7b --machine t4 --workload mtbench --policy {policy}"
+    sizes = f"--batch-size {POLICIES[policy]} --gen {GENERATED[policy]} --trace {trace}"
+    run = [sys.executable, "-m", "moesched", *command.split(), *sizes.split()]
+    subprocess.run(run, capture_output=True, check=True)
+
+
+def explain(trace: Path) -> dict[str, Any]:
+    """Run the command once."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesched", "explain", str(trace), "--json"], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    told = json.loads(process.stdout.read())
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    if status:
+        raise SystemExit(f"`moesched explain {trace}` ended with status {status}")
+    return {"tasks": told["tasks"], "seconds": seconds, "peak_bytes": usage.ru_maxrss * 1024}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

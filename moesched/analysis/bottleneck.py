@@ -1,0 +1,237 @@
+"""The bottleneck of a run: among what takes its critical path, that whose relief would shorten the run most.
+
+The critical path alone does not tell: where a fetch and a kernel take turns for want of room, half of the path is
+theirs. So the run is replayed with each of them relieved: a lane is twice as fast, transfers wait for no room and
+caches have twice of it, the policy waits for no router, or no rank for another. Time of the policy and the driver lies
+between tasks, and half of it is what a relief would save.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from moesched.analysis.critical_time import BETWEEN, Stretch, share_of
+from moesched.analysis.idle_spans import ROUTERS, Cause
+from moesched.analysis.pool_replay import outcomes_with_more_room
+from moesched.analysis.replayed_run import replay_recording
+from moesched.errors import BadInput
+from moesched.trace.recording import Recording
+from moesched.trace.summary import lane_title
+from moesched.trace.waits import lacked_room
+
+OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
+"""Causes for which the lane is to blame that the tasks of the path ran on."""
+
+LEAST_SHARE = 0.1
+"""Share of the path from which on a relief is tried."""
+
+MOST_TASKS = 5000
+"""Tasks of a replay: those around the middle of the run's time."""
+
+
+class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the critical path whose relief would shorten the run most: the tasks of a lane, or a cause.
+
+    Attributes:
+        lane: the lane that is too slow, or that waits for the policy, the driver, another rank, room, or a router.
+        kind: the kind of task that takes most of it; "policy" or "host" for the time between tasks.
+        line: the policy's line that submitted most of these tasks, as file:line; empty if none is known.
+        seconds: its part of the path.
+        share: of the time of the run.
+        saved: share of the run's time that a relief would save.
+    """
+
+    lane: str
+    kind: str
+    cause: Cause
+    line: str
+    seconds: float
+    share: float
+    saved: float
+
+
+class _Part(NamedTuple):
+    """Stretches of the critical path with one relief.
+
+    Attributes:
+        lane: the lane to blame, or the network's lanes of all ranks; empty if a cause is.
+        cause: the cause to blame; None if a lane is.
+    """
+
+    lane: str
+    cause: Cause | None
+    stretches: list[Stretch]
+
+    @property
+    def nanoseconds(self) -> int:
+        return sum(each.nanoseconds for each in self.stretches)
+
+
+def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck | None:
+    """Find the bottleneck.
+
+    Args:
+        recording: without loading.
+        stretches: of its critical path.
+
+    Returns:
+        None if no task ran.
+    """
+    spared = _spared_by_room(recording)
+    brought = {recording.slices[index].task.verb for index in spared}
+    parts = _parts(stretches, brought, _networks(recording))
+    if not parts:
+        return None
+    total = recording.end - recording.start
+    large = [part for part in parts if part.nanoseconds >= LEAST_SHARE * total] or parts[:1]
+    saved = _savings(recording, large, spared)
+    part, share = max(
+        zip(large, saved, strict=True), key=lambda each: (round(each[1], 2), each[0].nanoseconds)
+    )
+    return Bottleneck(
+        lane=_most(part.stretches, "lane"),
+        kind=_most(part.stretches, "kind"),
+        cause=part.cause or _most(part.stretches, "cause"),
+        line=_most(part.stretches, "line"),
+        seconds=part.nanoseconds / 1e9,
+        share=share_of(part.nanoseconds, total),
+        saved=share,
+    )
+
+
+def _networks(recording: Recording) -> dict[str, str]:
+    """The names of lanes with collectives, by title; the parts of a collective end together."""
+    ranks = len({lane.rank for lane in recording.lanes})
+    lanes = {each.lane for each in recording.slices if each.ticket >= 0}
+    return {lane_title(lane, ranks): lane.name for lane in lanes}
+
+
+def _parts(
+    stretches: Sequence[Stretch], brought: Collection[str], networks: Mapping[str, str]
+) -> list[_Part]:
+    """The path by what is to blame, longest first.
+
+    brought: kinds of transfers that caches with more room would spare; for these, room is to blame as well.
+    networks: lanes with one name on all ranks, which are to blame together.
+    """
+    groups: dict[tuple[str, Cause | None], list[Stretch]] = {}
+    for each in stretches:
+        lane = networks.get(each.lane, each.lane)
+        blamed = (lane, None) if each.cause in OF_A_LANE else ("", each.cause)
+        groups.setdefault(blamed, []).append(each)
+        if each.kind in brought and each.cause != "budget":
+            groups.setdefault(("", "budget"), []).append(each)
+    parts = [_Part(lane, cause, group) for (lane, cause), group in groups.items()]
+    return sorted(parts, key=lambda part: -part.nanoseconds)
+
+
+def _spared_by_room(recording: Recording) -> set[int]:
+    """The transfers that caches with twice the room would spare, if their rules can be played again."""
+    spared: set[tuple[int, int]] = set()
+    for accesses in recording.accesses:
+        with suppress(BadInput):
+            outcomes = outcomes_with_more_room(accesses, 2.0)
+            spared |= {(accesses.rank, number) for number, outcome in outcomes.items() if outcome.spared}
+    if not spared:
+        return set()
+    return {index for index, each in enumerate(recording.slices) if (each.lane.rank, each.id) in spared}
+
+
+def _savings(recording: Recording, parts: Sequence[_Part], spared: Collection[int]) -> list[float]:
+    """The share of the run's time that each relief saves."""
+    total = recording.end - recording.start
+    first = _first_of_middle(recording)
+    window = _middle(recording, first)
+    spared = {index - first for index in spared}
+    try:
+        before = _length(window, _durations(window))
+    except BadInput:  # not a whole run: the path has to do
+        return [share_of(part.nanoseconds, total) / 2 for part in parts]
+    saved = []
+    for part in parts:
+        if part.cause in BETWEEN:
+            saved.append(share_of(part.nanoseconds, total) / 2)
+        else:
+            saved.append(max(0.0, 1 - _length(*_relieved(window, part, spared)) / before))
+    return saved
+
+
+def _first_of_middle(recording: Recording) -> int:
+    """The index of the first slice of those around the middle of the run's time."""
+    slices = recording.slices
+    middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
+    return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
+
+
+def _middle(recording: Recording, first: int) -> Recording:
+    """The slices from one on."""
+    slices = recording.slices
+    kept = range(first, min(first + MOST_TASKS, len(slices)))
+    return msgspec.structs.replace(
+        recording,
+        slices=[slices[index] for index in kept],
+        producers=[
+            tuple(producer - first for producer in recording.producers[index] if producer in kept)
+            for index in kept
+        ],
+        trimmed=True,
+    )
+
+
+def _relieved(recording: Recording, part: _Part, spared: Collection[int]) -> tuple[Recording, list[int]]:
+    """The tasks without what a part of the path passed with, and their durations.
+
+    spared: transfers that need no time if there is more room.
+    """
+    durations = _durations(recording)
+    if part.cause is None:
+        ranks = len({lane.rank for lane in recording.lanes})
+        slow = {lane for lane in recording.lanes if part.lane in (lane.name, lane_title(lane, ranks))}
+        halved = [
+            nanoseconds // 2 if each.lane in slow else nanoseconds
+            for each, nanoseconds in zip(recording.slices, durations, strict=True)
+        ]
+        return recording, halved
+    if part.cause == "budget":
+        left = [0 if index in spared else nanoseconds for index, nanoseconds in enumerate(durations)]
+        return _with_room(recording), left
+    slices = [msgspec.structs.replace(each) for each in recording.slices]
+    for each in slices:
+        if part.cause == "rank":
+            each.ticket = -1
+        elif each.task.verb in ROUTERS:
+            each.awaited_at = -1
+    return msgspec.structs.replace(recording, slices=slices), durations
+
+
+def _with_room(recording: Recording) -> Recording:
+    """The tasks without the waits of transfers for room."""
+    slices = recording.slices
+    producers = [
+        tuple(each for each in before if not lacked_room(slices[each], slices[index]))
+        for index, before in enumerate(recording.producers)
+    ]
+    return msgspec.structs.replace(recording, producers=producers)
+
+
+def _durations(recording: Recording) -> list[int]:
+    return [each.end - each.start for each in recording.slices]
+
+
+def _length(recording: Recording, durations: Sequence[int]) -> int:
+    """Nanoseconds of a replay."""
+    return replay_recording(recording, durations, handovers=True).end
+
+
+def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
+    """The value of a field that most of the time has."""
+    spent: Counter[str] = Counter()
+    for each in stretches:
+        spent[getattr(each, field)] += each.nanoseconds
+    return spent.most_common(1)[0][0]

@@ -1,0 +1,45 @@
+"""The log of a pool's accesses: what a replay of its eviction rules with more room needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from moesched.models.layout import Page
+from moesched.tasks import PageTransfer
+
+if TYPE_CHECKING:
+    from moesched.steps.eviction import RuledPages
+
+
+class Used(NamedTuple):
+    """A rule was told of a use; by 0 tokens when the page comes to its cache."""
+
+    cache: int
+    page: Page
+    step: int
+    tokens: int
+
+
+class Left(NamedTuple):
+    """The policy dropped a page from a cache, or from the pool itself if the cache is -1."""
+
+    cache: int
+    page: Page
+
+
+Access = Used | Left | PageTransfer
+"""An access; a transfer brings its pages to the pool."""
+
+
+class AccessLog(list[Access]):
+    """The accesses of a pool in program order, after those that filled its caches.
+
+    Args:
+        caches: those that share the pool, each with its rule.
+    """
+
+    def __init__(self, caches: list[RuledPages]) -> None:
+        super().__init__()
+        self.caches = caches
+        for number, cache in enumerate(caches):
+            cache.log_to(self, number)
