@@ -56,6 +56,11 @@ def all_reduce(result: Result) -> Iterator[Claim]:
     yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
 
 
+def bottlenecks(result: Result) -> Iterator[Claim]:
+    """Planted causes of slowness."""
+    yield all_of("planted causes that `explain` names as the bottleneck", result["named"], result["causes"])
+
+
 def busy_tests(result: Result) -> Iterator[Claim]:
     """`make test` beside busy cores."""
     words = "rounds of `make test` beside two busy cores in which a test fails"
@@ -164,6 +169,14 @@ def expert_kernel(result: Result) -> Iterator[Claim]:
     yield at_least(
         "`mixtral-0.8b` at batch 1, kernel over torch", ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x"
     )
+
+
+def explaining(result: Result) -> Iterator[Claim]:
+    """`explain` on large traces."""
+    for each in result["policies"]:
+        words = f"`explain` on {each['tasks']:,} tasks of {each['policy']}"
+        yield at_most(words, each["seconds"], result["bar_seconds"], "{:.1f} s")
+        yield at_most(f"{words}, memory", each["peak_bytes"] / 1e6, result["bar_bytes"] / 1e6, "{:,.0f} MB")
 
 
 def fidelity(result: Result) -> Iterator[Claim]:
@@ -358,14 +371,25 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
+def what_ifs(result: Result) -> Iterator[Claim]:
+    """`explain --what-if` beside the same changes made on the virtual clock."""
+    fixed, deciding = result["fixed"], result["deciding"]
+    words = "what-ifs of fixed graphs"
+    yield at_most(f"{words}, median error", fixed["median_error_percent"], 1, "{:.1f} %")
+    yield at_most(f"{words}, worst error", fixed["worst_error_percent"], 5, "{:.1f} %")
+    words = "what-ifs of policies that decide as they go"
+    yield at_most(f"{words}, median error", deciding["median_error_percent"], 5, "{:.1f} %")
+    yield all_of(f"{words}, right signs", deciding["right_signs"], deciding["answers"])
+
+
 CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
-        all_reduce, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
-        dispatch, emulated, engine, engine_paired, exactness, expert_kernel, fidelity, fuzz_inputs,
+        all_reduce, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
+        dispatch, emulated, engine, engine_paired, exactness, expert_kernel, explaining, fidelity, fuzz_inputs,
         fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
         peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
-        same_behaviour, signals, tutorial,
+        same_behaviour, signals, tutorial, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""

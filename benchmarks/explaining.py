@@ -15,9 +15,9 @@ from typing import Any
 
 from _options import SIMULATION, Benchmark, track
 
-POLICIES = {"cgopipe": 16, "lru_offload": 8}
+POLICIES = {"cgopipe": 64, "lru_offload": 8}
 """A fixed graph, and a policy that decides and keeps caches; with their batch sizes."""
-GENERATED = {"cgopipe": 240, "lru_offload": 150}
+GENERATED = {"cgopipe": 130, "lru_offload": 208}
 BAR_SECONDS, BAR_BYTES = 5.0, 1e9
 
 BENCHMARK = Benchmark(

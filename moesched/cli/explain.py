@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 HELP = options.paragraphs(
     "Explain where the time of a run went, measured or predicted, from its trace.",
-    "First the bottleneck: what takes the largest part of the critical path, which is the chain of tasks that "
-    "determined the end of the run. Then each lane: how long it was busy, and what it waited for while it was idle. "
+    "First the bottleneck: the part of the critical path whose relief would shorten the run most. That path is the "
+    "chain of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for while it was idle. "
     "Then the critical path, the longest idle spans, the pools, and the time between tasks.",
     "Causes of idle time: data (a task computed or moved what the next one reads), lane (that task was in the queue "
     "of its own lane), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of "
@@ -44,16 +44,16 @@ SHOWN_SPANS = 5
 OF_THE_POLICY = ("policy", "router")
 """Causes that are told with the policy's line."""
 
-MEANINGS = {
-    "data": "The tasks of this lane take that long.",
-    "lane": "The tasks of this lane take that long.",
-    "budget": "Meanwhile pages wait for room.",
-    "router": "Meanwhile the policy awaits the choice of experts.",
-    "rank": "Meanwhile other ranks wait.",
-    "policy": "It is the time of the policy's own Python.",
-    "host": "It is the time of the driver and its threads.",
+RELIEFS = {
+    "data": "At twice its rate, this lane",
+    "lane": "At twice its rate, this lane",
+    "budget": "Pages wait for room, or leave early and come again; more room",
+    "router": "The policy awaits the choice of experts; knowing it before",
+    "rank": "Other ranks wait; an even load",
+    "policy": "It is the time of the policy's own Python; half of it",
+    "host": "It is the time of the driver and its threads; half of it",
 }
-"""The meaning of a bottleneck, by its cause."""
+"""What would relieve a bottleneck, by its cause."""
 
 Table = tuple[list[str], list[list[str]]]
 """Columns and rows."""
@@ -75,7 +75,7 @@ def explain(
             negative="",
             show_default=False,
             help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
-            'the time), "no handovers" (no time between tasks), or several of them, with commas; repeatable.',
+            'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, with commas; repeatable.',
         ),
     ] = (),
     json: options.Json = False,
@@ -134,7 +134,8 @@ def _told(explanation: Explanation, bottleneck: Bottleneck) -> str:
     line = ""
     if bottleneck.line and bottleneck.cause in OF_THE_POLICY:
         line = f" Most of it is before tasks that {bottleneck.line} submits."
-    return f"{what}, {took}. {MEANINGS[bottleneck.cause]} The lane is busy {busy:.0%} of the time.{line}"
+    relief = f"{RELIEFS[bottleneck.cause]} would save {bottleneck.saved:.0%} of the time."
+    return f"{what}, {took}. {relief} The lane is busy {busy:.0%} of the time.{line}"
 
 
 def _lanes(explanation: Explanation) -> Table:
