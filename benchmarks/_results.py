@@ -42,10 +42,15 @@ def this_machine(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this tree, marked where files differ from it; empty outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    """The commit of this tree, marked where files but the results differ from it; empty outside a repository."""
+    sources = ["--", ".", f":!{RESULTS.relative_to(ROOT)}"]
+    head, changes = (
+        subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", *sources])
+    )
+    return f"{head}-dirty" if changes else head
 
 
 def source_hash(paths: Iterable[str]) -> str:
