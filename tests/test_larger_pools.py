@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from moesched.steps.pool_counts import FETCHED
 from moesched.tasks import PageTransfer
 from moesched.trace import About, Recorder, Recording, read_trace, write_trace
 from moesched.trace.access_records import accesses_of, log_accesses
-from moesched.trace.recording import PoolAccesses
+from moesched.trace.recording import LEFT, USED, CachedPage, CacheRule, PoolAccesses
 from page_bench import PAGES, Bench
 from runs import make_plan
 from traces import run_graph, task, timetable
@@ -158,3 +159,28 @@ def test_a_rule_that_needs_more_than_accesses_is_refused_by_name() -> None:
 def test_a_pool_that_is_not_there_or_shrinks_is_refused(change: str, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         what_if(simulated("lru_offload", SMALL["lru_offload"]), [change])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"slots": -1},
+        {"caches": [CacheRule("LeastRecentlyUsed", -5)]},
+        {"accesses": [()]},
+        {"accesses": [(USED, 0, 99, 0, 1)]},
+        {"accesses": [(USED, 1, 0, 0, 1)]},
+        {"accesses": [(USED, 0)]},
+        {"accesses": [(LEFT, -2, 0)]},
+        {"accesses": [(7, 99)]},
+    ],
+    ids=str,
+)
+def test_accesses_that_name_what_is_not_there_are_damage(damage: dict[str, Any], tmp_path: Path) -> None:
+    recording = run_graph(lambda engine: engine.submit(task(engine.lanes[0], "kernel")), ["gpu"])
+    right = PoolAccesses(
+        rank=0, pool="experts in gpu", slots=2, replacement="lru", pages=[CachedPage(0, 0, 0)]
+    )
+    recording.accesses = [msgspec.structs.replace(right, **damage)]
+    write_trace(tmp_path / "trace.json", recording, About(driver="virtual"))
+    with pytest.raises(BadInput, match="the trace is damaged: "):
+        read_trace(tmp_path / "trace.json")

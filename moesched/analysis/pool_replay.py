@@ -52,12 +52,21 @@ def ring_outcomes(slots: int, transfers: Mapping[int, int]) -> dict[int, Outcome
 
     transfers: number of pages by transfer, in program order.
     """
-    contents = deque([-1] * slots)
+    contents: deque[tuple[int, int]] = deque()
+    free = slots
     outcomes = {}
     for transfer, pages in transfers.items():
-        overwritten = {contents.popleft() for _ in range(min(pages, slots))}
-        contents.extend([transfer] * min(pages, slots))
-        outcomes[transfer] = Outcome(False, sorted(overwritten - {-1}))
+        overwritten = []
+        free -= pages
+        while free < 0 and contents:
+            before, freed = contents.popleft()
+            free += freed
+            overwritten.append(before)
+            if free > 0:
+                contents.appendleft((before, free))
+                free = 0
+        contents.append((transfer, pages))
+        outcomes[transfer] = Outcome(False, overwritten)
     return outcomes
 
 
@@ -97,8 +106,10 @@ class _PoolReplay(ABC):
         self._whole: set[Unit] = set()
         """Units that were there before the first step."""
         more = sum(self._rooms) - sum(self._room_before)
-        self._empty = deque([-1] * (accesses.slots + more * self._size))
-        """Slots, by the transfer that filled them last."""
+        self._new = accesses.slots + more * self._size
+        """Number of slots that no transfer has filled yet."""
+        self._empty: deque[int] = deque()
+        """The transfers that filled the other empty slots last."""
         self._spared: set[Unit] = set()
         self._outcomes: dict[int, Outcome] = {}
 
@@ -136,12 +147,19 @@ class _PoolReplay(ABC):
         found = {self._present.get(self._unit(page), {}).get(page, -1) for page in there}
         self._spared |= {self._unit(page) for page in there}
         for page in missing:
-            if not self._empty:
+            if not self._new and not self._empty:
                 self._make_room()
-            found.add(self._empty.popleft() if self._empty else -1)
+            found.add(self._slot())
             self._present.setdefault(self._unit(page), {})[page] = transfer
             self._spared.discard(self._unit(page))
         self._outcomes[transfer] = Outcome(not missing, sorted(found - {-1}))
+
+    def _slot(self) -> int:
+        """Take an empty slot; returns the transfer that filled it last, or -1."""
+        if self._new > 0:
+            self._new -= 1
+            return -1
+        return self._empty.popleft() if self._empty else -1
 
     def _start(self) -> None:
         """Fill the caches as before the first step; those that were full then are full in the larger pool, too."""
@@ -159,8 +177,7 @@ class _PoolReplay(ABC):
         self._held[cache][page] = self._pages[page]
         self._rules[cache].used(self._pages[page], -1, 0)
         self._whole.add(self._unit(page))
-        for _ in range(min(self._size, len(self._empty))):
-            self._empty.pop()
+        self._new -= self._size
 
     def _remove(self, cache: int, page: int) -> None:
         del self._held[cache][page]
@@ -169,7 +186,7 @@ class _PoolReplay(ABC):
             self._free(each)
         if unit in self._whole:
             self._whole.remove(unit)
-            self._empty.extend([-1] * self._size)
+            self._new += self._size
 
     def _free(self, page: int) -> None:
         """Empty the slot of a page that a transfer brought, if it is there."""

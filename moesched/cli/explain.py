@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HELP = options.paragraphs(
     "Explain where the time of a run went, measured or predicted, from its trace.",
     "First the bottleneck: the part of the critical path whose relief would shorten the run most. That path is the "
-    "chain of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for while it was idle. "
-    "Then the critical path, the longest idle spans, the pools, and the time between tasks.",
+    "chain of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for "
+    "while it was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.",
     "Causes of idle time: data (a task computed or moved what the next one reads), lane (that task was in the queue "
     "of its own lane), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of "
     "experts), rank (another rank came later), policy (its own Python ran), host (the driver ran or a thread woke up), "
@@ -75,7 +75,8 @@ def explain(
             negative="",
             show_default=False,
             help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
-            'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, with commas; repeatable.',
+            'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
+            "with commas; repeatable.",
         ),
     ] = (),
     json: options.Json = False,

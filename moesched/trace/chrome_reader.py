@@ -20,6 +20,8 @@ from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import (
+    LEFT,
+    USED,
     About,
     Clock,
     LaneName,
@@ -36,6 +38,7 @@ MOST_BYTES = 1_000_000_000
 """Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
 
 MOST_RANKS = 1024
+MOST_SLOTS = 100_000_000
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _THREE_DECIMALS = re.compile(rb"\d{1,15}\.\d{3}")
@@ -262,7 +265,7 @@ def trace_of(file: TraceFile) -> Trace:
         frozenset(lanes[event.tid] for event, args in named if args.in_order),
         pools=_pools(events),
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
-        accesses=other.accesses,
+        accesses=[_checked(each) for each in other.accesses],
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
@@ -305,6 +308,28 @@ def _producers(tasks: list[Event], events: list[Event]) -> list[tuple[int, ...]]
                 raise ValueError(f"flow {event.id} has an end outside all slices")
             producers[consumer].append(producer)
     return [tuple(each) for each in producers]
+
+
+def _checked(accesses: PoolAccesses) -> PoolAccesses:
+    """Accesses that name the pages and caches which are there, in numbers that a pool may have."""
+    pages = {page.id for page in accesses.pages}
+    caches = range(max(1, len(accesses.caches)))
+    numbers = [accesses.rank, accesses.slots, *(cache.room for cache in accesses.caches)]
+    if not all(0 <= number <= MOST_SLOTS for number in numbers):
+        raise ValueError(f"pool {shown(accesses.pool)} has impossible numbers of slots")
+    for each in accesses.accesses:
+        kind, *about = each
+        if kind == USED:
+            cache, page, _, _ = about
+            known = cache in caches and page in pages
+        elif kind == LEFT:
+            cache, page = about
+            known = cache in (-1, *caches) and page in pages
+        else:
+            known = kind >= 0 and pages.issuperset(about)
+        if not known:
+            raise ValueError(f"an access of pool {shown(accesses.pool)} names what is not there: {each}")
+    return accesses
 
 
 def _memory(events: list[Event]) -> list[MemorySample]:
