@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clusters import cluster
+from moesched.analysis.explanation import explain
 from moesched.analysis.sides import read_side, replayed_side
 from moesched.cluster.cluster_file import cluster_toml, load_cluster
 from moesched.cluster.curve.keys import make_keys, read_keys
@@ -35,6 +36,7 @@ from moesched.models.published import published_config
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
+from moesched.plugins import make_policy
 from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile, write_profile
@@ -170,7 +172,8 @@ def _read_routing_trace(file: Path) -> None:
 
 
 def _trace(folder: Path) -> Path:
-    run = virtual_run("resident", requests=1, micro_batch_size=1, new_tokens=2)
+    cached = make_policy("lru_offload", {"offload_per_layer": 6})
+    run = virtual_run(cached, requests=1, micro_batch_size=1, new_tokens=2)
     write_trace(folder / "trace.json", run.recording, run.about)
     return folder / "trace.json"
 
@@ -185,6 +188,7 @@ def _read_run(file: Path) -> None:
     side = read_side(file)
     if side.trace is not None:
         replayed_side(side)
+        explain(side.trace.recording, side.trace.about)
 
 
 @cache
