@@ -6,7 +6,7 @@ from engine_script import WORK, Script
 from moesched.models.layout import Page
 from moesched.seams import Eviction
 from moesched.steps.ledger import ledger_problems, view_problems
-from moesched.steps.memory import Memory, Pool, Replacement, Slot, counts_of, held_slot
+from moesched.steps.memory import Memory, Pool, Replacement, Slot, held_slot
 from moesched.steps.pool_counts import FETCHED
 from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.views import Views
@@ -38,8 +38,6 @@ class Bench:
         slots = self.pool.assign_all([PAGES[number] for number in numbers], self.engine, arrival, step)
         task = PageTransfer(self.script.lanes["link"], WORK, f"fetch {numbers}", slots=slots)
         task.pages = tuple(PAGES[number] for number in numbers)
-        if (accesses := counts_of(self.pool).accesses) is not None:
-            accesses.append(task)
         self.script.tasks[task.verb] = task
         return self.engine.submit(task, (), slots)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesched.models.layout import Page
-from moesched.tasks import PageTransfer
 
 if TYPE_CHECKING:
     from moesched.steps.eviction import RuledPages
@@ -20,6 +19,13 @@ class Used(NamedTuple):
     tokens: int
 
 
+class Fetched(NamedTuple):
+    """A transfer, by its number, brings pages to the pool."""
+
+    transfer: int
+    pages: tuple[Page, ...]
+
+
 class Left(NamedTuple):
     """The policy dropped a page from a cache, or from the pool itself if the cache is -1."""
 
@@ -27,8 +33,7 @@ class Left(NamedTuple):
     page: Page
 
 
-Access = Used | Left | PageTransfer
-"""An access; a transfer brings its pages to the pool."""
+Access = Used | Fetched | Left
 
 
 class AccessLog(list[Access]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.access_log import Left, Used
+from moesched.steps.access_log import Fetched, Left, Used
 from moesched.steps.claims import Claim, Parts, claim_of_slots
 from moesched.steps.model_pages import describe
 from moesched.steps.pool_counts import FETCHED, LOADED, PoolCounts
@@ -237,7 +237,7 @@ class Pool(ReadOnly):
         In program order, the pages that the slots held are gone from here on.
 
         Args:
-            arrival: of the pages: `LOADED`, `FETCHED` or `SPECULATED`.
+            arrival: of the pages: `LOADED`, `FETCHED` or `SPECULATED`. The task that is submitted next fetches them.
             step: the step that brings them; -1 before the first one.
         """
         slots: list[Slot] = []
@@ -253,7 +253,10 @@ class Pool(ReadOnly):
                 self.vacate(slot, engine)
             raise
         if arrival != LOADED:
-            self._counts.fetched += len(slots)
+            counts = self._counts
+            counts.fetched += len(slots)
+            if counts.accesses is not None:
+                counts.accesses.append(Fetched(engine.submitted, tuple(pages)))
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:

@@ -44,18 +44,24 @@ def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_b
     own, nbytes = layout.pages, 0
     try:
         for page in pages:
-            if not 0 <= page.id < len(own) or (page is not own[page.id] and page != own[page.id]):
-                raise PolicyError(
-                    f"{verb}: page {describe(page)} belongs to another model or layout: take pages from plan.layout or "
-                    "step"
-                )
+            ours = own[page.id]
+            if page is not ours and page != ours:
+                raise _foreign(verb, page)
             if page.nbytes > most_bytes:
                 raise PolicyError(
                     f"{verb}: page {describe(page)} has {page.nbytes:,} bytes, and the largest page that the pool was "
                     f"declared for has {most_bytes:,}: name this one, too, in plan.pool"
                 )
             nbytes += page.nbytes
+    except IndexError:
+        raise _foreign(verb, page) from None
     except (AttributeError, TypeError):
         require_list(verb, pages)
         raise
     return nbytes
+
+
+def _foreign(verb: str, page: Page) -> PolicyError:
+    return PolicyError(
+        f"{verb}: page {describe(page)} belongs to another model or layout: take pages from plan.layout or step"
+    )

@@ -38,7 +38,7 @@ def accesses_of(rank: int, pool: Pool) -> PoolAccesses | None:
             accesses.append((LEFT, access.cache, access.page.id))
         else:
             pages.update((page.id, page) for page in access.pages)
-            accesses.append((access.id, *(page.id for page in access.pages)))
+            accesses.append((access.transfer, *(page.id for page in access.pages)))
     return PoolAccesses(
         rank=rank,
         pool=empty.pool,

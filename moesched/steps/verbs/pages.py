@@ -7,7 +7,7 @@ from threading import get_ident
 
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.memory import Pool, Slot, counts_of, held_slot, held_slots, note_use, slots_of
+from moesched.steps.memory import Pool, Slot, held_slot, held_slots, note_use, slots_of
 from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.pool_counts import FETCHED, SPECULATED
 from moesched.steps.verbs.base import Verbs
@@ -123,17 +123,16 @@ class PageVerbs(Verbs):
         plan = state.plan
         nbytes = require_pages(verb, pages, plan.layout, pool.page_bytes)
         reads = () if source is None else held_slots(verb, pages, source)
-        room = len(slots_of(pool))
-        if len(pages) > room:
-            raise OverBudget(f"{verb}: {len(pages)} pages do not fit pool {pool.name} of {room} slots")
+        count = len(pages)
+        if count > 1 and count > len(slots_of(pool)):
+            room = len(slots_of(pool))
+            raise OverBudget(f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots")
         slots = pool.assign_all(pages, state.engine, arrival, self.index)
         if reads:
             note_use(reads, self.index, 0)
         origin = plan.machine.roles.weights if source is None else source.memory.name
-        lane, work = state.works.move(origin, pool.memory.name, nbytes, len(slots))
+        lane, work = state.works.move(origin, pool.memory.name, nbytes, count)
         first = pages[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
         task.pages, task.slots = tuple(pages), slots
-        if (accesses := counts_of(pool).accesses) is not None:
-            accesses.append(task)
         return task, reads
