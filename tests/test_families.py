@@ -9,7 +9,7 @@ from moesched.steps.verbs.table import VERBS
 from moesched.trace.recording import TaskInfo
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in VERBS if verb.lane is not None])
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS if verb.lane is not None] + ["partial_sum"])
 def test_every_verb_that_submits_a_task_has_a_family(verb: str) -> None:
     assert family_of(TaskInfo(verb, verb, "Kernel", verb, "gpu")) != "other"
 

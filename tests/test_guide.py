@@ -1,4 +1,4 @@
-"""Pages that are followed step by step do what they say, and the guide's figures are those that commands printed."""
+"""Every page does what it says, block by block, and the guide's figures are those that commands printed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from doc_blocks import Reader, agrees, blocks, outputs
-from moesched.steps.verbs.table import picture
+from doc_blocks import Block, agrees, blocks, outputs
+from doc_reader import Reader, read_only
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "policies.md"
-FOLLOWED = [GUIDE, ROOT / "docs" / "explain.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FOLLOWED = [page for page in PAGES if any(block.runs for block in blocks(page))]
+ONLY_READ = [block for page in PAGES for block in blocks(page) if not block.runs]
 FIGURE = re.compile(r"\b\d[\d,]*(?:\.\d+)? ?(?:tokens/s|%|GB/s|GB|MB|ms|s)(?![\w/])")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_run")]
@@ -38,14 +45,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_page_can_be_followed_word_for_word(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reader = Reader(capfd)
     for block in blocks(page):
-        if block.runs and block.language not in ("text", "toml"):
+        if block.runs:
             reader.follow(block)
 
 
-def test_what_the_tests_do_not_run_needs_what_they_lack() -> None:
-    marked = [block.before for block in blocks(GUIDE) if not block.runs]
-    needs = [re.findall(r"needs (CUDA|ssh|the network);", before) for before in marked]
-    assert needs == [["the network"], ["CUDA"], ["ssh"]]
+@pytest.mark.parametrize("block", ONLY_READ, ids=lambda block: block.where)
+def test_a_block_that_the_tests_do_not_run_names_commands_and_options_that_exist(block: Block) -> None:
+    read_only(block)
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.stem)
+def test_every_file_that_a_page_shows_is_used_by_a_later_block(page: Path) -> None:
+    shown = blocks(page)
+    unused = [
+        block.file
+        for number, block in enumerate(shown)
+        if block.file and not any(Path(block.file).stem in later.text for later in shown[number + 1 :])
+    ]
+    assert unused == []
+
+
+def test_the_guide_says_what_its_blocks_need_that_the_tests_do_not_run() -> None:
+    assert [block.why_not for block in blocks(GUIDE) if not block.runs] == [
+        "needs the network",
+        "needs CUDA",
+        "needs ssh",
+    ]
 
 
 def test_every_figure_of_the_guide_is_one_that_a_command_prints() -> None:
@@ -53,16 +78,9 @@ def test_every_figure_of_the_guide_is_one_that_a_command_prints() -> None:
     assert {figure for figure in FIGURE.findall(text) if figure not in outputs(GUIDE)} == set()
 
 
-def test_the_picture_of_a_micro_batchs_progress_is_the_one_that_the_table_gives() -> None:
-    [shown] = [block.text for block in blocks(GUIDE) if block.language == "text"]
-    assert shown == picture() + "\n"
-
-
-def test_the_entry_point_names_a_policy_of_the_tutorial_and_a_group_that_is_searched() -> None:
+def test_the_entry_point_names_a_policy_of_the_tutorial() -> None:
     [shown] = [block.text for block in blocks(GUIDE) if block.language == "toml"]
-    [(group, members)] = tomllib.loads(shown)["project"]["entry-points"].items()
-    assert group in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    [named] = members.values()
+    [named] = tomllib.loads(shown)["project"]["entry-points"]["moesched.policies"].values()
     file = named.partition(":")[0].rpartition(".")[2]
     [code] = [block.text for block in blocks(GUIDE) if block.file == f"{file}.py"]
     assert f"class {named.partition(':')[2]}:" in code

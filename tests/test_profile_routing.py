@@ -26,7 +26,6 @@ from small_models import SMALL, small_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7, 7, 7, 20, 30, 40, 50, 60], [100]]
 NEW_TOKENS = 4
-PAGE = Path(__file__).parent.parent / "docs" / "routing.md"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -214,11 +213,6 @@ def test_a_generator_needs_no_model_but_its_shape(command: Any, tmp_path: Path) 
     assert re.search(r"\nmean +0\.71\ndeviation +0\.08\nminimum +0\.22\n", said.out)
     assert re.search(r"\n56 of 256 +25\.2% +18\.7% +21\.9%\n125 of 256 +53\.0% +44\.6% +48\.8%\n", said.out)
     assert read_profile(tmp_path / "made.csv").experts == 8
-
-
-def test_the_page_shows_what_the_command_prints_for_a_generator(command: Any) -> None:
-    said = command("profile-routing", "mixtral-8x7b", "--routing", "popularity")
-    assert f"```\n{said.out.strip()}\n```" in PAGE.read_text()
 
 
 def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(

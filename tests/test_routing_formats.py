@@ -128,7 +128,7 @@ def test_the_examples_of_the_page_are_the_same_trace_and_its_command_replays_the
 ) -> None:
     page = PAGE.read_text(encoding="utf-8")
     blocks = dict(re.findall(r"```(python|jsonl|csv)\n(.*?)```", page, re.DOTALL))
-    [simulate] = re.findall(r"^moesched (simulate .* --routing) request\.npy$", page, re.MULTILINE)
+    [simulate] = re.findall(r"^\$ moesched (simulate .* --routing) request\.npy$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     exec(blocks["python"], {})

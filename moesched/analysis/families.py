@@ -26,7 +26,7 @@ COLOURS: dict[Family, str] = {
 
 _VERBS: dict[Family, tuple[str, ...]] = {
     "attention": ("pre_attention", "attention", "cpu_attention"),
-    "experts": ("post_attention", "run_expert", "warm_expert", "combine"),
+    "experts": ("post_attention", "run_expert", "warm_expert", "partial_sum", "combine"),
     "activations": ("load_kv", "offload_kv", "offload_qkv", "load_hidden", "offload_routed", "load_routed"),
     "choices": ("embed", "route", "preview_route", "sample"),
 }

@@ -78,7 +78,7 @@ def page() -> str:
     return "\n".join(
         [
             _HEAD,
-            f"```\n{picture()}\n```\n",
+            f"```text\n{picture()}\n```\n",
             _VERBS,
             *table(("verb", "purpose", "needs", "leaves"), verbs),
             "",

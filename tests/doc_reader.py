@@ -1,0 +1,116 @@
+"""A reader of the documentation: writes its files, runs its Python, types its commands, and compares what they print."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+import moesched
+from doc_blocks import Block, agrees, commands
+from moesched.cli.main import main, make_app
+from moesched.cluster.cluster_file import parse_cluster
+from moesched.steps.verbs.table import picture
+
+ROOT = Path(__file__).parent.parent
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+TARGETS = re.findall(r"^([\w-]+):.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+ORDINARY = {".", "cd", "git", "ln", "mkdir", "pip", "pytest"}
+"""Programs whose arguments are left to the reader."""
+
+
+class Reader:
+    """Does what a page says, in the current folder."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+        self._names: dict[str, Any] = {"__name__": "page"}
+
+    def follow(self, block: Block) -> None:
+        """Write the file, or run it, or type the commands and compare what they print."""
+        if block.file:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            exec(compile(block.text, block.where, "exec"), self._names)
+        elif block.language == "toml":
+            read_toml(block)
+        elif block.language == "text":
+            assert block.text == picture() + "\n", f"{block.where}: which command prints this?"
+        else:
+            assert block.language == "console", f"{block.where}: what is this {block.language!r}?"
+            for command, shown in commands(block):
+                printed = self._typed(command)
+                assert agrees(shown, printed), (
+                    f"{block.where}: {shlex.join(command)} prints:\n{printed}\nand the page shows:\n{shown}"
+                )
+
+    def _typed(self, command: list[str]) -> str:
+        self._capture.readouterr()
+        program, *arguments = command
+        program = Path(program).name
+        if program == "moesched":
+            failed = main(arguments) != 0
+            printed = "".join(self._capture.readouterr())
+            assert failed == ("moesched: " in printed), printed
+            return printed
+        if program == "python":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", arguments)
+                runpy.run_path(arguments[0], run_name="__main__")
+            return self._capture.readouterr().out
+        assert program == "pytest", f"nobody types {program}"
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments], capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+
+def read_toml(block: Block) -> None:
+    """Read a block that is a cluster file, or a part of a pyproject.toml with entry points."""
+    if "[[hosts]]" in block.text:
+        with_keys = re.sub(r'"\.\.\."', lambda _: f'"{zmq.curve_keypair()[0].decode()}"', block.text)
+        parse_cluster(with_keys.encode(), block.where)
+        return
+    [(group, members)] = tomllib.loads(block.text)["project"]["entry-points"].items()
+    assert group in GROUPS, f"{block.where}: {group}"
+    assert all(re.fullmatch(r"[\w.]+:\w+", named) for named in members.values()), block.where
+
+
+def read_only(block: Block) -> None:
+    """Check what can be checked of a block that the tests do not run: that its commands and functions exist."""
+    if block.language == "python":
+        for call in ast.walk(ast.parse(block.text)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("moesched."):
+                called = getattr(moesched, ast.unparse(call.func).removeprefix("moesched."))
+                keywords = {each.arg for each in call.keywords}
+                assert keywords <= inspect.signature(called).parameters.keys(), block.where
+        return
+    assert block.language in ("console", "text"), f"{block.where}: what is this {block.language!r}?"
+    assert bool(commands(block)) == (block.language == "console"), f"{block.where}: which command?"
+    for command, _ in commands(block):
+        check_command(command, block.where)
+
+
+def check_command(command: list[str], where: str) -> None:
+    """A command of ours has the arguments that the page gives it; a script and a target exist."""
+    programs = [Path(word).name for word in command]
+    if "moesched" in programs:
+        arguments = command[programs.index("moesched") + 1 :]
+        make_app().parse_args(arguments, exit_on_error=False, print_error=False)
+    elif programs[0] == "python":
+        assert (ROOT / command[1]).is_file(), f"{where}: {command[1]}"
+    elif programs[0] == "make":
+        targets = [word for word in command[1:] if "=" not in word]
+        assert all(word in TARGETS or word.startswith(".venv/") for word in targets), f"{where}: {targets}"
+    else:
+        assert programs[0] in ORDINARY, f"{where}: nobody types {programs[0]}"
