@@ -103,7 +103,7 @@ def read_only(block: Block) -> None:
 
 def check_command(command: list[str], where: str) -> None:
     """A command of ours has the arguments that the page gives it; a script and a target exist."""
-    programs = [Path(word).name for word in command]
+    programs = [Path(word).name or word for word in command]
     if "moesched" in programs:
         arguments = command[programs.index("moesched") + 1 :]
         make_app().parse_args(arguments, exit_on_error=False, print_error=False)
