@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TOOLS := $(VENV)/installed-dev
+FOR_DOCS := $(VENV)/installed-docs
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 # Compiled during the installation where there is a C compiler.
 KERNEL := $(wildcard devices/products/expert_*.[ch])
@@ -15,10 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
 
-.PHONY: help run test lint types format bench fuzz pages clean distclean
+.PHONY: help run test lint types format bench docs docs-serve fuzz pages clean distclean
 
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
 
 run: $(INSTALLED) ## generate text with offloaded weights, compare policies with their predictions, write traces to out/
 	$(BIN)/python examples/first_run.py
@@ -41,6 +42,13 @@ format: $(TOOLS) ## let ruff rewrite the sources
 bench: $(TOOLS) ## run every benchmark; each writes a result file
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_pages.py
+
+docs: $(FOR_DOCS) ## build the site into out/site, without the network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open out/site/index.html"
+
+docs-serve: $(FOR_DOCS) ## show the site at http://127.0.0.1:8000 while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 fuzz: $(TOOLS) ## damage every kind of file and message, 100,000 times each; takes hours
 	$(BIN)/python benchmarks/fuzz_inputs.py
@@ -68,4 +76,8 @@ $(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
 
 $(TOOLS): $(INSTALLED)
 	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(FOR_DOCS): $(INSTALLED)
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@

@@ -45,7 +45,8 @@ class Plan(Declarations):
         batch: the requests.
         budgets: bytes by memory name.
         slot_bytes: bytes of a page in a slot of the device.
-        nodes, node: number of machines that share the model's experts, and this one's index, from 0.
+        nodes: number of machines that share the model's experts.
+        node: this machine's index among them, from 0.
         pipelined: cut the layers into stages, one for each of the machine's equal accelerators. Layer i of L belongs to
             stage i S // L of S. A page goes to the accelerator of its layer's stage, and a micro-batch's hidden state
             moves on with the first verb of a stage.
