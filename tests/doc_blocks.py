@@ -1,9 +1,8 @@
 """The code and the commands of a page of the documentation, and a reader who types them in.
 
-A block after a line that ends in `file.py`: is that file, of any kind. Other Python is typed into one interpreter, which
-the page shares. A console block has commands behind `$`, and what they print; `…` stands for any text in a line, or
-alone for any lines. Blocks after a line that says why the tests do not run them are only read: CONTRIBUTING.md shows
-the mark.
+A block after a line that ends in `file.py`: is that file, of any kind. Other Python of a page is one module. A console
+block has commands behind `$`, and what they print; `…` stands for any text in a line, or alone for any lines. Blocks
+after a line that says why the tests do not run them are only read: CONTRIBUTING.md shows the mark.
 """
 
 from __future__ import annotations

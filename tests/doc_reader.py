@@ -1,4 +1,4 @@
-"""A reader of the documentation: writes its files, runs its Python, types its commands, and compares what they print."""
+"""A reader of the documentation: writes its files, runs its code, types its commands, compares what they print."""
 
 from __future__ import annotations
 

@@ -7,11 +7,26 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import moesched
 from doc_blocks import blocks
 from moesched import dispatch, run_model, simulate_model
 from moesched.cli.main import main
+from moesched.machines.machine import (
+    AcceleratorGroup,
+    Contention,
+    CostPoint,
+    Interconnect,
+    Link,
+    Machine,
+    Processor,
+    Roles,
+    Tier,
+    WiredMemory,
+)
+from moesched.machines.networks import Network
 from moesched.plugins import find
 from moesched.testing import check_policy
 
@@ -30,6 +45,9 @@ ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MODULE = re.compile(r"`(moesched(?:\.\w+)+)`")
 PLACEHOLDER = "MACHINE"
+
+
+NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
 
 
 def named_files(page: Path) -> set[str]:
@@ -61,6 +79,48 @@ def anchors(page: Path) -> set[str]:
     """The sections of a page, as links name them."""
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_has_one_place_in_the_site() -> None:
+    shown = re.findall(r": ([\w-]+\.md)$", NAV, re.MULTILINE)
+    assert sorted(shown) == sorted(page.name for page in (ROOT / "docs").glob("*.md")), (
+        "edit nav in mkdocs.yml"
+    )
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("reference*.md"))
+    shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    packages = {"moesched": moesched.__all__, "moesched.dispatch": dispatch.__all__}
+    public = {f"{package}.{name}" for package, names in packages.items() for name in names}
+    assert public - set(shown) == set()
+    assert [name for name in shown if not exists(name)] == []
+
+
+STRUCTS = (
+    *(
+        Machine,
+        Processor,
+        Tier,
+        Link,
+        Roles,
+        AcceleratorGroup,
+        Interconnect,
+        WiredMemory,
+        CostPoint,
+        Contention,
+    ),
+    Network,
+)
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_every_key_of_a_machine_file_is_on_its_page(struct: type[msgspec.Struct]) -> None:
+    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    tables = {"processors", "memories", "links", "roles", "accelerator_group", "network", "wired_memory"}
+    missing = [name for name in struct.__struct_fields__ if name not in tables and f"`{name}`" not in page]
+    assert missing == []
+    assert all(re.search(rf"^`\[+{table}[\].]", page, re.MULTILINE) for table in tables)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: files of the repository that pages link to, such as results of benchmarks, come along into the site."""
+"""A hook of MkDocs: files that pages link to outside of docs/, such as results of benchmarks, come into the site."""
 
 from __future__ import annotations
 
