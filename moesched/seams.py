@@ -387,7 +387,8 @@ class Exchange(NamedTuple):
     Attributes:
         ticket: its number in the sequence of all collectives, from 0.
         signature: its subject; ranks with different signatures get an error that names them.
-        step, layer: the step and layer that it belongs to; -1 for none.
+        step: the step that it belongs to; -1 for none.
+        layer: the layer that it belongs to; -1 for none.
     """
 
     ticket: int

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Reader:
             assert block.text == picture() + "\n", f"{block.where}: which command prints this?"
         else:
             assert block.language == "console", f"{block.where}: what is this {block.language!r}?"
+            assert commands(block), f"{block.where}: which command?"
             for command, shown in commands(block):
                 printed = self._typed(command)
                 assert agrees(shown, printed), (
@@ -99,6 +101,33 @@ def read_only(block: Block) -> None:
     assert bool(commands(block)) == (block.language == "console"), f"{block.where}: which command?"
     for command, _ in commands(block):
         check_command(command, block.where)
+
+
+@cache
+def options() -> dict[str, set[str]]:
+    """The options of each command of ours, by its name."""
+    app = make_app()
+    commands = [name for name in app if not name.startswith("-")]
+    return {
+        name: {
+            "--help",
+            *(option for each in app[name].assemble_argument_collection() for option in each.names),
+        }
+        for name in commands
+    }
+
+
+def unknown_in_sentences(page: Path) -> list[str]:
+    """The commands of ours within a page's sentences that do not exist, or have options that do not."""
+    sentences = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    unknown = []
+    for name, arguments in re.findall(r"`moesched ([a-z][a-z-]*)([^`]*)`", sentences):
+        given = {word for word in arguments.split() if word.startswith("--")}
+        if name not in options() or not given <= options()[name]:
+            unknown.append(f"moesched {name}{arguments}")
+    return unknown
 
 
 def check_command(command: list[str], where: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from doc_blocks import Block, agrees, blocks, outputs
-from doc_reader import Reader, read_only
+from doc_reader import Reader, read_only, unknown_in_sentences
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "policies.md"
@@ -52,6 +52,11 @@ def test_a_page_can_be_followed_word_for_word(page: Path, capfd: pytest.CaptureF
 @pytest.mark.parametrize("block", ONLY_READ, ids=lambda block: block.where)
 def test_a_block_that_the_tests_do_not_run_names_commands_and_options_that_exist(block: Block) -> None:
     read_only(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_a_command_within_a_sentence_has_options_that_exist(page: Path) -> None:
+    assert unknown_in_sentences(page) == []
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.stem)

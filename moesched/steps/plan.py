@@ -54,13 +54,16 @@ class Plan(Declarations):
 
     Attributes:
         machine: with several stages, each accelerator with a memory and links of its own.
-        layers, micro_batches: their numbers, from 0.
+        layers: the numbers of the layers, from 0.
+        micro_batches: the numbers of the micro-batches of decode steps, from 0.
         chunks: the micro-batches of prefill; more than `micro_batches` where long prompts are cut.
         operations: FLOPs and bytes of the model's operations, and sizes of their data.
         stages: the layers of each stage; one without a pipeline.
         slot_bytes: bytes of a page in a slot of the device.
-        memories, accelerators: all memories by name; the accelerators' by stage.
-        weights, reservations: for the framework: the pages' places, and the bytes that everything needs.
+        memories: all memories by name.
+        accelerators: the accelerators' memories by stage.
+        weights: for the framework: the pages' places.
+        reservations: for the framework: the bytes that everything needs.
     """
 
     def __init__(

@@ -62,7 +62,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
         last: whether this is the last step, so that nothing need be fetched for a later one.
         chunked: whether it is a prefill in which prompts are cut.
-        nodes, node: the number of nodes that share the experts, and this one's, from 0.
+        nodes: the number of nodes that share the experts.
+        node: this node's number, from 0.
         attends: whether this node has attention, router and sampling. Otherwise `route` and `sample` have the results
             of the first node, and there are no verbs before `route`.
     """
