@@ -84,6 +84,10 @@ class Engine:
         """Awaits of the policy, for a trace: the task's id, and the number of tasks submitted by then."""
         self.submit_delays: list[tuple[int, int]] | None = None
         """Delays of idle lanes by the policy, for a trace: the id of the task they waited for, and nanoseconds."""
+        self.cancels: list[tuple[Task, int]] | None = None
+        """Tasks that `cancel` withdrew, for a trace, and the times; None if they are not recorded."""
+        self.now: Callable[[], int] = lambda: 0
+        """The time in nanoseconds; the driver's."""
         self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
         """Holds all states while a policy looks at them, and gives the time in nanoseconds; the driver's."""
         self.submitted = 0
@@ -199,6 +203,8 @@ class Engine:
                 self.arrived.append(task)
         elif task.state == READY:
             self._withdraw(task)
+        if self.cancels is not None:
+            self.cancels.append((task, self.now()))
         return True
 
     def promote(self, task: Task, transfer_class: int) -> None:

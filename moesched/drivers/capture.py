@@ -25,7 +25,7 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle, looked at the time, or has an eviction rule, so its steps may differ."""
+    """The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule: steps may differ."""
 
 
 class CapturingEngine(Engine):
@@ -40,6 +40,9 @@ class CapturingEngine(Engine):
         super().submit(task, *arguments, **named)
         self.tasks.append(task)
         return task
+
+    def cancel(self, task: Task) -> bool:
+        raise NotFixed
 
     def take(self) -> list[Task]:
         """The tasks submitted since the last call."""

@@ -49,7 +49,6 @@ class SharedEngine(Engine):
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self.lock: Any = threading.Lock()
         self.dispatch: Callable[..., object] = lambda *_: None
-        self.now: Callable[[], int] = lambda: 0
         self.policy_since = 0
         """The time from which the next submit delay counts: the awaited task's end, or the last noted submission."""
         self._submit_locked: Callable[..., Any] = super().submit

@@ -68,6 +68,7 @@ class VirtualDriver:
         self._owners: list[Engine] = []
         for engine in self._engines:
             engine.started, engine.awaited = self._started, self._awaited
+            engine.now = lambda: self.now
             engine.look = lambda: nullcontext(self.now)
             for lane in engine.lanes:
                 lane.index = len(self._owners)

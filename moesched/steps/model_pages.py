@@ -15,6 +15,29 @@ def describe(page: Page) -> str:
     return f"L{page.layer} {part} #{page.index}"
 
 
+def describe_all(pages: Iterable[Page]) -> str:
+    """Pages in few words, by layer and expert, such as "L3 dense #0-1, E5 #0"."""
+    indices: dict[tuple[int, int], list[int]] = {}
+    for page in pages:
+        indices.setdefault((page.layer, page.expert), []).append(page.index)
+    layers: dict[int, list[str]] = {}
+    for (layer, expert), found in indices.items():
+        part = "dense" if expert < 0 else f"E{expert}"
+        layers.setdefault(layer, []).append(f"{part} #{_spans(sorted(found))}")
+    return "; ".join(f"L{layer} {', '.join(parts)}" for layer, parts in layers.items())
+
+
+def _spans(numbers: list[int]) -> str:
+    """Ascending numbers, with those in a row as a span: "0-3,5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
 def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
     """The pages as a tuple, checked to be pages.
 

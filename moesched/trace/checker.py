@@ -14,7 +14,6 @@ from moesched.errors import BadInput
 from moesched.trace.chrome_reader import (
     Event,
     SliceArgs,
-    TaskArgs,
     TraceFile,
     Track,
     decode_trace,
@@ -26,7 +25,7 @@ from moesched.trace.chrome_writer import CRITICAL_PID, microseconds
 
 SHOWN_PER_RULE = 5
 
-_TIMED = frozenset("XsfC")
+_TIMED = frozenset("XsfCi")
 
 
 def check_trace(path: Path | str) -> list[str]:
@@ -138,6 +137,9 @@ def _counts(file: TraceFile, tasks: list[Event]) -> Iterator[str]:
         yield f"{len(tasks)} slices stand for {other.tasks} tasks"
     if flows != other.edges:
         yield f"{flows} flows stand for {other.edges} edges"
+    cancelled = sum(1 for event in file.trace_events if event.ph == "i")
+    if cancelled != other.cancelled:
+        yield f"{cancelled} instants stand for {other.cancelled} cancelled tasks"
 
 
 def _joins(events: list[Event], tasks: list[Event]) -> Iterator[str]:
@@ -159,12 +161,10 @@ def _joins(events: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 def _args(tasks: list[Event]) -> Iterator[str]:
     decode = msgspec.json.Decoder(SliceArgs).decode
-    decode_task = msgspec.json.Decoder(TaskArgs).decode
     seen: set[tuple[int, int]] = set()
     for event in tasks:
         try:
             task = decode(event.args).task
-            decode_task(event.args)
         except msgspec.DecodeError as error:
             yield f"{event.name} at {bytes(event.ts).decode()}: args: {error}"
             continue

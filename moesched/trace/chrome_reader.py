@@ -18,11 +18,12 @@ from moesched.steps.pool_counts import Counted
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
-from moesched.trace.chrome_writer import CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
+from moesched.trace.chrome_writer import CANCELLED, CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import (
     LEFT,
     USED,
     About,
+    Cancelled,
     Clock,
     LaneName,
     MemorySample,
@@ -60,8 +61,17 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NOTHING
 
 
-class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
-    """The args of a slice that describe its task, in the order of `TaskInfo`."""
+RENAMED = {
+    "nbytes": "bytes",
+    "flops": "FLOP",
+    "dispatch": "dispatch_ns",
+    "submit_delay": "submit_delay_ns",
+}
+"""Names of args in the file that are not those of `SliceArgs`; docs/traces.md explains all of them."""
+
+
+class SliceArgs(msgspec.Struct, gc=False, kw_only=True, rename=RENAMED):
+    """The args of a slice: first those of its `TaskInfo`, then those of its `Slice`, both in order."""
 
     type: str = ""
     kind: str = ""
@@ -74,11 +84,8 @@ class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes"}):
     pages: int = 0
     link_class: int = 0
     pool: str = ""
-
-
-class SliceArgs(msgspec.Struct, gc=False):
-    """The args of a slice that `Slice` holds itself."""
-
+    rows: int = 0
+    page_names: str = ""
     task: int
     step: int = -1
     state: str = "done"
@@ -87,6 +94,11 @@ class SliceArgs(msgspec.Struct, gc=False):
     awaited_at: int = -1
     dispatch: int = 0
     submit_delay: int = -1
+    experts: dict[int, int] | None = None
+
+
+_OF_TASK = SliceArgs.__struct_fields__.index("task")
+"""Number of args that describe the task."""
 
 
 class CostEntry(NamedTuple):
@@ -112,6 +124,7 @@ class OtherData(msgspec.Struct):
     edges: int
     driver: str = ""
     joins: int = 0
+    cancelled: int = 0
     trimmed: bool = False
     policy: str = ""
     model: str = ""
@@ -134,7 +147,7 @@ class _NameArgs(msgspec.Struct):
     in_order: bool = False
 
 
-class _CounterArgs(msgspec.Struct):
+class _CounterArgs(msgspec.Struct, rename={"reserved": "reserved_bytes", "pages": "page_bytes"}):
     reserved: int
     pages: int
 
@@ -266,6 +279,7 @@ def trace_of(file: TraceFile) -> Trace:
         pools=_pools(events),
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
         accesses=[_checked(each) for each in other.accesses],
+        cancelled=_cancelled(events, lanes),
     )
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
@@ -279,20 +293,32 @@ def _rank(event: Event) -> int:
 
 
 def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
-    decode_task = msgspec.json.Decoder(TaskArgs).decode
-    decode_slice = msgspec.json.Decoder(SliceArgs).decode
+    decode = msgspec.json.Decoder(SliceArgs).decode
     known: dict[tuple[Any, ...], TaskInfo] = {}
     slices = []
     for event in tasks:
         start = nanoseconds(event.ts)
-        description = (event.name, event.cat, *msgspec.structs.astuple(decode_task(event.args)))
+        args = msgspec.structs.astuple(decode(event.args))
+        description = (event.name, event.cat, *args[:_OF_TASK])
         task = known.get(description)
         if task is None:
             task = known[description] = TaskInfo(*description)
-        number, step, *others = msgspec.structs.astuple(decode_slice(event.args))
+        number, step, *others = args[_OF_TASK:]
         end = start + nanoseconds(event.dur)
         slices.append(Slice(number, lanes[event.tid], task, step, start, end, *others))
     return slices
+
+
+def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelled]:
+    cancelled = []
+    for event in events:
+        if event.ph == "i":
+            args = msgspec.json.decode(event.args, type=SliceArgs)
+            description = msgspec.structs.astuple(args)[:_OF_TASK]
+            task = TaskInfo(event.name.removeprefix(CANCELLED), event.cat, *description)
+            time = nanoseconds(event.ts)
+            cancelled.append(Cancelled(args.task, lanes[event.tid], task, args.step, time, args.line))
+    return cancelled
 
 
 def _producers(tasks: list[Event], events: list[Event]) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,9 +21,10 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 
-FORMAT = "moesched trace 4"
-SIDE_BY_SIDE = "moesched traces side by side 1"
+FORMAT = "moesched trace 5"
+SIDE_BY_SIDE = "moesched traces side by side 2"
 CRITICAL_PATH = "critical path"
+CANCELLED = "cancelled "
 CRITICAL_PID = 1
 FIRST_RANK_PID = 2
 FIRST_LANE_TID = 2
@@ -128,6 +129,7 @@ def _write_file(path: Path, other: dict[str, Any], runs: Sequence[_Shown]) -> No
         "tasks": sum(len(each.slices) for each in recordings),
         "edges": sum(each.edges for each in recordings),
         "joins": sum(each.joins for each in recordings),
+        "cancelled": sum(len(each.cancelled) for each in recordings),
         "trimmed": any(each.trimmed for each in recordings),
     }
     with whole_file(path, "trace") as file:
@@ -161,6 +163,7 @@ def _events(runs: Sequence[_Shown]) -> Iterator[str]:
     for run in runs:
         yield from _names(run)
         yield from _slices(run)
+        yield from _cancelled(run)
         yield from _flows(run)
         yield from _critical(run)
         yield from _counters(run)
@@ -220,9 +223,11 @@ def _slices(run: _Shown) -> Iterator[str]:
         if each.awaited_at >= 0:
             rates += f',"awaited_at":{each.awaited_at}'
         if each.dispatch:
-            rates += f',"dispatch":{each.dispatch}'
+            rates += f',"dispatch_ns":{each.dispatch}'
         if each.submit_delay >= 0:
-            rates += f',"submit_delay":{each.submit_delay}'
+            rates += f',"submit_delay_ns":{each.submit_delay}'
+        if each.experts is not None:
+            rates += f',"experts":{_expert_rows(each.experts)}'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'
@@ -237,8 +242,10 @@ def _description(task: TaskInfo) -> str:
     numbers = {"layer": task.layer, "micro_batch": task.micro_batch, "expert": task.expert}
     args: dict[str, object] = {name: number for name, number in numbers.items() if number >= 0}
     args |= {"type": task.type, "kind": task.kind, "resource": task.resource}
+    if task.rows:
+        args["rows"] = task.rows
     if task.pages:
-        args["pages"] = task.pages
+        args |= {"pages": task.pages, "page_names": task.page_names}
     if task.link_class:
         args["link_class"] = task.link_class
     if task.pool:
@@ -246,13 +253,30 @@ def _description(task: TaskInfo) -> str:
     if task.nbytes:
         args["bytes"] = _plain(task.nbytes)
     if task.flops:
-        args["flops"] = _plain(task.flops)
+        args["FLOP"] = _plain(task.flops)
     return "," + json.dumps(args, separators=(",", ":"))[1:-1]
+
+
+def _expert_rows(experts: Mapping[int, int]) -> str:
+    return "{" + ",".join(f'"{expert}":{rows}' for expert, rows in experts.items()) + "}"
 
 
 def _plain(number: float) -> float:
     """Convert whole numbers to int, so that files do not say 4096.0 bytes."""
     return int(number) if number == int(number) else number
+
+
+def _cancelled(run: _Shown) -> Iterator[str]:
+    """Yield instants: a cancelled task has no slice."""
+    tracks = run.tracks
+    for each in run.recording.cancelled:
+        task = each.task
+        line = f',"line":{json.dumps(each.line)}' if each.line else ""
+        yield (
+            f'{{"ph":"i","s":"t",{tracks[each.lane]},"name":{json.dumps(CANCELLED + task.label)},'
+            f'"cat":{json.dumps(task.verb)},"ts":{microseconds(each.time + run.shift)},'
+            f'"args":{{"task":{each.id},"step":{each.step}{_description(task)}{line}}}}}'
+        )
 
 
 def _flows(run: _Shown) -> Iterator[str]:
@@ -301,7 +325,7 @@ def _counters(run: _Shown) -> Iterable[str]:
         yield (
             f'{{"ph":"C","pid":{run.pid + sample.rank},"name":{name},'
             f'"ts":{microseconds(sample.time + run.shift)},'
-            f'"args":{{"reserved":{sample.reserved},"pages":{sample.pages}}}}}'
+            f'"args":{{"reserved_bytes":{sample.reserved},"page_bytes":{sample.pages}}}}}'
         )
     for count in run.recording.pools:
         yield (

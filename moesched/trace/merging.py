@@ -49,6 +49,16 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         accesses=[
             replace(accesses, rank=rank) for rank, each in recordings.items() for accesses in each.accesses
         ],
+        cancelled=sorted(
+            (
+                replace(
+                    cancelled, lane=LaneName(rank, cancelled.lane.name), time=cancelled.time + shifts[rank]
+                )
+                for rank, each in recordings.items()
+                for cancelled in each.cancelled
+            ),
+            key=lambda cancelled: cancelled.time,
+        ),
     )
     for rank, index, end in found:
         recording = recordings[rank]

@@ -11,12 +11,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moesched.engine import Engine
+from moesched.models.layout import Page
 from moesched.seams import Demand
 from moesched.steps.memory import Pool, Slot, counts_of
+from moesched.steps.model_pages import describe_all
 from moesched.steps.pool_counts import Counted
-from moesched.tasks import STATE_NAMES, Block, Collective, Join, Lane, PageTransfer, Task, link_class
+from moesched.tasks import (
+    STATE_NAMES,
+    Block,
+    Collective,
+    Decision,
+    Join,
+    Lane,
+    PageTransfer,
+    Task,
+    link_class,
+)
 from moesched.trace.access_records import accesses_of, log_accesses, title_of
 from moesched.trace.recording import (
+    Cancelled,
     LaneName,
     MemorySample,
     PoolSample,
@@ -39,9 +52,10 @@ class HasPeak(Protocol):
 
 
 class _Rank:
-    """Data of one rank: lanes, joins, awaited tasks, submit delays, memories, and slots filled by dropped tasks.
+    """Data of one rank: lanes, joins, awaited tasks, submit delays, cancelled tasks, memories, filled slots.
 
     Attributes:
+        filled: slots that were filled by dropped tasks.
         counts: the log of each pool.
     """
 
@@ -50,6 +64,7 @@ class _Rank:
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
         self.submit_delays: list[tuple[int, int]] = []
+        self.cancels: list[tuple[Task, int]] = []
         self.memories = memories
         self.filled: set[Block] = set()
         self.pools = list(pools)
@@ -60,6 +75,7 @@ class _Rank:
         engine.joined = self.joins
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
+        engine.cancels = self.cancels
 
 
 class _RankRecorder:
@@ -169,6 +185,7 @@ class LastSteps(_RankRecorder):
                 del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
                 for pairs in (rank.awaits, rank.submit_delays):
                     pairs[:] = [each for each in pairs if each[0] >= min(ids)]
+                rank.cancels[:] = [each for each in rank.cancels if each[0].step >= self._first]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
         """Drop tasks, remembering only the slots that they filled."""
@@ -185,7 +202,8 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
-    slices = _slices(tasks, lanes)
+    descriptions = _Descriptions()
+    slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
     _note_policies(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
@@ -196,42 +214,71 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
         sum(map(len, joins)),
         frozenset(name for lane, name in lanes.items() if lane.in_order),
         origin,
+        cancelled=_cancelled(ranks, lanes, descriptions),
     )
     recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
     recording.pools = _pools(recording, ranks)
     return recording
 
 
-def _slices(tasks: Sequence[Task], lanes: Mapping[Lane, LaneName]) -> list[Slice]:
-    known: dict[tuple[object, ...], TaskInfo] = {}
-    lines: dict[tuple[int, int], str] = {}
-    slices = []
-    for task in tasks:
+class _Descriptions:
+    """Descriptions and lines of tasks; equal tasks share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], TaskInfo] = {}
+        self._lines: dict[tuple[int, int], str] = {}
+
+    def of(self, task: Task) -> TaskInfo:
+        """The description of a task."""
         moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
         numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
-        about = (task.verb, *numbers, id(task.work), *moved)
-        info = known.get(about)
+        about = (task.verb, *numbers, id(task.work), tuple(map(id, moved.pages)), *moved[1:])
+        info = self._known.get(about)
         if info is None:
-            info = known[about] = _task_info(task, moved)
+            info = self._known[about] = _task_info(task, moved)
+        return info
+
+    def line_of(self, task: Task) -> str:
+        """The line that submitted a task."""
         place = (id(task.code), task.instruction)
-        line = lines.get(place)
+        line = self._lines.get(place)
         if line is None:
-            line = lines[place] = task.line
-        slices.append(
-            Slice(
-                task.id,
-                lanes[task.lane],
-                info,
-                task.step,
-                task.start,
-                max(task.end, task.start + 1),  # viewers lose the arrows of a slice without length
-                STATE_NAMES[task.state],
-                task.ticket if isinstance(task, Collective) else -1,
-                line,
-                dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
-            )
+            line = self._lines[place] = task.line
+        return line
+
+
+def _slice(task: Task, lane: LaneName, descriptions: _Descriptions) -> Slice:
+    return Slice(
+        task.id,
+        lane,
+        descriptions.of(task),
+        task.step,
+        task.start,
+        max(task.end, task.start + 1),  # viewers lose the arrows of a slice without length
+        STATE_NAMES[task.state],
+        task.ticket if isinstance(task, Collective) else -1,
+        descriptions.line_of(task),
+        dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
+        experts=dict(task.value) if isinstance(task, Decision) and isinstance(task.value, Mapping) else None,
+    )
+
+
+def _cancelled(
+    ranks: Sequence[_Rank], lanes: Mapping[Lane, LaneName], descriptions: _Descriptions
+) -> list[Cancelled]:
+    cancelled = [
+        Cancelled(
+            task.id,
+            lanes[task.lane],
+            descriptions.of(task),
+            task.step,
+            time,
+            descriptions.line_of(task),
         )
-    return slices
+        for rank in ranks
+        for task, time in rank.cancels
+    ]
+    return sorted(cancelled, key=lambda each: each.time)
 
 
 def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
@@ -247,18 +294,18 @@ def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 class _Moved(NamedTuple):
     """What a transfer moves; see `TaskInfo`."""
 
-    pages: int
+    pages: Sequence[Page]
     link_class: int
     pool: str
 
 
-_NOTHING = _Moved(0, 0, "")
+_NOTHING = _Moved((), 0, "")
 
 
 def _moved(task: PageTransfer) -> _Moved:
     slot = task.slots[0] if task.pages and task.slots else None
     pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
-    return _Moved(len(task.pages), link_class(task.key), pool)
+    return _Moved(task.pages, link_class(task.key), pool)
 
 
 def _task_info(task: Task, moved: _Moved) -> TaskInfo:
@@ -274,7 +321,11 @@ def _task_info(task: Task, moved: _Moved) -> TaskInfo:
         task.expert,
         work.flops,
         work.nbytes,
-        *moved,
+        len(moved.pages),
+        moved.link_class,
+        moved.pool,
+        work.tokens,
+        describe_all(moved.pages),
     )
 
 

@@ -31,6 +31,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
         pages: the number of weight pages that it moves.
         link_class: the class of a transfer on a ready-first lane; lower classes go first.
         pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
+        rows: the rows (tokens) that it works on; 0 for transfers.
+        page_names: the weight pages that it moves, in words.
     """
 
     label: str
@@ -46,6 +48,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     pages: int = 0
     link_class: int = 0
     pool: str = ""
+    rows: int = 0
+    page_names: str = ""
 
     @property
     def work(self) -> WorkKey:
@@ -75,6 +79,7 @@ class Slice(msgspec.Struct, gc=False):
         dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
         submit_delay: time in which the lane was idle until the policy submitted the task, counted from the end of the
             task that the policy awaited last, or from the previous such submission; -1 if the lane was not idle.
+        experts: the experts that a router or a preview chose, with the number of rows of each; None for other tasks.
     """
 
     id: int
@@ -89,6 +94,23 @@ class Slice(msgspec.Struct, gc=False):
     awaited_at: int = -1
     dispatch: int = 0
     submit_delay: int = -1
+    experts: dict[int, int] | None = None
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """A task that the policy cancelled before it started.
+
+    Attributes:
+        id, lane, task, step, line: as of a `Slice`.
+        time: nanoseconds from the start of the run to the cancellation.
+    """
+
+    id: int
+    lane: LaneName
+    task: TaskInfo
+    step: int
+    time: int
+    line: str = ""
 
 
 class MemorySample(NamedTuple):
@@ -167,6 +189,7 @@ class Recording(msgspec.Struct):
         pools: the counts of pools over time.
         costs: the works' demands on the machine, where these were modelled.
         accesses: of the pools; of those with caches or rules only in recordings of whole runs.
+        cancelled: tasks that the policy cancelled, in order of time.
     """
 
     lanes: list[LaneName]
@@ -180,6 +203,7 @@ class Recording(msgspec.Struct):
     pools: list[PoolSample] = []
     costs: dict[WorkKey, Demand] = {}
     accesses: list[PoolAccesses] = []
+    cancelled: list[Cancelled] = []
 
     @property
     def edges(self) -> int:
@@ -199,7 +223,7 @@ class Recording(msgspec.Struct):
         return max((each.end for each in self.slices), default=0)
 
 
-class Clock(msgspec.Struct, frozen=True, kw_only=True):
+class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_ns", "error": "error_ns"}):
     """Correction of one node's clock, in nanoseconds: its lead, which was subtracted, and the error bound."""
 
     ahead: int

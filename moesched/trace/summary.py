@@ -55,6 +55,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int
     edges: int
     failed: int
+    cancelled: int
     nbytes_moved: float = msgspec.field(name="bytes_moved")
     lanes: list[LaneUse]
     kinds: list[KindUse]
@@ -70,6 +71,7 @@ def summarize(recording: Recording) -> Summary:
         tasks=len(recording.slices),
         edges=recording.edges,
         failed=sum(each.state == "failed" for each in recording.slices),
+        cancelled=len(recording.cancelled),
         nbytes_moved=sum(each.task.nbytes for each in recording.slices if each.task.type == "PageTransfer"),
         lanes=_lanes(recording, steps),
         kinds=_kinds(recording),
