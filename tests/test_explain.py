@@ -14,6 +14,7 @@ from commands import SIMULATE, refused
 from moesched.analysis.explanation import Explanation, explain
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.models.layout import Page
 from moesched.tasks import Block, Lane, PageTransfer, Work
 from moesched.trace import About, Recorder, Recording
 from runs import FORTY_PERCENT, realtime_run, virtual_run
@@ -332,4 +333,4 @@ def recorded(policy: Callable[[Engine], Any], lanes: list[str]) -> Recording:
 def fetch(link: Lane, layer: int = 0, nanoseconds: int = 10) -> PageTransfer:
     """A transfer of a page of weights."""
     work = Work("transfer", link.name, nanoseconds=nanoseconds)
-    return PageTransfer(link, work, "fetch", layer=layer, pages=(Block("page"),))
+    return PageTransfer(link, work, "fetch", layer=layer, pages=(Page(0, layer, -1, 0, (), 64),))

