@@ -87,14 +87,10 @@ class Engine:
         self.cancels: list[tuple[Task, int]] | None = None
         """Tasks that `cancel` withdrew, for a trace, and the times; None if they are not recorded."""
         self.now: Callable[[], int] = lambda: 0
-        """The time in nanoseconds; the driver's."""
         self.look: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(0)
-        """Holds all states while a policy looks at them, and gives the time in nanoseconds; the driver's."""
-        self.submitted = 0
-        self.settled = 0
-        self.joins = 0
-        self.tickets = 0
-        """Collectives submitted so far."""
+        """The driver's time in nanoseconds; `look` also holds all states while a policy looks at them."""
+        self.submitted = self.settled = self.joins = self.tickets = 0
+        """Tasks submitted and settled so far; joins and collectives submitted."""
         self._admitted = 0
         self._halted: BaseException | None = None
         self._refusal: BaseException | None = None

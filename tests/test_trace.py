@@ -69,7 +69,7 @@ def test_a_slice_says_what_moved_and_how_fast_and_which_line_asked_for_it(
     assert re.search(r"cgopipe\.py:\d+$", args["line"])
     args = kernel["args"]
     assert kernel["name"] == f"post_attention L{args['layer']} mb{args['micro_batch']}"
-    assert args["GFLOP/s"] == pytest.approx(args["flops"] / kernel["dur"] / 1000, rel=1e-3)
+    assert args["GFLOP/s"] == pytest.approx(args["FLOP"] / kernel["dur"] / 1000, rel=1e-3)
 
 
 def test_tracks_stand_in_the_order_of_the_lanes_below_the_critical_path(

@@ -12,6 +12,7 @@ import pytest
 
 from moesched.errors import BadInput
 from moesched.trace import check_trace, read_trace
+from moesched.trace.chrome_writer import FORMAT
 from runs import Run
 from traces import Event, rewritten, slices_of
 
@@ -129,8 +130,8 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
         "is not the slice of a task",
     ),
     "a negative counter": (
-        change_first("C", args={"reserved": -1, "pages": 0}),
-        "reserved is -1, not a number of 0 or more",
+        change_first("C", args={"reserved_bytes": -1, "page_bytes": 0}),
+        "reserved_bytes is -1, not a number of 0 or more",
     ),
 }
 
@@ -152,7 +153,10 @@ def test_the_checker_finds_what_is_no_trace(tmp_path: Path, streamed_trace: Path
         "cut.json.gz": (packed[:-1000], "end-of-stream"),
         "bytes.json": (b"\xff\x00", "is not a trace of moesched"),
         "other.json": (b'{"traceEvents":[]}', "missing required field `otherData`"),
-        "newer.json": (whole.replace(b"trace 3", b"trace 9"), "its format is 'moesched trace 9'"),
+        "newer.json": (
+            whole.replace(FORMAT.encode(), b"moesched trace 9"),
+            "its format is 'moesched trace 9'",
+        ),
     }
     for name, (data, complaint) in files.items():
         (tmp_path / name).write_bytes(data)

@@ -51,11 +51,11 @@ def view(
     with Bar(f"reading {trace}"):
         viewer = Viewer(trace, port)
     with viewer:
-        say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
-        sys.stdout.flush()
-        if not no_open and has_display():
-            webbrowser.open(viewer.address)
         try:
+            say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
+            sys.stdout.flush()
+            if not no_open and has_display():
+                webbrowser.open(viewer.address)
             viewer.serve_forever()
         except KeyboardInterrupt:
             if first_signal() not in (None, SIGINT):

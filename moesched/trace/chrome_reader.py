@@ -61,17 +61,8 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NOTHING
 
 
-RENAMED = {
-    "nbytes": "bytes",
-    "flops": "FLOP",
-    "dispatch": "dispatch_ns",
-    "submit_delay": "submit_delay_ns",
-}
-"""Names of args in the file that are not those of `SliceArgs`; docs/traces.md explains all of them."""
-
-
-class SliceArgs(msgspec.Struct, gc=False, kw_only=True, rename=RENAMED):
-    """The args of a slice: first those of its `TaskInfo`, then those of its `Slice`, both in order."""
+class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
+    """The args of a slice that describe its task, in the order of `TaskInfo`."""
 
     type: str = ""
     kind: str = ""
@@ -86,6 +77,16 @@ class SliceArgs(msgspec.Struct, gc=False, kw_only=True, rename=RENAMED):
     pool: str = ""
     rows: int = 0
     page_names: str = ""
+
+
+class SliceArgs(
+    TaskArgs,
+    gc=False,
+    kw_only=True,
+    rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
+):
+    """All args of a slice: those of its task, then those that `Slice` holds itself, in its order."""
+
     task: int
     step: int = -1
     state: str = "done"
@@ -97,8 +98,7 @@ class SliceArgs(msgspec.Struct, gc=False, kw_only=True, rename=RENAMED):
     experts: dict[int, int] | None = None
 
 
-_OF_TASK = SliceArgs.__struct_fields__.index("task")
-"""Number of args that describe the task."""
+_OF_TASK = len(TaskArgs.__struct_fields__)
 
 
 class CostEntry(NamedTuple):

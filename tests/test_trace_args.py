@@ -1,0 +1,183 @@
+"""The args of slices that only a finished run knows, and transfers that were cancelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesched.drivers.capture import NotFixed
+from moesched.engine import Engine
+from moesched.models.layout import Page
+from moesched.runs.simulation import simulate
+from moesched.steps.model_pages import describe_all
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+from moesched.tasks import Lane
+from moesched.trace import (
+    About,
+    LastSteps,
+    Recorder,
+    Recording,
+    check_trace,
+    merge_recordings,
+    read_trace,
+    summarize,
+    write_trace,
+)
+from runs import FORTY_PERCENT, Run, make_plan, realtime_run, virtual_run
+from traces import events_of, rewritten, run_ranks, task
+
+ABOUT = About(driver="virtual", policy="by hand")
+CHOSEN_PER_TOKEN = 2
+
+
+@pytest.fixture(scope="module")
+def routed() -> Run:
+    """A run whose policy awaits routers and runs experts one by one."""
+    return virtual_run("expert_cache", budgets=FORTY_PERCENT)
+
+
+# -- experts, rows and pages -----------------------------------------------------------------------------
+
+
+def test_a_router_s_slice_names_the_chosen_experts_with_their_rows(routed: Run, tmp_path: Path) -> None:
+    routers = [each for each in routed.recording.slices if each.task.verb == "route"]
+    for each in routers:
+        assert each.experts is not None
+        assert sum(each.experts.values()) == CHOSEN_PER_TOKEN * each.task.rows
+    write_trace(tmp_path / "trace.json", routed.recording, routed.about)
+    shown = [event["args"] for event in events_of(tmp_path / "trace.json") if event.get("cat") == "route"]
+    told = [
+        {int(expert): rows for expert, rows in args["experts"].items()} for args in shown if "type" in args
+    ]
+    assert told == [each.experts for each in routers]
+    assert read_trace(tmp_path / "trace.json").recording == routed.recording
+
+
+def test_an_expert_s_slice_has_the_rows_that_its_router_chose_it_for(routed: Run) -> None:
+    slices = routed.recording.slices
+    chosen = {
+        (each.step, each.task.layer, each.task.micro_batch, expert): rows
+        for each in slices
+        for expert, rows in (each.experts or {}).items()
+    }
+    ran = {
+        (each.step, each.task.layer, each.task.micro_batch, each.task.expert): each.task.rows
+        for each in slices
+        if each.task.verb == "run_expert"
+    }
+    assert ran == chosen
+
+
+def test_a_transfer_names_all_of_its_pages(streamed_run: Run, streamed_trace: Path) -> None:
+    transfers = [each.task for each in streamed_run.recording.slices if each.task.pages > 1]
+    joined = next(each for each in transfers if len(each.page_names.split("E")) > 2)
+    assert joined.page_names.startswith(f"L{joined.layer} ")
+    shown = {event["args"].get("page_names") for event in events_of(streamed_trace) if event["ph"] == "X"}
+    assert joined.page_names in shown
+
+
+@pytest.mark.parametrize(
+    ("pages", "words"),
+    [
+        ([], ""),
+        ([(3, 5, 0)], "L3 E5 #0"),
+        ([(3, 5, 2), (3, 5, 0), (3, 5, 1), (3, 5, 4)], "L3 E5 #0-2,4"),
+        ([(3, -1, 0), (3, -1, 1), (3, 0, 0), (4, 0, 1)], "L3 dense #0-1, E0 #0; L4 E0 #1"),
+    ],
+)
+def test_pages_are_named_by_layer_and_expert(pages: list[tuple[int, int, int]], words: str) -> None:
+    made = [Page(number, *place, (), 64) for number, place in enumerate(pages)]
+    assert describe_all(made) == words
+
+
+# -- cancelled transfers ---------------------------------------------------------------------------------
+
+
+def cancelling(recorder: Recorder | LastSteps) -> Recording:
+    """Two steps, each of which cancels a transfer behind another one, 5 ns after it was submitted."""
+    engine = Engine([Lane("gpu"), Lane("link")])
+    recorder.watch(engine)
+
+    async def policy() -> None:
+        gpu, link = engine.lanes
+        for step in (0, 1):
+            engine.submit(task(link, "busy", 20, step))
+            waiting = engine.submit(task(link, "unwanted", 20, step))
+            await engine.submit(task(gpu, "kernel", 5, step))
+            assert engine.cancel(waiting)
+            await engine.submit(task(gpu, "long", 20, step))
+
+    run_ranks([engine], recorder, policy())
+    return recorder.recording()
+
+
+def test_a_cancelled_transfer_is_an_instant_on_its_lane_at_the_time_of_its_end(tmp_path: Path) -> None:
+    recording = cancelling(Recorder())
+    told = [(each.task.verb, each.lane.name, each.step, each.time) for each in recording.cancelled]
+    assert told == [("unwanted", "link", 0, 5), ("unwanted", "link", 1, 30)]
+    assert summarize(recording).cancelled == 2
+    path = tmp_path / "trace.json"
+    write_trace(path, recording, ABOUT)
+    assert check_trace(path) == []
+    assert read_trace(path).recording == recording
+    instants = [(event["name"], event["ts"]) for event in events_of(path) if event["ph"] == "i"]
+    assert instants == [("cancelled unwanted", 0.005), ("cancelled unwanted", 0.030)]
+
+
+def test_the_checker_counts_cancelled_transfers(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, cancelling(Recorder()), ABOUT)
+    with rewritten(path) as events:
+        events.remove(next(event for event in events if event["ph"] == "i"))
+    assert check_trace(path) == ["1 instants stand for 2 cancelled tasks"]
+
+
+def test_a_bounded_recorder_forgets_what_was_cancelled_in_earlier_steps() -> None:
+    assert [each.step for each in cancelling(LastSteps(1)).cancelled] == [1]
+
+
+def test_cancelled_transfers_of_several_nodes_stand_on_one_clock() -> None:
+    one, other = cancelling(Recorder()), cancelling(Recorder())
+    other.origin = 7
+    merged = merge_recordings({0: one, 1: other}, {})
+    assert [(each.lane.rank, each.time) for each in merged.cancelled] == [(0, 5), (1, 12), (0, 30), (1, 37)]
+
+
+@pytest.mark.parametrize("run", [virtual_run, realtime_run])
+def test_every_cancelled_page_of_a_run_is_recorded(run: Any) -> None:
+    recording: Recording = run("adversarial").recording
+    last = {sample.pool: sample.counted for sample in recording.pools}
+    assert sum(each.task.pages for each in recording.cancelled) == sum(
+        each.cancelled for each in last.values()
+    )
+    assert recording.cancelled
+    for each in recording.cancelled:
+        assert 0 <= each.time <= recording.end
+
+
+class Cancelling:
+    """Prefetches a page behind another one, and cancels it at once, without awaiting anything."""
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator")
+        plan.keep(plan.layout.pages[2:])
+        self.pages = plan.layout.pages[:2]
+        self.pool = plan.pool("accelerator", "two", 2, self.pages)
+
+    async def decode(self, step: Step) -> None:
+        """Run a step, and cancel a transfer in it."""
+        busy, unwanted = self.pages
+        step.fetch([busy], self.pool)
+        step.fetch([unwanted], self.pool, speculative=True)
+        step.cancel([unwanted], self.pool)
+
+    prefill = decode
+
+
+def test_a_run_that_cancels_is_not_replayed_as_if_it_did_not() -> None:
+    policy = Cancelling()
+    with pytest.raises(NotFixed):
+        simulate(make_plan(policy), policy, replay=True)
