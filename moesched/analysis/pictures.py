@@ -55,14 +55,17 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def write_picture(figure: Figure, path: Path) -> None:
+def write_picture(figure: Figure, path: Path, *, dpi: int = 110) -> None:
     """Write a figure without a date, so that equal figures give equal files.
+
+    Args:
+        dpi: pixels per inch of a .png file.
 
     Raises:
         BadInput: the file cannot be written.
     """
     drawn = BytesIO()
     kind = path.suffix.lower()[1:]
-    figure.savefig(drawn, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
+    figure.savefig(drawn, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else {})
     with whole_file(path, "picture") as file:
         file.write(drawn.getvalue())

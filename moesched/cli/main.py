@@ -25,6 +25,7 @@ from moesched.cli import (
     roofline,
     run,
     simulate,
+    timeline,
     view,
 )
 from moesched.cli import list as listing
@@ -82,6 +83,7 @@ def make_app() -> App:
         listing,
         compare,
         explain,
+        timeline,
         view,
         calibrate,
         roofline,

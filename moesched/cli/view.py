@@ -40,11 +40,12 @@ def view(
     *,
     port: Annotated[options.Whole, Parameter(metavar="N", help="Port on 127.0.0.1. 0 takes a free one.")] = 0,
     no_open: Annotated[bool, Parameter(negative="", help="Open no browser.")] = False,
+    json: options.Json = False,
 ) -> int:
     """See HELP."""
     import webbrowser
 
-    from moesched.cli.output import Bar
+    from moesched.cli.output import Bar, print_json
     from moesched.system.signals import first_signal
     from moesched.trace.viewer import Viewer
 
@@ -52,8 +53,11 @@ def view(
         viewer = Viewer(trace, port)
     with viewer:
         try:
-            say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
-            sys.stdout.flush()
+            if json:
+                print_json({"address": viewer.address})
+            else:
+                say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
+                sys.stdout.flush()
             if not no_open and has_display():
                 webbrowser.open(viewer.address)
             viewer.serve_forever()

@@ -23,14 +23,14 @@ def describe_all(pages: Iterable[Page]) -> str:
     layers: dict[int, list[str]] = {}
     for (layer, expert), found in indices.items():
         part = "dense" if expert < 0 else f"E{expert}"
-        layers.setdefault(layer, []).append(f"{part} #{_spans(sorted(found))}")
+        layers.setdefault(layer, []).append(f"{part} #{spans_of(found)}")
     return "; ".join(f"L{layer} {', '.join(parts)}" for layer, parts in layers.items())
 
 
-def _spans(numbers: list[int]) -> str:
-    """Ascending numbers, with those in a row as a span: "0-3,5"."""
+def spans_of(numbers: Iterable[int]) -> str:
+    """Numbers in order, with neighbours as a span: "0-3,5"."""
     spans: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:

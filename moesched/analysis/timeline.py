@@ -1,0 +1,222 @@
+"""Windows of recordings, as rows of blocks to draw: tasks that are too narrow to see are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.analysis.families import Family, family_of
+from moesched.errors import BadInput
+from moesched.trace.critical import critical_path
+from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
+from moesched.trace.summary import StepTime, lane_title, summarize
+from moesched.units import format_seconds, parse_seconds
+
+TYPICAL = 0.1
+"""A typical step differs from the median of decode steps by at most this share of it."""
+
+
+class Window(NamedTuple):
+    """A part of a run, from `start` to `end` in nanoseconds; `name` says which steps it is, if it is steps."""
+
+    start: int
+    end: int
+    name: str = ""
+
+    @property
+    def described(self) -> str:
+        """The window for people."""
+        span = f"{format_seconds(self.start / 1e9)} to {format_seconds(self.end / 1e9)}"
+        return f"{self.name}, {span}" if self.name else span
+
+
+class Block(msgspec.Struct):
+    """A task, or several narrow ones of one family; times in nanoseconds since the window's start.
+
+    Attributes:
+        task: None for several.
+    """
+
+    start: int
+    end: int
+    family: Family
+    critical: bool
+    task: TaskInfo | None
+
+
+class Row(NamedTuple):
+    """The part of one lane in a window, in order of time.
+
+    Attributes:
+        cancelled: times of cancelled transfers.
+    """
+
+    title: str
+    blocks: list[Block]
+    cancelled: list[int]
+
+
+class Timeline(NamedTuple):
+    """A window of a run."""
+
+    window: Window
+    rows: list[Row]
+
+
+def choose_window(recording: Recording, *, steps: str = "", layers: str = "", window: str = "") -> Window:
+    """Choose a part of a run.
+
+    Args:
+        steps: "3", or "2:4" with both ends included. 0 is the prefill, -1 the loading. By default the first typical
+            decode step.
+        layers: the same for layers: from their first kernel in the first of these steps to their last one.
+        window: times since the start of the run instead, such as "1.2s:1.5s".
+
+    Raises:
+        BadInput: one cannot be read, has no tasks, or excludes another.
+    """
+    if window and (steps or layers):
+        raise BadInput(f"--window and {'--steps' if steps else '--layers'} are both given: give one of them")
+    if not recording.slices:
+        raise BadInput("the trace has no tasks: record a run that runs some")
+    if window:
+        return _times(recording, window)
+    times = {each.step: each for each in summarize(recording).steps}
+    low, high = _bounds("--steps", steps, times) if steps else [_typical(times, recording.trimmed)] * 2
+    chosen = _of_steps(times[low], times[high])
+    return _layers(recording, low, chosen, layers) if layers else chosen
+
+
+def _times(recording: Recording, text: str) -> Window:
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise BadInput(f"--window {text!r}: write START:END, such as 1.2s:1.5s")
+    start, end = (round(parse_seconds(each) * 1e9) for each in (first, last))
+    if start >= end:
+        raise BadInput(f"--window {text!r} ends before it starts: write the earlier time first")
+    if not any(each.start < end and each.end > start for each in recording.slices):
+        until = f"{format_seconds(recording.start / 1e9)} to {format_seconds(recording.end / 1e9)}"
+        raise BadInput(f"--window {text!r}: nothing runs then; the run lasts from {until}")
+    return Window(start, end)
+
+
+def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
+    """The first and the last of some steps or layers."""
+    what = option.removeprefix("--")
+    first, colon, last = text.partition(":")
+    try:
+        low, high = int(first), int(last if colon else first)
+    except ValueError:
+        raise BadInput(f"{option} {text!r}: write a number such as 3, or FIRST:LAST such as 2:4") from None
+    if low > high:
+        raise BadInput(f"{option} {text!r} ends before it starts: write the smaller number first")
+    for number in (low, high):
+        if number not in known:
+            there = f"{min(known)} to {max(known)}" if known else "none"
+            raise BadInput(f"{option} {text!r}: there is no {number}; the trace has {what} {there}")
+    return low, high
+
+
+def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
+    """The first typical decode step; of a trimmed recording not the first step, of which a part may be missing."""
+    steps = sorted(times)
+    whole = steps[1:] if trimmed and len(steps) > 1 else steps
+    decode = [times[step] for step in whole if step > 0]
+    if not decode:
+        return steps[-1]
+    usual = median(each.seconds for each in decode)
+    return next(
+        (each.step for each in decode if abs(each.seconds - usual) <= TYPICAL * usual), decode[0].step
+    )
+
+
+def _of_steps(first: StepTime, last: StepTime) -> Window:
+    one = {-1: "loading", 0: "prefill"}.get(first.step, f"decode step {first.step}")
+    name = one if first is last else f"steps {first.step} to {last.step}"
+    return Window(round(first.start * 1e9), round(last.end * 1e9), name)
+
+
+def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
+    """The part of a step between the first and the last kernel of some layers; transfers may run far ahead."""
+    kernels = [
+        each
+        for each in recording.slices
+        if each.step == step and each.task.layer >= 0 and each.task.type != "PageTransfer"
+    ]
+    low, high = _bounds("--layers", text, {each.task.layer for each in kernels})
+    mine = [each for each in kernels if low <= each.task.layer <= high]
+    name = f"layer {low}" if low == high else f"layers {low} to {high}"
+    return Window(min(each.start for each in mine), max(each.end for each in mine), f"{name} of {of.name}")
+
+
+def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = ()) -> Timeline:
+    """The tasks of a window by lane; without `lanes`, those lanes that ran some.
+
+    Args:
+        lanes: names of lanes; those of all ranks are shown.
+
+    Raises:
+        BadInput: the run has no such lane.
+    """
+    names = {lane.name for lane in recording.lanes}
+    if unknown := [name for name in lanes if name not in names]:
+        raise BadInput(f"--lanes: the trace has no lane {unknown[0]!r}, only {', '.join(sorted(names))}")
+    on_path = {id(hop.slice) for hop in critical_path(recording)}
+    ranks = 1 + max((lane.rank for lane in recording.lanes), default=0)
+    rows = []
+    for lane in recording.lanes:
+        blocks = list(_blocks(recording.slices, lane, window, on_path))
+        if lane.name in lanes or (blocks and not lanes):
+            cancelled = [each.time for each in recording.cancelled if each.lane == lane]
+            inside = [time - window.start for time in cancelled if window.start <= time < window.end]
+            rows.append(Row(lane_title(lane, ranks), blocks, inside))
+    return Timeline(window, rows)
+
+
+def _blocks(
+    slices: Sequence[Slice], lane: LaneName, window: Window, on_path: Collection[int]
+) -> Iterator[Block]:
+    found = [
+        each for each in slices if each.lane == lane and each.start < window.end and each.end > window.start
+    ]
+    for each in sorted(found, key=lambda each: each.start):
+        start, end = max(each.start, window.start), min(each.end, window.end)
+        yield Block(
+            start - window.start, end - window.start, family_of(each.task), id(each) in on_path, each.task
+        )
+
+
+def merged(blocks: Sequence[Block], least: float) -> list[Block]:
+    """Merge neighbours that are narrower than `least` nanoseconds, and no farther apart, in pieces of that width.
+
+    A piece has the family, and the place on the critical path, that take most of its time.
+    """
+    result: list[Block] = []
+    piece: list[Block] = []
+    for each in blocks:
+        narrow = each.end - each.start < least
+        joins = (
+            narrow and piece and each.start - piece[-1].end < least and each.end - piece[0].start < 2 * least
+        )
+        if piece and not joins:
+            result.append(_joined(piece))
+            piece = []
+        if narrow:
+            piece.append(each)
+        else:
+            result.append(each)
+    return [*result, *([_joined(piece)] if piece else [])]
+
+
+def _joined(piece: Sequence[Block]) -> Block:
+    if len(piece) == 1:
+        return piece[0]
+    seconds: dict[tuple[Family, bool], int] = {}
+    for each in piece:
+        key = (each.family, each.critical)
+        seconds[key] = seconds.get(key, 0) + each.end - each.start
+    family, critical = max(seconds, key=lambda key: seconds[key])
+    return Block(piece[0].start, piece[-1].end, family, critical, None)

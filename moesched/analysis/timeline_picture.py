@@ -1,0 +1,343 @@
+"""Draws windows of runs for papers: lanes as rows, tasks as blocks in the colour of their family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from moesched.analysis.families import COLOURS, Family
+from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.analysis.timeline import Block, Row, Timeline, merged
+from moesched.errors import BadInput
+from moesched.steps.model_pages import spans_of
+from moesched.trace.recording import TaskInfo
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import PathPatch
+
+WIDTH = 7.0
+"""Inches: both columns of a paper in two columns."""
+
+NARROWEST, WIDEST = 2.0, 40.0
+ROW_INCHES = 0.2
+TITLE_INCHES = 0.13
+BETWEEN_RUNS_INCHES = 0.1
+BLOCK_HEIGHT = 0.8  # of a row
+OUTER_INCHES = 0.75  # axis and legend
+LEGEND_ROW_INCHES = 0.15
+LEGEND_SAMPLE_INCHES = 0.45
+OUTLINED_INCHES = 0.03
+"""Narrower spans of the critical path get a line above and below, since an outline would cover them."""
+
+MARGIN_INCHES = 0.12  # beside the names of lanes
+
+TEXT_POINTS = 7.0
+LABEL_POINTS = 5.5
+BOLD = 1.15
+"""Width of bold text beside that of plain text, roughly."""
+
+POINTS_PER_INCH = 72.0
+BLOCKS_PER_INCH = 200.0
+"""Blocks that are narrower than this are merged."""
+
+MOST_BLOCKS = 6000
+"""Blocks in a picture; with more, wider ones are merged, too, so that the file stays small."""
+
+HATCHES: dict[Family, str] = {
+    "attention": "/////",
+    "activations": "-----",
+    "exchange": "xxxxx",
+    "choices": "\\\\\\\\\\",
+}
+"""They tell families of the same lanes apart in black and white; the others are plain."""
+
+FAMILY_NAMES: dict[Family, str] = {"choices": "routers, sampling"}
+UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
+INK = "#000000"
+GRID = "#D8D8D8"
+
+
+class TitledTimeline(NamedTuple):
+    """A window of a run, and the line above it."""
+
+    title: str
+    timeline: Timeline
+
+
+def require_width(width: float | None) -> float:
+    """The width in inches, or the default.
+
+    Raises:
+        BadInput: it is too small or too large.
+    """
+    if width is None:
+        return WIDTH
+    if not NARROWEST <= width <= WIDEST:
+        raise BadInput(
+            f"--width {width:g} is not from {NARROWEST:g} to {WIDEST:g} inches: give another width"
+        )
+    return width
+
+
+def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: float = WIDTH) -> None:
+    """Draw windows of runs, one below the other on the same scale of time, to a .png or .svg file.
+
+    Args:
+        width: inches.
+
+    Raises:
+        BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    require_picture(path)
+    with drawing():
+        write_picture(_draw(runs, width), path, dpi=300)
+
+
+def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    longest = max(run.timeline.window.end - run.timeline.window.start for run in runs)
+    names = [row.title for run in runs for row in run.timeline.rows]
+    room = width - max(_inches(name, TEXT_POINTS) for name in names) - MARGIN_INCHES
+    per_inch = longest / room
+    tops, height = _places(runs)
+    families = [family for family in COLOURS if family in _families(runs)]
+    cancelled = any(row.cancelled for run in runs for row in run.timeline.rows)
+    entries = _legend(families, cancelled)
+    widths = [_inches(str(entry.get_label()), TEXT_POINTS) + LEGEND_SAMPLE_INCHES for entry in entries]
+    columns = len(entries) if sum(widths) <= width else max(1, int(width / max(widths)))
+    legend_rows = -(-len(entries) // columns)
+    figure = Figure(
+        figsize=(width, height + OUTER_INCHES + LEGEND_ROW_INCHES * (legend_rows - 1)), layout="constrained"
+    )
+    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02)  # type: ignore[union-attr]  # it is set just above
+    axes = figure.subplots()
+    _set_axes(axes, runs, tops, longest, height)
+    least = _least(runs, per_inch / BLOCKS_PER_INCH)
+    for run, top in zip(runs, tops, strict=True):
+        axes.text(0, top - 0.02, _title(run, room), fontsize=TEXT_POINTS, va="bottom", weight="bold")
+        axes.vlines(
+            axes.get_xticks(), top, top + ROW_INCHES * len(run.timeline.rows), color=GRID, lw=0.4, zorder=0
+        )
+        for number, row in enumerate(run.timeline.rows):
+            middle = top + (number + 0.5) * ROW_INCHES
+            _draw_row(axes, row, middle, least, per_inch)
+    figure.legend(
+        handles=entries,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=TEXT_POINTS,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+        borderpad=0.1,
+    )
+    return figure
+
+
+def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
+    """The top of each run's first row, in inches from the top, and the height of all."""
+    tops, height = [], 0.0
+    for number, run in enumerate(runs):
+        height += TITLE_INCHES + (BETWEEN_RUNS_INCHES if number else 0.0)
+        tops.append(height)
+        height += ROW_INCHES * len(run.timeline.rows)
+    return tops, height
+
+
+def _title(run: TitledTimeline, room: float) -> str:
+    """The title of a run with as much about its window as fits."""
+    window = run.timeline.window
+    titles = [f"{run.title}: {window.described}", f"{run.title}: {window.name}" if window.name else run.title]
+    return next((each for each in titles if BOLD * _inches(each, TEXT_POINTS) <= room), run.title)
+
+
+def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
+    return {block.family for run in runs for row in run.timeline.rows for block in row.blocks}
+
+
+def _least(runs: Sequence[TitledTimeline], least: float) -> float:
+    """The width below which blocks are merged, in nanoseconds, so that there are not too many."""
+    while sum(len(merged(row.blocks, least)) for run in runs for row in run.timeline.rows) > MOST_BLOCKS:
+        least *= 2
+    return least
+
+
+def _set_axes(
+    axes: Axes, runs: Sequence[TitledTimeline], tops: Sequence[float], longest: int, height: float
+) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    unit = next((name for name, scale in UNITS.items() if longest >= scale), "ns")
+    axes.set_xlim(0, longest)
+    axes.set_ylim(height, 0)
+    scale = UNITS[unit]
+    locator = MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10])
+    axes.set_xticks(
+        [tick * scale for tick in locator.tick_values(0, longest / scale) if tick * scale <= longest]
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time / scale:g}"))
+    axes.set_xlabel(f"time ({unit})", fontsize=TEXT_POINTS, labelpad=1)
+    rows = [
+        (top + (number + 0.5) * ROW_INCHES, row.title)
+        for run, top in zip(runs, tops, strict=True)
+        for number, row in enumerate(run.timeline.rows)
+    ]
+    axes.set_yticks([place for place, _ in rows], [title for _, title in rows])
+    axes.tick_params(axis="both", labelsize=TEXT_POINTS, length=2, pad=2)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_linewidth(0.5)
+
+
+def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float) -> None:
+    """Draw a lane; per_inch: nanoseconds per inch."""
+    blocks = merged(row.blocks, least)
+    low, high = middle - BLOCK_HEIGHT * ROW_INCHES / 2, middle + BLOCK_HEIGHT * ROW_INCHES / 2
+    for family in COLOURS:
+        mine = [(each.start, max(each.end, each.start + least)) for each in blocks if each.family == family]
+        wide = [span for span in mine if span[1] - span[0] >= 6 * least]
+        narrow = [span for span in mine if span[1] - span[0] < 6 * least]
+        if wide:
+            axes.add_patch(
+                _patch(wide, low, high, fc=COLOURS[family], ec="white", lw=0.3, hatch=HATCHES.get(family))
+            )
+        if narrow:
+            axes.add_patch(_patch(narrow, low, high, fc=COLOURS[family], lw=0))
+    path = _critical(blocks, OUTLINED_INCHES * per_inch)
+    if wide := [span for span in path if span[1] - span[0] >= OUTLINED_INCHES * per_inch]:
+        axes.add_patch(_patch(wide, low, high, fc="none", ec=INK, lw=0.7))
+    for start, end in set(path) - set(wide):
+        axes.hlines([low, high], start, max(end, start + least), color=INK, lw=0.9)
+    for each in blocks:
+        if each.task is not None:
+            _label(axes, each, middle, per_inch)
+    axes.plot(row.cancelled, [middle] * len(row.cancelled), "x", color=INK, markersize=3, mew=0.7)
+
+
+def _patch(spans: Sequence[tuple[float, float]], low: float, high: float, **style: object) -> PathPatch:
+    """Rectangles as one shape, which takes less of a file than several."""
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Shape
+
+    corners = np.array([[(a, low), (a, high), (b, high), (b, low)] for a, b in spans])
+    return PathPatch(Shape.make_compound_path_from_polys(corners), **style)
+
+
+def _critical(blocks: Sequence[Block], apart: float) -> list[tuple[float, float]]:
+    """The spans in which a lane is on the critical path, those closer than `apart` nanoseconds as one."""
+    spans: list[tuple[float, float]] = []
+    for each in blocks:
+        if each.critical:
+            if spans and each.start - spans[-1][1] < apart:
+                spans[-1] = (spans[-1][0], max(each.end, spans[-1][1]))
+            else:
+                spans.append((each.start, each.end))
+    return spans
+
+
+def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
+    """Write the longest name of a task that fits its block."""
+    assert block.task is not None
+    room = (block.end - block.start) / per_inch - 0.03
+    for text in _names(block.task):
+        if _inches(text, LABEL_POINTS) <= room:
+            axes.text(
+                (block.start + block.end) / 2,
+                middle,
+                text,
+                fontsize=LABEL_POINTS,
+                color=_on(COLOURS[block.family]),
+                ha="center",
+                va="center_baseline",
+            )
+            return
+
+
+def _names(task: TaskInfo) -> list[str]:
+    """Names of a task, the longest first."""
+    place = [
+        f"{letter}{number}"
+        for letter, number in (("L", task.layer), ("E", task.expert), ("mb", task.micro_batch))
+        if number >= 0
+    ]
+    short = [f"E{task.expert}"] if task.expert >= 0 else place[-1:]
+    if task.page_names:
+        pages = _without_indices(task.page_names)
+        several = pages != " ".join(place)
+        place, short = [pages], [f"L{task.layer}"] if several else short
+    label = [] if task.page_names else [task.label]
+    names = [
+        *label,
+        " ".join([task.verb, *place]),
+        " ".join([task.verb, *short]),
+        task.verb,
+        " ".join(place),
+        *short,
+    ]
+    return sorted(dict.fromkeys(filter(None, names)), key=_label_inches, reverse=True)
+
+
+def _without_indices(page_names: str) -> str:
+    """Pages by expert only: "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
+    layers = []
+    for layer in page_names.split("; "):
+        name, _, parts = layer.partition(" ")
+        experts = [int(number) for number in re.findall(r"E(\d+)", parts)]
+        dense = ["dense"] if "dense" in parts else []
+        layers.append(f"{name} {', '.join([*dense, *([f'E{spans_of(experts)}'] if experts else [])])}")
+    return "; ".join(layers)
+
+
+def _label_inches(text: str) -> float:
+    return _inches(text, LABEL_POINTS)
+
+
+@cache
+def _inches(text: str, points: float) -> float:
+    """The width of a text."""
+    from matplotlib.textpath import TextPath
+
+    width: float = TextPath((0, 0), text, size=points).get_extents().width
+    return width / POINTS_PER_INCH
+
+
+@cache
+def _on(colour: str) -> str:
+    """Black or white, whichever has more contrast on a colour (WCAG 2.1, relative luminance)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK
+
+
+def _legend(families: Sequence[Family], cancelled: bool) -> list[Artist]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[Artist] = [
+        Patch(
+            fc=COLOURS[family],
+            ec="white",
+            lw=0.3,
+            hatch=HATCHES.get(family),
+            label=FAMILY_NAMES.get(family, family),
+        )
+        for family in families
+    ]
+    entries.append(Patch(fc="none", ec=INK, lw=0.7, label="critical path"))
+    if cancelled:
+        entries.append(
+            Line2D([], [], color=INK, marker="x", ls="none", markersize=3, mew=0.7, label="cancelled")
+        )
+    return entries
