@@ -21,7 +21,7 @@ def require_picture(path: Path, option: str = "--out") -> None:
     """Require that a picture of this name can be drawn.
 
     Args:
-        option: the command-line option that named the file, for the error message.
+        option: the command-line option that named the file, for the error message; "" for one that is required.
 
     Raises:
         BadInput: the suffix is not .png or .svg, or matplotlib is not installed.
@@ -40,10 +40,8 @@ def require_matplotlib(option: str = "--out") -> None:
     try:
         import matplotlib.figure  # noqa: F401  imported only to see whether it is installed
     except ImportError:
-        raise BadInput(
-            "pictures need matplotlib, which is not installed: pip install 'moesched[plots]', "
-            f"or omit {option}"
-        ) from None
+        remedy = "pip install 'moesched[plots]'" + (f", or omit {option}" if option else "")
+        raise BadInput(f"pictures need matplotlib, which is not installed: {remedy}") from None
 
 
 @contextmanager

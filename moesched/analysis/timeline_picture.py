@@ -95,7 +95,7 @@ def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: floa
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
     path = Path(path)
-    require_picture(path)
+    require_picture(path, option="")
     with drawing():
         write_picture(_draw(runs, width), path, dpi=300)
 
@@ -259,6 +259,7 @@ def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
                 color=_on(COLOURS[block.family]),
                 ha="center",
                 va="center_baseline",
+                in_layout=False,
             )
             return
 

@@ -92,7 +92,7 @@ def timeline(
 
     traces = [first, *others]
     inches = require_width(width)
-    require_picture(out)
+    require_picture(out, option="")
     require_outputs(Output("picture", out), inputs=traces)
     names = [name.strip() for name in lanes.split(",") if name.strip()]
     runs = []
