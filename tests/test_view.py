@@ -63,7 +63,7 @@ def get(viewer: Viewer, path: str, **headers: str) -> Answer:
 
 def opened(viewer: Viewer) -> dict[str, str]:
     """What the first page tells the interface to show."""
-    target = get(viewer, "/").headers["Location"]
+    target = get(viewer, f"/{viewer.secret}/").headers["Location"]
     page, _, arguments = target.partition("#!/?")
     assert page == "/index.html"
     return {name: value for name, [value] in parse_qs(arguments).items()}
@@ -78,7 +78,7 @@ def test_the_first_page_loads_the_trace_with_all_lanes_open_and_decode_in_view(
     assert int(shown["visEnd"]) == round(steps[2].end * 1e9)
     assert {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]} in json.loads(shown["startupCommands"])
     host, _, path = shown["url"].removeprefix("http://").partition("/")
-    assert host == f"127.0.0.1:{viewer.server_port}"
+    assert viewer.address == f"http://{host}/{viewer.secret}/"
     assert get(viewer, f"/{path}").content == viewer.trace
 
 
@@ -105,14 +105,16 @@ def test_the_interface_is_served_whole_and_may_load_nothing_from_elsewhere(viewe
     [
         ("/no-such-file", {}, 404),
         ("/../viewer.py", {}, 404),
-        ("/trace/trace.json", {"Host": "evil.example:80"}, 403),
-        ("/trace/trace.json", {"Host": "localhost:9001"}, 200),
+        ("/", {}, 403),
+        ("/guessed/trace.json", {}, 404),
+        ("/SECRET/trace.json", {"Host": "evil.example:80"}, 403),
+        ("/SECRET/trace.json", {"Host": "localhost:9001"}, 200),
     ],
 )
 def test_nothing_else_is_served_and_nobody_else_is_answered(
     viewer: Viewer, path: str, headers: dict[str, str], status: int
 ) -> None:
-    assert get(viewer, path, **headers).status == status
+    assert get(viewer, path.replace("SECRET", viewer.secret), **headers).status == status
 
 
 def test_folders_are_not_listed(viewer: Viewer) -> None:
@@ -125,8 +127,8 @@ def test_a_gzipped_trace_is_shown_like_the_plain_one(streamed_trace: Path, tmp_p
     packed.write_bytes(gzip.compress(streamed_trace.read_bytes()))
     for viewer in serving(packed):
         shown = opened(viewer)
-        assert shown["url"].endswith("/trace/a%20run.json")
-        assert get(viewer, "/trace/a%20run.json").content == streamed_trace.read_bytes()
+        assert shown["url"].endswith("/a%20run.json")
+        assert get(viewer, f"/{viewer.secret}/a%20run.json").content == streamed_trace.read_bytes()
 
 
 def test_runs_side_by_side_are_shown_from_their_common_decode_step(streamed_run: Run, tmp_path: Path) -> None:

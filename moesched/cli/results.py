@@ -32,7 +32,7 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
     elif ending.error is None or not _is_the_policys(ending.error):
         print_report(report)
         if trace is not None and ending.error is None:
-            say(f"\ntrace: {trace}; open it in https://ui.perfetto.dev")
+            say(f"\ntrace: {trace}; see it with moesched view, or in https://ui.perfetto.dev")
     if report.failure is not None and ending.error is None:
         tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:

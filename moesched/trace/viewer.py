@@ -14,6 +14,7 @@ from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import compare_digest, token_urlsafe
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -26,9 +27,6 @@ from moesched.trace.chrome_writer import CRITICAL_PATH, CRITICAL_PID
 HOST = "127.0.0.1"
 FIRST_STEPS = 2
 """Decode steps that are in view at the start."""
-
-TRACES = "/trace/"
-"""The path of the trace; its name follows, which the interface shows."""
 
 _COMMANDS = [
     {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]},
@@ -71,6 +69,7 @@ class Viewer(ThreadingHTTPServer):
     def __init__(self, path: Path, port: int = 0) -> None:
         self.interface = interface_folder()
         self.trace = read_bytes(path)
+        self.secret = token_urlsafe(16)
         self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
         self._view = start_view(decode_trace(self.trace, path).trace_events)
         try:
@@ -83,13 +82,13 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address to open in a browser."""
-        return f"http://{HOST}:{self.server_port}/"
+        """The address to open in a browser. It has a secret, since other users of this machine could ask, too."""
+        return f"http://{HOST}:{self.server_port}/{self.secret}/"
 
     def start(self, host: str) -> str:
         """The page to begin with, as a browser that knows this server as `host` has to ask for it."""
         arguments = {
-            "url": f"http://{host}{TRACES}{self._name}",
+            "url": f"http://{host}/{self.secret}/{self._name}",
             "hideSidebar": "true",
             "startupCommands": msgspec.json.encode(_COMMANDS).decode(),
         }
@@ -133,20 +132,25 @@ class _Handler(SimpleHTTPRequestHandler):
         host = self.headers.get("Host", "")
         # A page of another site could otherwise read the trace, under a name of its own for this address.
         if host.partition(":")[0] not in (HOST, "localhost"):
-            self.send_error(HTTPStatus.FORBIDDEN, f"open http://{HOST}:{self.server.server_port}/")
+            self.send_error(HTTPStatus.FORBIDDEN, f"this server is {HOST}")
         elif self.path == "/":
+            self.send_error(HTTPStatus.FORBIDDEN, "open the address that moesched view printed")
+        elif not compare_digest(self._first_part().encode(), self.server.secret.encode()):
+            super().do_GET()
+        elif self.path.endswith("/"):
             self.send_response(HTTPStatus.FOUND)
             self.send_header("Location", self.server.start(host))
             self.send_header("Content-Length", "0")
             self.end_headers()
-        elif self.path.startswith(TRACES):
+        else:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Length", str(len(self.server.trace)))
             self.end_headers()
             self.wfile.write(self.server.trace)
-        else:
-            super().do_GET()
+
+    def _first_part(self) -> str:
+        return self.path.removeprefix("/").partition("/")[0]
 
     def end_headers(self) -> None:
         self.send_header("Content-Security-Policy", _OWN_FILES_ONLY)
