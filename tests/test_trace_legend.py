@@ -93,7 +93,7 @@ def legend(*titles: str) -> set[str]:
 
 
 def is_task(event: Event) -> bool:
-    return event["ph"] == "X" and event["pid"] != CRITICAL_PID
+    return bool(event["ph"] == "X" and event["pid"] != CRITICAL_PID)
 
 
 EVENTS: dict[str, Callable[[Event], bool]] = {

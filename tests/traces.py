@@ -16,7 +16,7 @@ from moesched.engine import Engine
 from moesched.errors import TaskFailed
 from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, Work
-from moesched.trace import Recorder, Recording
+from moesched.trace import LastSteps, Recorder, Recording
 
 Event = dict[str, Any]
 
@@ -50,7 +50,10 @@ def run_graph(
 
 
 def run_ranks(
-    engines: list[Engine], recorder: Recorder, *mains: Coroutine[Any, Any, None], perform: Any = None
+    engines: list[Engine],
+    recorder: Recorder | LastSteps,
+    *mains: Coroutine[Any, Any, None],
+    perform: Any = None,
 ) -> None:
     """Run one coroutine per rank; a failed task is no error here."""
     driver = VirtualDriver(engines, _Free(), perform=perform, observers=[recorder])

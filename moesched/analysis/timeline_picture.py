@@ -46,6 +46,9 @@ POINTS_PER_INCH = 72.0
 BLOCKS_PER_INCH = 200.0
 """Blocks that are narrower than this are merged."""
 
+EDGED = 6
+"""Blocks of this many times that width have white edges and hatches."""
+
 MOST_BLOCKS = 6000
 """Blocks in a picture; with more, wider ones are merged, too, so that the file stays small."""
 
@@ -102,6 +105,7 @@ def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: floa
 
 def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     longest = max(run.timeline.window.end - run.timeline.window.start for run in runs)
     names = [row.title for run in runs for row in run.timeline.rows]
@@ -115,9 +119,9 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     columns = len(entries) if sum(widths) <= width else max(1, int(width / max(widths)))
     legend_rows = -(-len(entries) // columns)
     figure = Figure(
-        figsize=(width, height + OUTER_INCHES + LEGEND_ROW_INCHES * (legend_rows - 1)), layout="constrained"
+        figsize=(width, height + OUTER_INCHES + LEGEND_ROW_INCHES * (legend_rows - 1)),
+        layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02),
     )
-    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02)  # type: ignore[union-attr]  # it is set just above
     axes = figure.subplots()
     _set_axes(axes, runs, tops, longest, height)
     least = _least(runs, per_inch / BLOCKS_PER_INCH)
@@ -203,9 +207,11 @@ def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float
     blocks = merged(row.blocks, least)
     low, high = middle - BLOCK_HEIGHT * ROW_INCHES / 2, middle + BLOCK_HEIGHT * ROW_INCHES / 2
     for family in COLOURS:
-        mine = [(each.start, max(each.end, each.start + least)) for each in blocks if each.family == family]
-        wide = [span for span in mine if span[1] - span[0] >= 6 * least]
-        narrow = [span for span in mine if span[1] - span[0] < 6 * least]
+        mine: list[tuple[float, float]] = [
+            (each.start, max(each.end, each.start + least)) for each in blocks if each.family == family
+        ]
+        wide = [span for span in mine if span[1] - span[0] >= EDGED * least]
+        narrow = [span for span in mine if span[1] - span[0] < EDGED * least]
         if wide:
             axes.add_patch(
                 _patch(wide, low, high, fc=COLOURS[family], ec="white", lw=0.3, hatch=HATCHES.get(family))
@@ -215,8 +221,10 @@ def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float
     path = _critical(blocks, OUTLINED_INCHES * per_inch)
     if wide := [span for span in path if span[1] - span[0] >= OUTLINED_INCHES * per_inch]:
         axes.add_patch(_patch(wide, low, high, fc="none", ec=INK, lw=0.7))
-    for start, end in set(path) - set(wide):
-        axes.hlines([low, high], start, max(end, start + least), color=INK, lw=0.9)
+    if narrow := [span for span in path if span[1] - span[0] < OUTLINED_INCHES * per_inch]:
+        starts, ends = [start for start, _ in narrow], [max(end, start + least) for start, end in narrow]
+        for place in (low, high):
+            axes.hlines([place] * len(narrow), starts, ends, color=INK, lw=0.9)
     for each in blocks:
         if each.task is not None:
             _label(axes, each, middle, per_inch)
