@@ -28,12 +28,28 @@ from moesched.trace import (
     write_trace,
 )
 from moesched.trace.chrome_writer import CRITICAL_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import Cancelled, PoolSample, WorkKey
+from moesched.trace.recording import Cancelled, PoolAccesses, PoolSample, WorkKey
 from traces import Event
 
 PAGE = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
 LANE = LaneName(0, "gpu")
-TASK = TaskInfo("fetch L0", "fetch", "PageTransfer", "copy", "link", 0, 0, 0, 8.0, 8.0, 1, 1, 1, "L0 E0 #0")
+TASK = TaskInfo(
+    "fetch L0",
+    "fetch",
+    "PageTransfer",
+    "copy",
+    "link",
+    0,
+    0,
+    0,
+    8.0,
+    8.0,
+    1,
+    1,
+    "experts in gpu",
+    1,
+    "L0 E0 #0",
+)
 SLICE = Slice(1, LANE, TASK, 1, 10, 20, "failed", 1, "p.py:3", 2, 1, 0, {0: 1})
 ABOUT = About(
     driver="realtime",
@@ -58,6 +74,7 @@ def everything() -> Recording:
         origin=1,
         pools=[PoolSample(0, "experts in gpu", 0, Counted(1, 1, 1, 1, 1))],
         costs={WorkKey("copy", "link", 8.0, 8.0): Demand(1e-9, (("link", 1.0),))},
+        accesses=[PoolAccesses(rank=0, pool="experts in gpu", slots=1, replacement="ring")],
         cancelled=[Cancelled(2, LANE, TASK, 1, 15, "p.py:4")],
     )
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
-from moesched.models.layout import Page
 from moesched.seams import Demand
-from moesched.steps.memory import Pool, Slot, counts_of
-from moesched.steps.model_pages import describe_all
+from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import (
     STATE_NAMES,
@@ -25,9 +23,9 @@ from moesched.tasks import (
     Lane,
     PageTransfer,
     Task,
-    link_class,
 )
 from moesched.trace.access_records import accesses_of, log_accesses, title_of
+from moesched.trace.descriptions import Descriptions
 from moesched.trace.recording import (
     Cancelled,
     LaneName,
@@ -35,7 +33,6 @@ from moesched.trace.recording import (
     PoolSample,
     Recording,
     Slice,
-    TaskInfo,
     WorkKey,
 )
 
@@ -202,7 +199,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
-    descriptions = _Descriptions()
+    descriptions = Descriptions()
     slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
     _note_policies(slices, ranks, numbers)
     recording = Recording(
@@ -221,33 +218,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
     return recording
 
 
-class _Descriptions:
-    """Descriptions and lines of tasks; equal tasks share them."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], TaskInfo] = {}
-        self._lines: dict[tuple[int, int], str] = {}
-
-    def of(self, task: Task) -> TaskInfo:
-        """The description of a task."""
-        moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
-        numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
-        about = (task.verb, *numbers, id(task.work), tuple(map(id, moved.pages)), *moved[1:])
-        info = self._known.get(about)
-        if info is None:
-            info = self._known[about] = _task_info(task, moved)
-        return info
-
-    def line_of(self, task: Task) -> str:
-        """The line that submitted a task."""
-        place = (id(task.code), task.instruction)
-        line = self._lines.get(place)
-        if line is None:
-            line = self._lines[place] = task.line
-        return line
-
-
-def _slice(task: Task, lane: LaneName, descriptions: _Descriptions) -> Slice:
+def _slice(task: Task, lane: LaneName, descriptions: Descriptions) -> Slice:
     return Slice(
         task.id,
         lane,
@@ -264,7 +235,7 @@ def _slice(task: Task, lane: LaneName, descriptions: _Descriptions) -> Slice:
 
 
 def _cancelled(
-    ranks: Sequence[_Rank], lanes: Mapping[Lane, LaneName], descriptions: _Descriptions
+    ranks: Sequence[_Rank], lanes: Mapping[Lane, LaneName], descriptions: Descriptions
 ) -> list[Cancelled]:
     cancelled = [
         Cancelled(
@@ -289,44 +260,6 @@ def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
         demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())
         costs[WorkKey(work.kind, work.resource, work.flops, work.nbytes)] = demand
     return costs
-
-
-class _Moved(NamedTuple):
-    """What a transfer moves; see `TaskInfo`."""
-
-    pages: Sequence[Page]
-    link_class: int
-    pool: str
-
-
-_NOTHING = _Moved((), 0, "")
-
-
-def _moved(task: PageTransfer) -> _Moved:
-    slot = task.slots[0] if task.pages and task.slots else None
-    pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
-    return _Moved(task.pages, link_class(task.key), pool)
-
-
-def _task_info(task: Task, moved: _Moved) -> TaskInfo:
-    work = task.work
-    return TaskInfo(
-        task.label,
-        task.verb,
-        type(task).__name__,
-        work.kind,
-        work.resource,
-        task.layer,
-        task.micro_batch,
-        task.expert,
-        work.flops,
-        work.nbytes,
-        len(moved.pages),
-        moved.link_class,
-        moved.pool,
-        work.tokens,
-        describe_all(moved.pages),
-    )
 
 
 class _Numbers:

@@ -1,0 +1,77 @@
+"""Descriptions of tasks for traces: labels, works, rows, pages, and lines of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moesched.models.layout import Page
+from moesched.steps.memory import Slot
+from moesched.steps.model_pages import describe_all
+from moesched.tasks import PageTransfer, Task, link_class
+from moesched.trace.access_records import title_of
+from moesched.trace.recording import TaskInfo
+
+
+class Descriptions:
+    """Descriptions and lines of tasks; equal tasks share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], TaskInfo] = {}
+        self._lines: dict[tuple[int, int], str] = {}
+
+    def of(self, task: Task) -> TaskInfo:
+        """The description of a task."""
+        moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
+        numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
+        about = (task.verb, *numbers, id(task.work), tuple(map(id, moved.pages)), *moved[1:])
+        info = self._known.get(about)
+        if info is None:
+            info = self._known[about] = _task_info(task, moved)
+        return info
+
+    def line_of(self, task: Task) -> str:
+        """The line that submitted a task."""
+        place = (id(task.code), task.instruction)
+        line = self._lines.get(place)
+        if line is None:
+            line = self._lines[place] = task.line
+        return line
+
+
+class _Moved(NamedTuple):
+    """What a transfer moves; see `TaskInfo`."""
+
+    pages: Sequence[Page]
+    link_class: int
+    pool: str
+
+
+_NOTHING = _Moved((), 0, "")
+
+
+def _moved(task: PageTransfer) -> _Moved:
+    slot = task.slots[0] if task.pages and task.slots else None
+    pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
+    return _Moved(task.pages, link_class(task.key), pool)
+
+
+def _task_info(task: Task, moved: _Moved) -> TaskInfo:
+    work = task.work
+    return TaskInfo(
+        task.label,
+        task.verb,
+        type(task).__name__,
+        work.kind,
+        work.resource,
+        task.layer,
+        task.micro_batch,
+        task.expert,
+        work.flops,
+        work.nbytes,
+        len(moved.pages),
+        moved.link_class,
+        moved.pool,
+        work.tokens,
+        describe_all(moved.pages),
+    )
