@@ -268,10 +268,11 @@ def trace_of(file: TraceFile) -> Trace:
     lanes = {event.tid: LaneName(_rank(event), args.name) for event, args in named}
     tasks = [event for event in events if event.ph == "X" and event.pid != CRITICAL_PID]
     other = file.other_data
+    slices = _slices(tasks, lanes)
     recording = Recording(
         [lanes[tid] for tid in sorted(lanes)],
-        _slices(tasks, lanes),
-        _producers(tasks, events),
+        slices,
+        _producers(tasks, slices, events),
         _memory(events),
         other.trimmed,
         other.joins,
@@ -321,8 +322,11 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
     return cancelled
 
 
-def _producers(tasks: list[Event], events: list[Event]) -> list[tuple[int, ...]]:
-    tracks = tracks_of(tasks)
+def _producers(tasks: list[Event], slices: list[Slice], events: list[Event]) -> list[tuple[int, ...]]:
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for index, (event, each) in enumerate(zip(tasks, slices, strict=True)):
+        spans.setdefault(event.tid, []).append((each.start, each.end, index))
+    tracks = {tid: Track(each) for tid, each in spans.items()}
     sources = {event.id: event for event in events if event.ph == "s"}
     producers: list[list[int]] = [[] for _ in tasks]
     for event in events:
