@@ -14,7 +14,7 @@ from moesched.runs.simulation import simulate
 from moesched.steps.model_pages import describe_all
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
-from moesched.tasks import Lane
+from moesched.tasks import Lane, PageTransfer, Work
 from moesched.trace import (
     About,
     LastSteps,
@@ -27,7 +27,7 @@ from moesched.trace import (
     write_trace,
 )
 from runs import FORTY_PERCENT, Run, make_plan, realtime_run, virtual_run
-from traces import events_of, rewritten, run_ranks, task
+from traces import events_of, rewritten, run_graph, run_ranks, task
 
 ABOUT = About(driver="virtual", policy="by hand")
 CHOSEN_PER_TOKEN = 2
@@ -77,6 +77,18 @@ def test_a_transfer_names_all_of_its_pages(streamed_run: Run, streamed_trace: Pa
     assert joined.page_names.startswith(f"L{joined.layer} ")
     shown = {event["args"].get("page_names") for event in events_of(streamed_trace) if event["ph"] == "X"}
     assert joined.page_names in shown
+
+
+def test_transfers_that_begin_alike_name_their_own_pages() -> None:
+    first, second, third = (Page(number, 0, number, 0, (), 64) for number in range(3))
+    work = Work("copy", "link", nanoseconds=5)
+
+    def graph(engine: Engine) -> None:
+        for pages in ((first, second), (first, third)):
+            engine.submit(PageTransfer(engine.lanes[0], work, "fetch", layer=0, expert=0, pages=pages))
+
+    names = [each.task.page_names for each in run_graph(graph, ["link"]).slices]
+    assert names == ["L0 E0 #0, E1 #0", "L0 E0 #0, E2 #0"]
 
 
 @pytest.mark.parametrize(

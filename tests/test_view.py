@@ -79,6 +79,7 @@ def test_the_first_page_loads_the_trace_with_all_lanes_open_and_decode_in_view(
     assert {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]} in json.loads(shown["startupCommands"])
     host, _, path = shown["url"].removeprefix("http://").partition("/")
     assert viewer.address == f"http://{host}/{viewer.secret}/"
+    assert viewer.server_address[0] == "127.0.0.1"
     assert get(viewer, f"/{path}").content == viewer.trace
 
 
