@@ -15,6 +15,12 @@ from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
 from moesched.trace.summary import StepTime, lane_title, summarize
 from moesched.units import format_seconds, parse_seconds
 
+FIRST_VERB = "pre_attention"
+"""The verb that begins a layer."""
+
+AHEAD = ("PageTransfer", "Preview")
+"""Types of tasks that may belong to a later layer than those that run beside them."""
+
 TYPICAL = 0.1
 """A typical step differs from the median of decode steps by at most this share of it."""
 
@@ -29,7 +35,7 @@ class Window(NamedTuple):
     @property
     def described(self) -> str:
         """The window for people."""
-        span = f"{format_seconds(self.start / 1e9)} to {format_seconds(self.end / 1e9)}"
+        span = f"{format_seconds((self.end - self.start) / 1e9)} from {format_seconds(self.start / 1e9)}"
         return f"{self.name}, {span}" if self.name else span
 
 
@@ -60,10 +66,15 @@ class Row(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A window of a run."""
+    """A window of a run.
+
+    Attributes:
+        layers: the layers that begin in it, with the times since its start.
+    """
 
     window: Window
     rows: list[Row]
+    layers: list[tuple[int, int]]
 
 
 def choose_window(recording: Recording, *, steps: str = "", layers: str = "", window: str = "") -> Window:
@@ -144,7 +155,7 @@ def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
     kernels = [
         each
         for each in recording.slices
-        if each.step == step and each.task.layer >= 0 and each.task.type != "PageTransfer"
+        if each.step == step and each.task.layer >= 0 and each.task.type not in AHEAD
     ]
     low, high = _bounds("--layers", text, {each.task.layer for each in kernels})
     mine = [each for each in kernels if low <= each.task.layer <= high]
@@ -173,7 +184,19 @@ def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = (
             cancelled = [each.time for each in recording.cancelled if each.lane == lane]
             inside = [time - window.start for time in cancelled if window.start <= time < window.end]
             rows.append(Row(lane_title(lane, ranks), blocks, inside))
-    return Timeline(window, rows)
+    return Timeline(window, rows, list(_layer_starts(recording, window)))
+
+
+def _layer_starts(recording: Recording, window: Window) -> Iterator[tuple[int, int]]:
+    """The layers of each step that begin in a window: with the first `pre_attention` of any micro-batch and rank."""
+    starts: dict[tuple[int, int], int] = {}
+    for each in recording.slices:
+        if each.task.verb == FIRST_VERB:
+            key = (each.step, each.task.layer)
+            starts[key] = min(starts.get(key, each.start), each.start)
+    for (_, layer), start in sorted(starts.items()):
+        if window.start <= start < window.end:
+            yield layer, start - window.start
 
 
 def _blocks(

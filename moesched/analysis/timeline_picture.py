@@ -28,6 +28,10 @@ NARROWEST, WIDEST = 2.0, 40.0
 ROW_INCHES = 0.2
 TITLE_INCHES = 0.13
 BETWEEN_RUNS_INCHES = 0.1
+LAYERS_INCHES = 0.11
+MOST_LAYERS = 12
+"""The starts of more layers than that are not marked."""
+
 BLOCK_HEIGHT = 0.8  # of a row
 OUTER_INCHES = 0.75  # axis and legend
 LEGEND_ROW_INCHES = 0.15
@@ -55,7 +59,7 @@ MOST_BLOCKS = 6000
 HATCHES: dict[Family, str] = {
     "attention": "/////",
     "activations": "-----",
-    "exchange": "xxxxx",
+    "exchange": "xxx",
     "choices": "\\\\\\\\\\",
 }
 """They tell families of the same lanes apart in black and white; the others are plain."""
@@ -64,6 +68,7 @@ FAMILY_NAMES: dict[Family, str] = {"choices": "routers, sampling"}
 UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
 INK = "#000000"
 GRID = "#D8D8D8"
+MARK = "#555555"
 
 
 class TitledTimeline(NamedTuple):
@@ -126,7 +131,9 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     _set_axes(axes, runs, tops, longest, height)
     least = _least(runs, per_inch / BLOCKS_PER_INCH)
     for run, top in zip(runs, tops, strict=True):
-        axes.text(0, top - 0.02, _title(run, room), fontsize=TEXT_POINTS, va="bottom", weight="bold")
+        _draw_layers(axes, run, top, per_inch)
+        above = 0.02 + (LAYERS_INCHES if _marked_layers(run) else 0.0)
+        axes.text(0, top - above, _title(run, room), fontsize=TEXT_POINTS, va="bottom", weight="bold")
         axes.vlines(
             axes.get_xticks(), top, top + ROW_INCHES * len(run.timeline.rows), color=GRID, lw=0.4, zorder=0
         )
@@ -151,6 +158,7 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
     tops, height = [], 0.0
     for number, run in enumerate(runs):
         height += TITLE_INCHES + (BETWEEN_RUNS_INCHES if number else 0.0)
+        height += LAYERS_INCHES if _marked_layers(run) else 0.0
         tops.append(height)
         height += ROW_INCHES * len(run.timeline.rows)
     return tops, height
@@ -200,6 +208,29 @@ def _set_axes(
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_linewidth(0.5)
+
+
+def _marked_layers(run: TitledTimeline) -> list[tuple[int, int]]:
+    """The layers whose starts are marked."""
+    layers = run.timeline.layers
+    return layers if len(layers) <= MOST_LAYERS else []
+
+
+def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -> None:
+    """Mark the starts of layers, and name them where there is room."""
+    free = 0.0
+    for layer, start in _marked_layers(run):
+        bottom = top + ROW_INCHES * len(run.timeline.rows)
+        axes.vlines(start, top - LAYERS_INCHES + 0.02, bottom, color=MARK, lw=0.6, ls=":", zorder=0)
+        name = f"layer {layer}"
+        window = run.timeline.window.end - run.timeline.window.start
+        width = (_inches(name, LABEL_POINTS) + 0.06) * per_inch
+        if free <= start <= window - width:
+            free = start + width
+            place = start + 0.03 * per_inch
+            axes.text(
+                place, top - 0.02, name, fontsize=LABEL_POINTS, color=MARK, va="bottom", in_layout=False
+            )
 
 
 def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float) -> None:
@@ -257,6 +288,8 @@ def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
     """Write the longest name of a task that fits its block."""
     assert block.task is not None
     room = (block.end - block.start) / per_inch - 0.03
+    colour = COLOURS[block.family]
+    box = {"fc": colour, "ec": "none", "pad": 0.3} if block.family in HATCHES else None
     for text in _names(block.task):
         if _inches(text, LABEL_POINTS) <= room:
             axes.text(
@@ -264,7 +297,8 @@ def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
                 middle,
                 text,
                 fontsize=LABEL_POINTS,
-                color=_on(COLOURS[block.family]),
+                color=_on(colour),
+                bbox=box,
                 ha="center",
                 va="center_baseline",
                 in_layout=False,
@@ -284,15 +318,10 @@ def _names(task: TaskInfo) -> list[str]:
         pages = _without_indices(task.page_names)
         several = pages != " ".join(place)
         place, short = [pages], [f"L{task.layer}"] if several else short
-    label = [] if task.page_names else [task.label]
-    names = [
-        *label,
-        " ".join([task.verb, *place]),
-        " ".join([task.verb, *short]),
-        task.verb,
-        " ".join(place),
-        *short,
-    ]
+    # Colour and lane tell the verb of transfers and experts, but not which one it is.
+    names = [] if task.page_names else [task.label]
+    names += [] if task.page_names or task.expert >= 0 else [task.verb]
+    names += [" ".join([task.verb, *place]), " ".join([task.verb, *short]), " ".join(place), *short]
     return sorted(dict.fromkeys(filter(None, names)), key=_label_inches, reverse=True)
 
 
