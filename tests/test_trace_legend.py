@@ -146,4 +146,4 @@ def test_clocks_say_their_unit(trace: Any) -> None:
 
 
 def test_the_page_names_the_versions_that_are_written() -> None:
-    assert f"`{FORMAT}`" in PAGE and f"`{SIDE_BY_SIDE}`" in PAGE
+    assert f'`"{FORMAT}"`' in PAGE and f'`"{SIDE_BY_SIDE}"`' in PAGE
