@@ -88,6 +88,7 @@ def test_a_window_can_be_chosen_by_steps_layers_or_times(given: dict[str, str], 
         ({"window": "1s"}, "--window '1s': write START:END, such as 1.2s:1.5s"),
         ({"window": "1:2"}, "'1' is not a time: write a number and a unit"),
         ({"window": "2ms:1ms"}, "--window '2ms:1ms' ends before it starts"),
+        ({"window": "1s:1e400s"}, "--window '1s:1e400s': nothing runs then"),
         ({"window": "5s:6s"}, "--window '5s:6s': nothing runs then; the run lasts from 0 ns to 62 ms"),
         ({"window": "1ms:2ms", "steps": "1"}, "--window and --steps are both given: give one of them"),
         ({"window": "1ms:2ms", "layers": "1"}, "--window and --layers are both given"),
@@ -187,6 +188,22 @@ def test_a_joined_transfer_is_labelled_with_all_of_its_experts(tmp_path: Path) -
     joined = TaskInfo("fetch L3", "fetch", "PageTransfer", "copy", "link", layer=3, pages=9, page_names=names)
     run = recording(Slice(0, LINK, joined, 1, 0, 8 * MS))
     assert ">fetch L3 dense, E4-6<" in svg(tmp_path, shown(run))
+
+
+def test_names_of_any_characters_are_drawn_as_they_are(tmp_path: Path) -> None:
+    odd = TaskInfo("cost $1_2 of $3^4 \x1b[31m\nfine", "cost", "Kernel", "cost", "gpu", layer=0)
+    pages = TaskInfo("fetch", "fetch", "PageTransfer", "copy", "link", pages=1, page_names=f"E{'9' * 5000}")
+    run = recording(Slice(0, LaneName(0, "a $b$ lane"), odd, 1, 0, 8 * MS), Slice(1, LINK, pages, 1, 0, MS))
+    run.lanes = [run.slices[1].lane, LINK]
+    draw_timelines([TitledTimeline("$policy$ " + 200 * "x", shown(run))], tmp_path / "x.svg", 2.0)
+    text = (tmp_path / "x.svg").read_text()
+    assert ">a $b$ lane<" in text and ">$policy$ x" in text
+
+
+def test_more_lanes_than_a_picture_holds_are_refused(tmp_path: Path) -> None:
+    timeline = shown(steps_of(8))
+    with pytest.raises(BadInput, match="600 lanes do not fit a picture: choose at most 500 with --lanes"):
+        draw_timelines([TitledTimeline("run", timeline)] * 300, tmp_path / "x.svg")
 
 
 def test_cancelled_transfers_are_marked(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from moesched.units import format_seconds, parse_seconds
 FIRST_VERB = "pre_attention"
 """The verb that begins a layer."""
 
+MOST_SECONDS = 1e9
+
 AHEAD = ("PageTransfer", "Preview")
 """Types of tasks that may belong to a later layer than those that run beside them."""
 
@@ -105,7 +107,7 @@ def _times(recording: Recording, text: str) -> Window:
     first, colon, last = text.partition(":")
     if not colon:
         raise BadInput(f"--window {text!r}: write START:END, such as 1.2s:1.5s")
-    start, end = (round(parse_seconds(each) * 1e9) for each in (first, last))
+    start, end = (round(min(parse_seconds(each), MOST_SECONDS) * 1e9) for each in (first, last))
     if start >= end:
         raise BadInput(f"--window {text!r} ends before it starts: write the earlier time first")
     if not any(each.start < end and each.end > start for each in recording.slices):

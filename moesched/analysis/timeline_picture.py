@@ -13,6 +13,7 @@ from moesched.analysis.pictures import drawing, require_picture, write_picture
 from moesched.analysis.timeline import Block, Row, Timeline, merged
 from moesched.errors import BadInput
 from moesched.steps.model_pages import spans_of
+from moesched.system.plain_text import plain_text
 from moesched.trace.recording import TaskInfo
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ BLOCKS_PER_INCH = 200.0
 EDGED = 6
 """Blocks of this many times that width have white edges and hatches."""
 
+LONGEST_TEXT = 120
+MOST_ROWS = 500
 MOST_BLOCKS = 6000
 """Blocks in a picture; with more, wider ones are merged, too, so that the file stays small."""
 
@@ -100,10 +103,13 @@ def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: floa
         width: inches.
 
     Raises:
-        BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
+        BadInput: the file has another suffix, matplotlib is not installed, the file cannot be written, or there are too
+            many lanes.
     """
     path = Path(path)
     require_picture(path, option="")
+    if (rows := sum(len(run.timeline.rows) for run in runs)) > MOST_ROWS:
+        raise BadInput(f"{rows:,} lanes do not fit a picture: choose at most {MOST_ROWS} with --lanes")
     with drawing():
         write_picture(_draw(runs, width), path, dpi=300)
 
@@ -113,8 +119,8 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     longest = max(run.timeline.window.end - run.timeline.window.start for run in runs)
-    names = [row.title for run in runs for row in run.timeline.rows]
-    room = width - max(_inches(name, TEXT_POINTS) for name in names) - MARGIN_INCHES
+    names = [_drawable(row.title) for run in runs for row in run.timeline.rows]
+    room = max(1.0, width - max(_inches(name, TEXT_POINTS) for name in names) - MARGIN_INCHES)
     per_inch = longest / room
     tops, height = _places(runs)
     families = [family for family in COLOURS if family in _families(runs)]
@@ -133,7 +139,8 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     for run, top in zip(runs, tops, strict=True):
         _draw_layers(axes, run, top, per_inch)
         above = 0.02 + (LAYERS_INCHES if _marked_layers(run) else 0.0)
-        axes.text(0, top - above, _title(run, room), fontsize=TEXT_POINTS, va="bottom", weight="bold")
+        title = _title(run, room)
+        axes.text(0, top - above, title, fontsize=TEXT_POINTS, va="bottom", weight="bold", in_layout=False)
         axes.vlines(
             axes.get_xticks(), top, top + ROW_INCHES * len(run.timeline.rows), color=GRID, lw=0.4, zorder=0
         )
@@ -167,8 +174,9 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 def _title(run: TitledTimeline, room: float) -> str:
     """The title of a run with as much about its window as fits."""
     window = run.timeline.window
-    titles = [f"{run.title}: {window.described}", f"{run.title}: {window.name}" if window.name else run.title]
-    return next((each for each in titles if BOLD * _inches(each, TEXT_POINTS) <= room), run.title)
+    title = _drawable(run.title)
+    titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]
+    return next((each for each in titles if BOLD * _inches(each, TEXT_POINTS) <= room), title)
 
 
 def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
@@ -198,7 +206,7 @@ def _set_axes(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time / scale:g}"))
     axes.set_xlabel(f"time ({unit})", fontsize=TEXT_POINTS, labelpad=1)
     rows = [
-        (top + (number + 0.5) * ROW_INCHES, row.title)
+        (top + (number + 0.5) * ROW_INCHES, _drawable(row.title))
         for run, top in zip(runs, tops, strict=True)
         for number, row in enumerate(run.timeline.rows)
     ]
@@ -322,7 +330,12 @@ def _names(task: TaskInfo) -> list[str]:
     names = [] if task.page_names else [task.label]
     names += [] if task.page_names or task.expert >= 0 else [task.verb]
     names += [" ".join([task.verb, *place]), " ".join([task.verb, *short]), " ".join(place), *short]
-    return sorted(dict.fromkeys(filter(None, names)), key=_label_inches, reverse=True)
+    return sorted(dict.fromkeys(_drawable(name) for name in names if name), key=_label_inches, reverse=True)
+
+
+def _drawable(text: str) -> str:
+    """A text as matplotlib draws it as it is: on one line, not too long, and not a formula."""
+    return " ".join(plain_text(text).split())[:LONGEST_TEXT].replace("$", r"\$")
 
 
 def _without_indices(page_names: str) -> str:
@@ -330,7 +343,7 @@ def _without_indices(page_names: str) -> str:
     layers = []
     for layer in page_names.split("; "):
         name, _, parts = layer.partition(" ")
-        experts = [int(number) for number in re.findall(r"E(\d+)", parts)]
+        experts = [int(number) for number in re.findall(r"E(\d{1,9})", parts)]
         dense = ["dense"] if "dense" in parts else []
         layers.append(f"{name} {', '.join([*dense, *([f'E{spans_of(experts)}'] if experts else [])])}")
     return "; ".join(layers)
