@@ -96,7 +96,7 @@ def test_the_interface_is_served_whole_and_may_load_nothing_from_elsewhere(viewe
         b"hideSidebar",
         b"startupCommands",
         b"ExpandTracksByRegex",
-        b"PinTracksByRegex",
+        b"AddDebugSliceTrack",
     ):
         assert asked in script.content
 
@@ -133,10 +133,14 @@ def test_a_gzipped_trace_is_shown_like_the_plain_one(streamed_trace: Path, tmp_p
 
 
 def test_runs_side_by_side_are_shown_from_their_common_decode_step(streamed_run: Run, tmp_path: Path) -> None:
-    runs = [TitledRun(title, streamed_run.recording, streamed_run.about) for title in ("one", "other")]
+    runs = [TitledRun(title, streamed_run.recording, streamed_run.about) for title in ("one", "another's")]
     write_side_by_side(tmp_path / "both.json", runs)
     for viewer in serving(tmp_path / "both.json"):
-        assert int(opened(viewer)["visStart"]) > 0
+        shown = opened(viewer)
+        assert int(shown["visStart"]) > 0
+        paths = [each["args"] for each in json.loads(shown["startupCommands"]) if "Track" in each["id"]][1:]
+        assert [title for _, title in paths] == ["critical path one", "critical path another's"]
+        assert "thread.name = 'critical path another''s'" in paths[1][0]
 
 
 def test_a_run_without_decode_steps_is_shown_whole(tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ class TraceFile(msgspec.Struct):
     other_data: OtherData = msgspec.field(name="otherData")
 
 
-class _NameArgs(msgspec.Struct):
+class NameArgs(msgspec.Struct):
+    """The args of the name of a process or lane."""
+
     name: str
     in_order: bool = False
 
@@ -261,7 +263,7 @@ def trace_of(file: TraceFile) -> Trace:
     """Convert a decoded file; raises LookupError or ValueError if it is damaged."""
     events = file.trace_events
     named = [
-        (event, msgspec.json.decode(event.args, type=_NameArgs))
+        (event, msgspec.json.decode(event.args, type=NameArgs))
         for event in events
         if event.ph == "M" and event.name == "thread_name" and event.pid != CRITICAL_PID
     ]

@@ -21,17 +21,20 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.trace.chrome_reader import Event, SliceArgs, decode_trace, nanoseconds, read_bytes
-from moesched.trace.chrome_writer import CRITICAL_PATH, CRITICAL_PID
+from moesched.trace.chrome_reader import Event, NameArgs, SliceArgs, decode_trace, nanoseconds, read_bytes
+from moesched.trace.chrome_writer import CRITICAL_PID
 
 HOST = "127.0.0.1"
 FIRST_STEPS = 2
 """Decode steps that are in view at the start."""
 
-_COMMANDS = [
-    {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]},
-    {"id": "dev.perfetto.PinTracksByRegex", "args": [f"^{CRITICAL_PATH}(?!,)"]},
-]
+_CRITICAL_PATH = """
+select slice.id, slice.ts, slice.dur, slice.name
+from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)
+where thread.name = '{name}'
+"""
+"""A query of the slices of a critical path, which `{name}` names; their track is at the bottom otherwise."""
+
 _MEDIA_TYPES = {".js": "text/javascript", ".wasm": "application/wasm"}
 _OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 
@@ -71,7 +74,9 @@ class Viewer(ThreadingHTTPServer):
         self.trace = read_bytes(path)
         self.secret = token_urlsafe(16)
         self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
-        self._view = start_view(decode_trace(self.trace, path).trace_events)
+        events = decode_trace(self.trace, path).trace_events
+        self._view = start_view(events)
+        self._commands = start_commands(events)
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -90,7 +95,7 @@ class Viewer(ThreadingHTTPServer):
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
             "hideSidebar": "true",
-            "startupCommands": msgspec.json.encode(_COMMANDS).decode(),
+            "startupCommands": msgspec.json.encode(self._commands).decode(),
         }
         if self._view is not None:
             arguments |= {"visStart": str(self._view[0]), "visEnd": str(self._view[1])}
@@ -100,6 +105,18 @@ class Viewer(ThreadingHTTPServer):
         """Ignore browsers that leave before they have everything."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
+
+
+def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Commands that expand all lanes, and show the critical path of each run on top."""
+    commands = [{"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]}]
+    for event in events:
+        if event.ph == "M" and event.name == "thread_name" and event.pid == CRITICAL_PID:
+            with suppress(msgspec.DecodeError):
+                name = msgspec.json.decode(event.args, type=NameArgs).name
+                query = _CRITICAL_PATH.format(name=name.replace("'", "''"))
+                commands.append({"id": "dev.perfetto.AddDebugSliceTrack", "args": [query, name]})
+    return commands
 
 
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
