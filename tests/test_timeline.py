@@ -194,7 +194,10 @@ def test_names_of_any_characters_are_drawn_as_they_are(tmp_path: Path) -> None:
     odd = TaskInfo("cost $1_2 of $3^4 \x1b[31m\nfine", "cost", "Kernel", "cost", "gpu", layer=0)
     pages = TaskInfo("fetch", "fetch", "PageTransfer", "copy", "link", pages=1, page_names=f"E{'9' * 5000}")
     run = recording(Slice(0, LaneName(0, "a $b$ lane"), odd, 1, 0, 8 * MS), Slice(1, LINK, pages, 1, 0, MS))
-    run.lanes = [run.slices[1].lane, LINK]
+    nameless = LaneName(0, "")
+    run.slices.append(Slice(2, nameless, ATTENTION, 1, 0, 8 * MS))
+    run.producers.append(())
+    run.lanes = [run.slices[1].lane, LINK, nameless]
     draw_timelines([TitledTimeline("$policy$ " + 200 * "x", shown(run))], tmp_path / "x.svg", 2.0)
     text = (tmp_path / "x.svg").read_text()
     assert ">a $b$ lane<" in text and ">$policy$ x" in text

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesched.analysis.families import COLOURS, Family
 from moesched.analysis.pictures import drawing, require_picture, write_picture
 from moesched.analysis.timeline import Block, Row, Timeline, merged
+from moesched.analysis.timeline_labels import (
+    INK,
+    LABEL_POINTS,
+    drawable,
+    inches,
+    ink_on,
+    label_inches,
+    names_of,
+)
 from moesched.errors import BadInput
-from moesched.steps.model_pages import spans_of
-from moesched.system.plain_text import plain_text
-from moesched.trace.recording import TaskInfo
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -43,18 +47,15 @@ OUTLINED_INCHES = 0.03
 MARGIN_INCHES = 0.12  # beside the names of lanes
 
 TEXT_POINTS = 7.0
-LABEL_POINTS = 5.5
 BOLD = 1.15
 """Width of bold text beside that of plain text, roughly."""
 
-POINTS_PER_INCH = 72.0
 BLOCKS_PER_INCH = 200.0
 """Blocks that are narrower than this are merged."""
 
 EDGED = 6
 """Blocks of this many times that width have white edges and hatches."""
 
-LONGEST_TEXT = 120
 MOST_ROWS = 500
 MOST_BLOCKS = 6000
 """Blocks in a picture; with more, wider ones are merged, too, so that the file stays small."""
@@ -69,7 +70,6 @@ HATCHES: dict[Family, str] = {
 
 FAMILY_NAMES: dict[Family, str] = {"choices": "routers, sampling"}
 UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
-INK = "#000000"
 GRID = "#D8D8D8"
 MARK = "#555555"
 
@@ -119,14 +119,14 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     longest = max(run.timeline.window.end - run.timeline.window.start for run in runs)
-    names = [_drawable(row.title) for run in runs for row in run.timeline.rows]
-    room = max(1.0, width - max(_inches(name, TEXT_POINTS) for name in names) - MARGIN_INCHES)
+    names = [drawable(row.title) for run in runs for row in run.timeline.rows]
+    room = max(1.0, width - max(inches(name, TEXT_POINTS) for name in names) - MARGIN_INCHES)
     per_inch = longest / room
     tops, height = _places(runs)
     families = [family for family in COLOURS if family in _families(runs)]
     cancelled = any(row.cancelled for run in runs for row in run.timeline.rows)
     entries = _legend(families, cancelled)
-    widths = [_inches(str(entry.get_label()), TEXT_POINTS) + LEGEND_SAMPLE_INCHES for entry in entries]
+    widths = [inches(str(entry.get_label()), TEXT_POINTS) + LEGEND_SAMPLE_INCHES for entry in entries]
     columns = len(entries) if sum(widths) <= width else max(1, int(width / max(widths)))
     legend_rows = -(-len(entries) // columns)
     figure = Figure(
@@ -174,9 +174,9 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 def _title(run: TitledTimeline, room: float) -> str:
     """The title of a run with as much about its window as fits."""
     window = run.timeline.window
-    title = _drawable(run.title)
+    title = drawable(run.title)
     titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]
-    return next((each for each in titles if BOLD * _inches(each, TEXT_POINTS) <= room), title)
+    return next((each for each in titles if BOLD * inches(each, TEXT_POINTS) <= room), title)
 
 
 def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
@@ -206,7 +206,7 @@ def _set_axes(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time / scale:g}"))
     axes.set_xlabel(f"time ({unit})", fontsize=TEXT_POINTS, labelpad=1)
     rows = [
-        (top + (number + 0.5) * ROW_INCHES, _drawable(row.title))
+        (top + (number + 0.5) * ROW_INCHES, drawable(row.title))
         for run, top in zip(runs, tops, strict=True)
         for number, row in enumerate(run.timeline.rows)
     ]
@@ -232,7 +232,7 @@ def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -
         axes.vlines(start, top - LAYERS_INCHES + 0.02, bottom, color=MARK, lw=0.6, ls=":", zorder=0)
         name = f"layer {layer}"
         window = run.timeline.window.end - run.timeline.window.start
-        width = (_inches(name, LABEL_POINTS) + 0.06) * per_inch
+        width = (label_inches(name) + 0.06) * per_inch
         if free <= start <= window - width:
             free = start + width
             place = start + 0.03 * per_inch
@@ -298,78 +298,20 @@ def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
     room = (block.end - block.start) / per_inch - 0.03
     colour = COLOURS[block.family]
     box = {"fc": colour, "ec": "none", "pad": 0.3} if block.family in HATCHES else None
-    for text in _names(block.task):
-        if _inches(text, LABEL_POINTS) <= room:
+    for text in names_of(block.task):
+        if label_inches(text) <= room:
             axes.text(
                 (block.start + block.end) / 2,
                 middle,
                 text,
                 fontsize=LABEL_POINTS,
-                color=_on(colour),
+                color=ink_on(colour),
                 bbox=box,
                 ha="center",
                 va="center_baseline",
                 in_layout=False,
             )
             return
-
-
-def _names(task: TaskInfo) -> list[str]:
-    """Names of a task, the longest first."""
-    place = [
-        f"{letter}{number}"
-        for letter, number in (("L", task.layer), ("E", task.expert), ("mb", task.micro_batch))
-        if number >= 0
-    ]
-    short = [f"E{task.expert}"] if task.expert >= 0 else place[-1:]
-    if task.page_names:
-        pages = _without_indices(task.page_names)
-        several = pages != " ".join(place)
-        place, short = [pages], [f"L{task.layer}"] if several else short
-    # Colour and lane tell the verb of transfers and experts, but not which one it is.
-    names = [] if task.page_names else [task.label]
-    names += [] if task.page_names or task.expert >= 0 else [task.verb]
-    names += [" ".join([task.verb, *place]), " ".join([task.verb, *short]), " ".join(place), *short]
-    return sorted(dict.fromkeys(_drawable(name) for name in names if name), key=_label_inches, reverse=True)
-
-
-def _drawable(text: str) -> str:
-    """A text as matplotlib draws it as it is: on one line, not too long, and not a formula."""
-    return " ".join(plain_text(text).split())[:LONGEST_TEXT].replace("$", r"\$")
-
-
-def _without_indices(page_names: str) -> str:
-    """Pages by expert only: "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
-    layers = []
-    for layer in page_names.split("; "):
-        name, _, parts = layer.partition(" ")
-        experts = [int(number) for number in re.findall(r"E(\d{1,9})", parts)]
-        dense = ["dense"] if "dense" in parts else []
-        layers.append(f"{name} {', '.join([*dense, *([f'E{spans_of(experts)}'] if experts else [])])}")
-    return "; ".join(layers)
-
-
-def _label_inches(text: str) -> float:
-    return _inches(text, LABEL_POINTS)
-
-
-@cache
-def _inches(text: str, points: float) -> float:
-    """The width of a text."""
-    from matplotlib.textpath import TextPath
-
-    width: float = TextPath((0, 0), text, size=points).get_extents().width
-    return width / POINTS_PER_INCH
-
-
-@cache
-def _on(colour: str) -> str:
-    """Black or white, whichever has more contrast on a colour (WCAG 2.1, relative luminance)."""
-    from matplotlib.colors import to_rgb
-
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK
 
 
 def _legend(families: Sequence[Family], cancelled: bool) -> list[Artist]:
