@@ -29,6 +29,7 @@ from moesched.cli import (
     view,
 )
 from moesched.cli import list as listing
+from moesched.cli import sweep as sweeping
 from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
@@ -75,6 +76,7 @@ def make_app() -> App:
     for command in (
         run,
         simulate,
+        sweeping,
         plan,
         new_policy,
         check,

@@ -8,30 +8,27 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from msgspec.structs import replace
-
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
-from moesched.inputs.lookup import find_machine, find_shape, find_workload, machine_file
+from moesched.inputs.lookup import machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report
+from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.trace_file import recorder_of, write_job_trace
 from moesched.machines import Machine
-from moesched.machines.networks import Network, load_network, network_names
 from moesched.models.config import ModelConfig
 from moesched.models.layout import room_for
-from moesched.planner import MOST_NODES, MOST_REQUESTS
+from moesched.planner import MOST_REQUESTS
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.workloads import Workload
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting
-from moesched.routing.sources import find_choices
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
@@ -72,15 +69,21 @@ def simulate_model(
     require_outputs(Output("trace", given.trace, numbered=True), model=model, inputs=inputs)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
-    config = find_shape(model)
-    choices = find_choices(given.routing, config, given.routing_settings, given.seed)
-    found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
-    new_tokens = found.new_tokens[0] if given.gen is None else given.gen
+    return simulate_scenario(find_scenario(model, workload, given), given)
+
+
+def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
+    """Predict a scenario; the options name what it holds.
+
+    Raises:
+        BadInput, NotTraced, PolicyError: as `simulate_model`.
+    """
+    config, choices = scenario.config, scenario.choices
+    new_tokens = scenario.workload.new_tokens[0] if given.gen is None else given.gen
     require_some(new_tokens, "--gen")
-    lengths, all_run = _lengths(found, given)
+    lengths, all_run = _lengths(scenario.workload, given)
     require_context(lengths, new_tokens, config)
-    joined = _joined(find_machine(given.machine), given.nodes, given.network)
-    job = Job(given, config, joined, beams=given.beams, nodes=given.nodes or 1)
+    job = Job(given, config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
     job.use_process(assumed_process(job.machine))
     sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
@@ -149,26 +152,6 @@ def _simulate(
         write_job_trace(trace, recorder, finished, listener)
     ending.raise_error(finished)
     return finished
-
-
-def _joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
-    """The machine, with the network that joins it to others like it.
-
-    Raises:
-        BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.
-    """
-    if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise BadInput(f"--nodes is {nodes:,}: give 1 to {MOST_NODES}")
-    if network is None:
-        if (nodes or 1) > 1 and machine.network is None:
-            raise BadInput(
-                f"--nodes is {nodes}, and nothing joins machine {machine.name} to others: give --network, one of "
-                + ", ".join(network_names())
-            )
-        return machine
-    if nodes is None:
-        raise BadInput("--network joins several nodes: say how many with --nodes")
-    return replace(machine, network=load_network(network) if isinstance(network, str) else network)
 
 
 def require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:

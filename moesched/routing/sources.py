@@ -34,10 +34,14 @@ def find_choices(
         if settings:
             raise BadInput(f"--routing-set {next(iter(settings))} is given without a routing: add --routing")
         return None
-    found = find_source(name, config, settings or {})
-    if isinstance(found, RoutingTrace):
-        return RecordedChoices(found)
-    return GeneratedChoices(found, config, seed)
+    return choices_of(find_source(name, config, settings or {}), config, seed)
+
+
+def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> ExpertChoices:
+    """The choices of a trace, or random ones by popularity."""
+    if isinstance(source, RoutingTrace):
+        return RecordedChoices(source)
+    return GeneratedChoices(source, config, seed)
 
 
 def find_profile(

@@ -1,0 +1,235 @@
+"""`moesched sweep`: simulations of all combinations of policies, machines, models, workloads and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from moesched.cli import options
+from moesched.cli.output import say
+from moesched.cli.sweep_options import SweepArguments
+
+if TYPE_CHECKING:
+    from moesched.sweeps.axes import Sweep
+    from moesched.sweeps.figures import Best
+    from moesched.sweeps.plots import Picture
+    from moesched.sweeps.store import Store
+    from moesched.sweeps.sweep import Prepared, SweepResult
+
+HELP = options.paragraphs(
+    "Simulate all combinations of policies, machines, models, workloads and settings, on all cores.",
+    "Each option of `simulate` takes several values here, with commas between them. They can also stand in a TOML "
+    "file; an option then replaces the file's axis of that name.",
+    "Each point is a line of --out as soon as it is done. The same command again runs only what is missing: what was "
+    "not done, and what has other inputs since then, such as another machine file or an edited policy. A point that "
+    "fails keeps its reason as `failure`, and the sweep goes on.",
+)
+
+EPILOGUE = """Examples:
+
+  moesched sweep --policy all --machine t4,l4 --batch-size 1,2,4,8,16,32,64 \\
+      --gen 16 --plot out/curves.png
+  moesched sweep --policy cgopipe,expert_cache --machine t4 --batch-size 1,8,64 \\
+      --machine-set "link.host->gpu=x1,x2,x4" --x "machine_set.link.host->gpu" \\
+      --plot out/link.png
+  moesched sweep --policy all --machine t4,l4 --batch-size 1,8,64 \\
+      --price t4=0.35 --price l4=0.71 --pareto latency,dollars --plot out/pareto.png
+  moesched sweep docs/example.toml --gen 8 --parquet out/results.parquet
+
+A sweep's file has the keywords of moesched.simulate_model:
+
+  policy = ["cgopipe", "my_policy.py:MyPolicy"]
+  machine = ["t4", "l4"]
+  batch_size = [1, 8, 64]
+  [settings]
+  ahead = [1, 2]
+  [budgets]
+  gpu = ["12GB", "16GB"]
+  [machine_set]
+  "link.host->gpu" = ["x1", "x2"]
+  [price]
+  t4 = 0.35"""
+
+RESULTS = Path("out")
+"""The folder of results where --out is not given."""
+
+SHOWN_CASES = 40
+SHOWN_FAILURES = 5
+
+WITHOUT_OPTIONS = SweepArguments()
+
+
+def add_to(app: App) -> None:
+    """Add the command."""
+    app.command(sweep, name="sweep", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
+
+
+def sweep(
+    file: Annotated[Path | None, Parameter(name="FILE", help="Axes in a TOML file.")] = None,
+    /,
+    *,
+    given: SweepArguments = WITHOUT_OPTIONS,
+) -> int:
+    """See HELP."""
+    from moesched.cli.output import Bar
+    from moesched.sweeps.store import Store
+    from moesched.sweeps.sweep import prepare, run_sweep
+
+    asked = given.asked(file)
+    picture = given.picture(asked)
+    out = _check_outputs(given, file, asked)
+    with Bar("reading inputs"):
+        prepared = prepare(asked)
+    if given.dry_run:
+        return _tell_axes(prepared, given.json)
+    with Bar("sweeping") as bar, Store(out) as store:
+
+        def progress(done: int, total: int) -> None:
+            bar.update(done, total, f"{done:,} of {total:,} points")
+
+        result = run_sweep(prepared, store, workers=given.workers, retry=given.retry, progress=progress)
+        bar.close()
+        if not result.interrupted:
+            _write(given, picture, prepared, result, store)
+    return _hand_out(given, out, prepared, result)
+
+
+def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
+    """Check all files that are written; returns that of the results."""
+    from moesched.analysis.pictures import require_picture
+    from moesched.errors import BadInput
+    from moesched.sweeps.parquet import require_parquet
+    from moesched.system.outputs import Output, require_outputs
+
+    out = given.out or RESULTS / f"{file.stem if file else 'sweep'}.jsonl"
+    if given.workers is not None and given.workers < 1:
+        raise BadInput(f"--workers is {given.workers}: give 1 or more")
+    if given.plot is not None:
+        require_picture(given.plot, "--plot")
+    if given.parquet is not None:
+        require_parquet()
+    if given.dry_run:
+        return out
+    if given.out is None:
+        try:
+            out.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise BadInput(
+                f"cannot make the folder {out.parent}: {error.strerror}: name a file with --out"
+            ) from error
+    written = (Output("results", out), Output("picture", given.plot), Output("Parquet file", given.parquet))
+    read = [
+        each for name in ("machine", "workload", "routing", "network") for each in asked.axes.get(name, [])
+    ]
+    read += [each.partition(":")[0] for each in asked.axes["policy"]]
+    require_outputs(*written, inputs=[*read, file])
+    return out
+
+
+def _tell_axes(prepared: Prepared, json: bool) -> int:
+    """Print the number of points, and the values of each axis."""
+    from moesched.cli.output import print_json, print_table
+
+    axes = prepared.sweep.axes
+    if json:
+        print_json({"points": len(prepared.points), "axes": axes})
+        return 0
+    say(f"{len(prepared.points):,} points")
+    rows = [[name, f"{len(values):,}", ", ".join(map(str, values))] for name, values in axes.items()]
+    print_table(["axis", "values", ""], rows)
+    return 0
+
+
+def _write(
+    given: SweepArguments, picture: Picture, prepared: Prepared, result: SweepResult, store: Store
+) -> None:
+    """Write the picture and the Parquet file."""
+    from moesched.sweeps.parquet import write_parquet
+    from moesched.sweeps.plots import draw_sweep
+
+    if given.parquet is not None:
+        whole = store.whole_lines(line.key for line in result.lines)
+        write_parquet(given.parquet, whole, result.lines, prepared.figures)
+    if given.plot is not None:
+        draw_sweep(given.plot, picture, result.lines, prepared.sweep.axes, prepared.figures)
+
+
+def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: SweepResult) -> int:
+    """Print the best policies and the failures; returns the exit code."""
+    from moesched.cli.failures import FAILED, interruption, tell
+    from moesched.cli.output import print_json
+    from moesched.sweeps.figures import best_by_case
+    from moesched.system.signals import exit_code_of_signal
+
+    best = best_by_case(result.lines, prepared.sweep.axes, prepared.figures)
+    if given.json:
+        print_json(
+            {
+                "points": result.points,
+                "done": len(result.lines),
+                "reused": result.reused,
+                "failed": len(result.failures),
+                "interrupted": result.interrupted,
+                "out": str(out),
+                "axes": prepared.sweep.axes,
+                "best": [each._asdict() for each in best],
+                "failures": [{"inputs": line.inputs, "failure": line.failure} for line in result.failures],
+            }
+        )
+    else:
+        _print_best(best, dollars=bool(prepared.sweep.prices))
+        _print_result(given, out, result)
+    if result.interrupted:
+        done = f"{len(result.lines):,} of {result.points:,} points"
+        tell(f"{interruption()} after {done}: run the same command again to go on")
+        return exit_code_of_signal()
+    return FAILED if len(result.failures) == result.points else 0
+
+
+def _print_best(best: list[Best], *, dollars: bool) -> None:
+    """Print the best policy of each case."""
+    from moesched.cli.output import print_table
+
+    if not best:
+        return
+    figures = {"throughput": "tokens/s", "latency": "s/token", "memory": "GB"}
+    if dollars:
+        figures["dollars"] = "$/million"
+    names = list(best[0].case)
+    rows = []
+    for each in best[:SHOWN_CASES]:
+        settings = "".join(f" {key}={value}" for key, value in each.settings.items())
+        values = [each.beside[name] for name in figures]
+        rows.append(
+            [
+                *("" if value is None else str(value) for value in each.case.values()),
+                each.policy + settings,
+                "" if each.next_best is None else f"{each.next_best[0]} {each.next_best[1]:.3g}",
+                *("" if value is None else f"{value:.3g}" for value in values),
+            ]
+        )
+    header = [*(name.replace("_", " ") for name in names), "best policy", "next, tokens/s", *figures.values()]
+    print_table(header, rows, figures=len(figures))
+    if len(best) > SHOWN_CASES:
+        say(f"and {len(best) - SHOWN_CASES:,} more cases: --json has all")
+    say()
+
+
+def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None:
+    """Print where the results are, and the first reasons of failures."""
+    reused = f", {result.reused:,} of them from earlier" if result.reused else ""
+    others = f"; it has {result.others:,} lines of other sweeps, too" if result.others else ""
+    say(f"{len(result.lines):,} of {result.points:,} points done{reused}: {out}{others}")
+    for written in (given.parquet, given.plot):
+        if written is not None and not result.interrupted:
+            say(f"written: {written}")
+    failures = {line.inputs["policy"]: line for line in reversed(result.failures)}
+    if not failures:
+        return
+    say(f"\n{len(result.failures):,} points failed; the first reasons by policy:")
+    for policy, line in list(reversed(failures.items()))[:SHOWN_FAILURES]:
+        say(f"  {policy} on {line.inputs['machine']}: {line.failure}")
+    if len(failures) > SHOWN_FAILURES:
+        say(f"  and {len(failures) - SHOWN_FAILURES:,} more policies; each line has its reason as `failure`")

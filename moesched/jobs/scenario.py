@@ -1,0 +1,69 @@
+"""A scenario: model, machine, requests and expert choices of a simulation, found by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.inputs.lookup import find_machine, find_shape, find_workload
+from moesched.inputs.prompts import Prompt
+from moesched.jobs.options import SimulationOptions
+from moesched.machines import Machine
+from moesched.machines.networks import Network, load_network, network_names
+from moesched.models.config import ModelConfig
+from moesched.planner import MOST_NODES
+from moesched.requests.workloads import Workload
+from moesched.routing.choices import ExpertChoices
+from moesched.routing.sources import find_choices
+
+
+class Scenario(NamedTuple):
+    """A simulation's inputs.
+
+    Attributes:
+        machine: with the network that joins it to others like it.
+        choices: the experts of each token; None for uniform routing.
+    """
+
+    config: ModelConfig
+    machine: Machine
+    workload: Workload
+    choices: ExpertChoices | None
+
+
+def find_scenario(
+    model: Path | str, workload: Workload | str | Sequence[Prompt], given: SimulationOptions
+) -> Scenario:
+    """Find what the options of a simulation name.
+
+    Raises:
+        BadInput: a name is unknown, or a file cannot be used.
+    """
+    config = find_shape(model)
+    choices = find_choices(given.routing, config, given.routing_settings, given.seed)
+    found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
+    return Scenario(config, joined(find_machine(given.machine), given.nodes, given.network), found, choices)
+
+
+def joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
+    """The machine, with the network that joins it to others like it.
+
+    Raises:
+        BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.
+    """
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise BadInput(f"--nodes is {nodes:,}: give 1 to {MOST_NODES}")
+    if network is None:
+        if (nodes or 1) > 1 and machine.network is None:
+            raise BadInput(
+                f"--nodes is {nodes}, and nothing joins machine {machine.name} to others: give --network, one of "
+                + ", ".join(network_names())
+            )
+        return machine
+    if nodes is None:
+        raise BadInput("--network joins several nodes: say how many with --nodes")
+    return replace(machine, network=load_network(network) if isinstance(network, str) else network)

@@ -1,0 +1,171 @@
+"""Figures of a sweep's points: throughput, latency, memory, dollars; the best policy of each case; Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moesched.errors import BadInput
+from moesched.sweeps.axes import Axes
+from moesched.sweeps.line import Line
+from moesched.sweeps.points import axis_value
+from moesched.system.plain_text import shown
+
+
+class Metric(NamedTuple):
+    """A figure of a point.
+
+    Attributes:
+        title: with its unit, for the axis of a picture.
+        best: `max` or `min`.
+    """
+
+    title: str
+    best: Callable[[float, float], float]
+    of: Callable[[Line, Figures], float | None]
+
+
+class Figures(NamedTuple):
+    """What the figures need beside the lines.
+
+    Attributes:
+        fast: name of the accelerator's memory, by machine.
+        prices: dollars per hour, by machine.
+    """
+
+    fast: Mapping[str, str]
+    prices: Mapping[str, float]
+
+    def value(self, line: Line, name: str) -> Any:
+        """A metric or the value of an axis; None where the point has none, and of metrics where it failed."""
+        if name not in METRICS:
+            return axis_value(line.inputs, name)
+        return None if line.failure is not None else METRICS[name].of(line, self)
+
+
+def _throughput(line: Line, _: Figures) -> float | None:
+    return line.throughput_tokens_per_second
+
+
+def _decode(line: Line, _: Figures) -> float | None:
+    return line.decode_tokens_per_second or None
+
+
+def _latency(line: Line, _: Figures) -> float | None:
+    if line.plan is None or not line.decode_tokens_per_second:
+        return None
+    return line.plan.batch_size / line.decode_tokens_per_second
+
+
+def _first_token(line: Line, _: Figures) -> float | None:
+    return line.first_token_seconds
+
+
+def _time(line: Line, _: Figures) -> float | None:
+    return line.simulated_seconds
+
+
+def _memory(line: Line, figures: Figures) -> float | None:
+    peak = line.peak_bytes.get(figures.fast[line.inputs["machine"]])
+    return None if peak is None else peak / 1e9
+
+
+def _dollars(line: Line, figures: Figures) -> float | None:
+    price = figures.prices.get(line.inputs["machine"])
+    if price is None or not line.throughput_tokens_per_second:
+        return None
+    return price * (line.inputs.get("nodes") or 1) / 3600 / line.throughput_tokens_per_second * 1e6
+
+
+METRICS = {
+    "throughput": Metric("throughput, tokens/s", max, _throughput),
+    "decode": Metric("decode, tokens/s", max, _decode),
+    "latency": Metric("time per token of a request, s", min, _latency),
+    "first_token": Metric("time to first token, s", min, _first_token),
+    "time": Metric("time of the whole run, s", min, _time),
+    "memory": Metric("peak of the accelerator's memory, GB", min, _memory),
+    "dollars": Metric("dollars per million tokens", min, _dollars),
+}
+"""By name, as options have it. The latency is that of a decode step."""
+
+
+class Best(NamedTuple):
+    """The best policy of a case.
+
+    Attributes:
+        case: values of the axes with several values, apart from the policy and its settings.
+        beside: figures of its point, by metric.
+        next_best: the next policy with its throughput; None if there is no other.
+    """
+
+    case: dict[str, Any]
+    policy: str
+    settings: dict[str, Any]
+    beside: dict[str, float | None]
+    next_best: tuple[str, float] | None
+
+
+def title_of(name: str) -> str:
+    """A metric or an axis in words."""
+    return METRICS[name].title if name in METRICS else name.replace("_", " ")
+
+
+def require_figure(name: str, axes: Collection[str], option: str) -> None:
+    """Require a name of a metric or of an axis.
+
+    Raises:
+        BadInput: there is none of that name.
+    """
+    known = [*METRICS, *axes]
+    if name not in known:
+        what = "a figure or an axis of the sweep" if axes else "a figure"
+        raise BadInput(f"{option} {shown(name)} is not {what}: use one of {', '.join(known)}")
+
+
+def varying(axes: Axes) -> list[str]:
+    """The axes with several values."""
+    return [name for name, values in axes.items() if len(values) > 1 or values == ["all"]]
+
+
+def best_by_case(lines: Iterable[Line], axes: Axes, figures: Figures) -> list[Best]:
+    """The policy with the highest throughput in each case, in the order of the points."""
+    names = [name for name in varying(axes) if name.partition(".")[0] not in ("policy", "settings")]
+    cases: dict[str, tuple[dict[str, Any], list[Line]]] = {}
+    for line in lines:
+        case = {name: axis_value(line.inputs, name) for name in names}
+        cases.setdefault(repr(case), (case, []))[1].append(line)
+    return [_best(case, found, figures) for case, found in cases.values() if any(map(_rate, found))]
+
+
+def _best(case: dict[str, Any], lines: Sequence[Line], figures: Figures) -> Best:
+    ranked = sorted((line for line in lines if _rate(line)), key=_rate, reverse=True)
+    first = ranked[0]
+    other = next((line for line in ranked if line.inputs["policy"] != first.inputs["policy"]), None)
+    return Best(
+        case,
+        first.inputs["policy"],
+        first.inputs.get("settings", {}),
+        {name: figures.value(first, name) for name in METRICS},
+        None if other is None else (other.inputs["policy"], _rate(other)),
+    )
+
+
+def _rate(line: Line) -> float:
+    return 0.0 if line.failure is not None else line.throughput_tokens_per_second or 0.0
+
+
+def pareto_front(lines: Iterable[Line], first: str, second: str, figures: Figures) -> list[Line]:
+    """The points that no other one beats in both metrics, by the first one from the best on."""
+    signs = [-1 if METRICS[name].best is max else 1 for name in (first, second)]
+    placed = []
+    for line in lines:
+        one, other = figures.value(line, first), figures.value(line, second)
+        if one is not None and other is not None:
+            placed.append(((signs[0] * one, signs[1] * other), line))
+    front: list[Line] = []
+    least = float("inf")
+    for (_, other), line in sorted(placed, key=lambda each: each[0]):
+        if other < least:
+            front.append(line)
+            least = other
+    return front

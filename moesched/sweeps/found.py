@@ -1,0 +1,180 @@
+"""All that the points of a sweep name, found and checked before the first one runs, and the keys of the points."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.inputs.budgets import PROCESS
+from moesched.inputs.lookup import find_machine, find_policy, find_shape, find_workload
+from moesched.jobs.options import SimulationOptions
+from moesched.jobs.scenario import Scenario, joined
+from moesched.machines import Machine
+from moesched.machines.changes import changed
+from moesched.models.config import ModelConfig
+from moesched.requests.workloads import Workload
+from moesched.routing.popularity import Popularity
+from moesched.routing.sources import choices_of, find_source
+from moesched.routing.trace import RoutingTrace
+from moesched.seams import Policy
+from moesched.settings import check_settings, require_defaults
+from moesched.sweeps.code_version import code_version, policy_version
+from moesched.sweeps.points import Inputs, canonical
+from moesched.system.input_file import is_file
+from moesched.units import parse_bytes
+
+Name = tuple[Any, ...]
+"""The values that determine an object of a point."""
+
+_KEY_DIGITS = 32
+
+
+class Found(msgspec.Struct):
+    """What points name: each object once, however many points share it. Worker processes get a copy."""
+
+    configs: dict[str, ModelConfig] = {}
+    machines: dict[Name, Machine] = {}
+    workloads: dict[Name, Workload] = {}
+    sources: dict[Name, Popularity | RoutingTrace | None] = {}
+
+    def scenario(self, inputs: Inputs, given: SimulationOptions) -> Scenario:
+        """The scenario of a point."""
+        config = self.configs[inputs["model"]]
+        source = self.sources[_routing(inputs)]
+        choices = None if source is None else choices_of(source, config, given.seed)
+        return Scenario(config, self.machines[_machine(inputs)], self.workloads[_workload(inputs)], choices)
+
+
+class Finder:
+    """Finds what points name, and makes their keys.
+
+    Attributes:
+        policies: the classes of the policies, by name.
+        found: what was found so far.
+    """
+
+    def __init__(self, policies: Iterable[str]) -> None:
+        self.policies: dict[str, type[Policy]] = {name: find_policy(name) for name in policies}
+        for name, policy in self.policies.items():
+            require_defaults(policy, f"policy {name}")
+        self.found = Found()
+        self._digests: dict[Name, str] = {}
+
+    def key(self, inputs: Inputs) -> str:
+        """Find what a point names; returns its key, which differs if any of its inputs or the code does.
+
+        Raises:
+            BadInput: a name is unknown, a file cannot be used, or a value is impossible.
+        """
+        found = self.found
+        model, policy = inputs["model"], inputs["policy"]
+        machine, workload, routing = _machine(inputs), _workload(inputs), _routing(inputs)
+        if model not in found.configs:
+            found.configs[model] = find_shape(model)
+        if machine not in found.machines:
+            found.machines[machine] = _find_machine(inputs)
+        if workload not in found.workloads:
+            found.workloads[workload] = find_workload(inputs["workload"], model, found.configs[model])
+        if routing not in found.sources:
+            found.sources[routing] = _find_routing(inputs, found.configs[model])
+        parts = (
+            self._digest(("model", model), lambda: found.configs[model]),
+            self._digest(("machine", *machine), lambda: found.machines[machine]),
+            self._digest(("workload", *workload), lambda: found.workloads[workload]),
+            self._digest(("routing", *routing), lambda: _content_of(inputs.get("routing"))),
+            self._digest(("policy", policy), lambda: policy_version(self.policies[policy])),
+            self._digest(("settings", policy, _text(inputs, "settings")), lambda: self._checked(inputs)),
+        )
+        return hashlib.sha256("\0".join([code_version(), *parts]).encode() + canonical(inputs)).hexdigest()[
+            :_KEY_DIGITS
+        ]
+
+    def require_budgets(self, names: Iterable[str]) -> None:
+        """Require that some machine has each memory.
+
+        Raises:
+            BadInput: none has it.
+        """
+        known = {PROCESS: None} | {
+            name: None for each in self.found.machines.values() for name in each.memories
+        }
+        for name in names:
+            if name not in known:
+                raise BadInput(
+                    f"--budget names {name!r}, which no machine of the sweep has: use {', '.join(known)}"
+                )
+
+    def _digest(self, name: Name, content: Callable[[], Any]) -> str:
+        """The hash of an object, made once."""
+        if name not in self._digests:
+            encoded = msgspec.json.encode(content(), order="deterministic")
+            self._digests[name] = hashlib.sha256(encoded).hexdigest()
+        return self._digests[name]
+
+    def _checked(self, inputs: Inputs) -> Any:
+        """The settings of a point, which its policy takes."""
+        name = inputs["policy"]
+        return check_settings(self.policies[name], f"policy {name}", inputs.get("settings", {}))
+
+
+def options_of(inputs: Inputs) -> SimulationOptions:
+    """The options of a point's simulation."""
+    return SimulationOptions(
+        **{name: value for name, value in inputs.items() if name not in ("model", "workload", "machine_set")}
+    )
+
+
+def _machine(inputs: Inputs) -> Name:
+    return inputs["machine"], _text(inputs, "machine_set"), inputs.get("nodes"), inputs.get("network")
+
+
+def _workload(inputs: Inputs) -> Name:
+    of_prompts = inputs["workload"].endswith(".jsonl")
+    return inputs["workload"], inputs["model"] if of_prompts else ""
+
+
+def _routing(inputs: Inputs) -> Name:
+    return inputs["model"], inputs.get("routing"), _text(inputs, "routing_settings")
+
+
+def _text(inputs: Inputs, table: str) -> str:
+    return canonical(inputs.get(table, {})).decode()
+
+
+def _find_machine(inputs: Inputs) -> Machine:
+    changes = [f"{what}={value}" for what, value in inputs.get("machine_set", {}).items()]
+    machine = changed(find_machine(inputs["machine"]), changes)
+    return joined(machine, inputs.get("nodes"), inputs.get("network"))
+
+
+def _find_routing(inputs: Inputs, config: ModelConfig) -> Popularity | RoutingTrace | None:
+    settings = inputs.get("routing_settings", {})
+    if inputs.get("routing") is not None:
+        return find_source(inputs["routing"], config, settings)
+    if settings:
+        raise BadInput(f"--routing-set {next(iter(settings))} is given without a routing: add --routing")
+    return None
+
+
+def _content_of(routing: str | None) -> str:
+    """A hash of a routing's file; empty for generators."""
+    if routing is None or not is_file(Path(routing)):
+        return ""
+    with Path(routing).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_sensible(inputs: Inputs) -> None:
+    """Require sizes and budgets that some machine could have.
+
+    Raises:
+        BadInput: one cannot be used.
+    """
+    options_of(inputs).require_sensible()
+    for size in inputs.get("budgets", {}).values():
+        parse_bytes(size)

@@ -1,0 +1,69 @@
+"""A line of results: what a point was, and the figures of its report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moesched.jobs.report import JobReport
+from moesched.sweeps.points import Inputs
+from moesched.system.decoding import decode_json
+
+LINE_START = b'{"key":"'
+"""The beginning of each line."""
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes that a point ran with."""
+
+    batch_size: int
+    new_tokens: int
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a line that tables and pictures show; in the file it has all keys of a report.
+
+    Attributes:
+        key: differs if any input of the point, or the code, does.
+        failure: the reason why the point has no figures, or only some.
+    """
+
+    key: str
+    inputs: Inputs
+    failure: str | None = None
+    plan: Sizes | None = None
+    throughput_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    first_token_seconds: float | None = None
+    simulated_seconds: float | None = None
+    peak_bytes: dict[str, int] = {}
+
+
+def encode_line(
+    key: str, inputs: Inputs, code: str, report: JobReport | None, failure: str | None = None
+) -> bytes:
+    """A line of a point.
+
+    Args:
+        code: the version of the code.
+        report: None if the point failed before it ran.
+    """
+    content: dict[str, Any] = {} if report is None else report.as_dict()
+    if failure is not None:
+        content["failure"] = failure
+    return msgspec.json.encode({"key": key, "code": code, "inputs": inputs, **content}) + b"\n"
+
+
+def parse_line(line: bytes, where: str) -> Line:
+    """Read a line.
+
+    Args:
+        where: names it in the message.
+
+    Raises:
+        BadInput: it is not of a sweep.
+    """
+    return decode_json(
+        line, Line, f"{where}: not a result of a sweep", "name another file with --out", most=10**8
+    )

@@ -1,0 +1,57 @@
+"""Results of a sweep as a Parquet file, written by pyarrow, an extra: pip install 'moesched[sweep]'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from pathlib import Path
+
+from moesched.errors import BadInput
+from moesched.sweeps.figures import METRICS, Figures
+from moesched.sweeps.line import Line
+from moesched.system.whole_file import whole_file
+
+
+def require_parquet() -> None:
+    """Require pyarrow.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        import pyarrow.parquet  # noqa: F401  imported only to see whether it is installed
+    except ImportError:
+        raise BadInput(
+            "Parquet files need pyarrow, which is not installed: pip install 'moesched[sweep]', or omit --parquet"
+        ) from None
+
+
+def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], figures: Figures) -> None:
+    """Write results: a row for each point, a column for each key, and one for each figure that pictures show.
+
+    Args:
+        whole: the lines as they stand in the file of results.
+        lines: the same, read.
+
+    Raises:
+        BadInput: the file cannot be written, or values of one input are of different types.
+    """
+    import pyarrow as arrow
+    from pyarrow import json, parquet
+
+    data = b"".join(whole)
+    try:
+        table = json.read_json(BytesIO(data), json.ReadOptions(block_size=len(data) + 1))
+        for name in METRICS:
+            table = table.append_column(
+                name, arrow.array([figures.value(line, name) for line in lines], "float64")
+            )
+        written = BytesIO()
+        parquet.write_table(table, written)
+    except arrow.ArrowException as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(
+            f"cannot write results {path}: {reason}: omit --parquet; the JSON lines have all"
+        ) from error
+    with whole_file(path, "results") as file:
+        file.write(written.getvalue())

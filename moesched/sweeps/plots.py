@@ -1,0 +1,194 @@
+"""Pictures of a sweep: curves by policy with a panel for each machine, or Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import cycle, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moesched.analysis.families import COLOURS
+from moesched.analysis.pictures import drawing, write_picture
+from moesched.errors import BadInput
+from moesched.sweeps.axes import Axes
+from moesched.sweeps.figures import METRICS, Figures, pareto_front, title_of, varying
+from moesched.sweeps.line import Line
+from moesched.sweeps.points import axis_value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Panel
+    from matplotlib.figure import Figure
+
+PANELS_IN_A_ROW = 3
+MOST_PANELS = 12
+MOST_TICKS = 12
+MUCH = 20
+"""Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
+
+PANEL_AXES = ("model", "machine", "machine_set")
+"""Axes that have a panel for each value."""
+
+STYLES = list(product("osD^v", COLOURS.values()))
+"""Markers and colours, by which series differ; colours change first."""
+
+
+Place = tuple[Any, Any]
+"""Where a point is in a panel."""
+
+
+class Picture(NamedTuple):
+    """What a picture shows.
+
+    Attributes:
+        x, y: metrics, or `x` the name of an axis of the sweep.
+        pareto: whether to show all points and their Pareto front instead of curves.
+    """
+
+    x: str
+    y: str
+    pareto: bool = False
+
+
+def default_x(axes: Axes) -> str:
+    """The batch size or, if it has one value, the first axis of several numbers."""
+    several = [name for name in ("batch_size", *varying(axes)) if len(axes.get(name, [])) > 1]
+    numbers = [name for name in several if all(map(_is_number, axes[name]))]
+    return (numbers or several or ["batch_size"])[0]
+
+
+def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> None:
+    """Draw a .png or .svg file.
+
+    Raises:
+        BadInput: no point has both figures, or the file cannot be written.
+    """
+    shown = [line for line in lines if None not in _position(line, picture, figures)]
+    if not shown:
+        price = "; dollars need --price MACHINE=DOLLARS" if "dollars" in picture[:2] else ""
+        raise BadInput(f"cannot draw {path}: no point has figures for {picture.x} and {picture.y}{price}")
+    with drawing():
+        write_picture(_draw(picture, shown, axes, figures), path)
+
+
+def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> Figure:
+    from matplotlib.figure import Figure as NewFigure
+
+    several = [name for name in varying(axes) if name not in picture]
+    apart = [name for name in several if name.partition(".")[0] in PANEL_AXES]
+    within = [name for name in several if name not in apart]
+    panels = _grouped(lines, apart)
+    if len(panels) > MOST_PANELS:
+        raise BadInput(
+            f"a picture of {len(panels)} machines and models is too large: draw at most {MOST_PANELS}"
+        )
+    columns = min(PANELS_IN_A_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = NewFigure(figsize=(4.4 * columns + 2.2, 3.6 * rows + 0.3), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    styles = dict(zip(_ranked(lines, within, picture, figures), cycle(STYLES), strict=False))
+    for panel, (title, found) in zip(grid, panels.items(), strict=False):
+        for name, members in _grouped(found, within).items():
+            _draw_series(
+                panel, name, [_position(line, picture, figures) for line in members], styles[name], picture
+            )
+        if picture.pareto:
+            front = pareto_front(found, picture.x, picture.y, figures)
+            _draw_front(panel, [_position(line, picture, figures) for line in front])
+        _label(panel, title or found[0].inputs["machine"], picture)
+        _scale(panel, [_position(line, picture, figures) for line in lines], picture)
+    for panel in grid[len(panels) :]:
+        panel.set_visible(False)
+    _add_legend(figure, list(styles))
+    return figure
+
+
+def _draw_series(
+    panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], picture: Picture
+) -> None:
+    """Draw one curve from left to right, or only its points."""
+    marker, colour = style
+    if not picture.pareto and all(_is_number(x) for x, _ in places):
+        places = sorted(places)
+    line = "none" if picture.pareto else "-"
+    xs, ys = zip(*places, strict=True)
+    panel.plot(xs, ys, marker=marker, markersize=4, linewidth=1.2, linestyle=line, color=colour, label=name)
+
+
+def _draw_front(panel: Panel, front: Sequence[Place]) -> None:
+    xs, ys = zip(*front, strict=True)
+    panel.plot(xs, ys, color="black", linewidth=0.9, zorder=0, label="Pareto front")
+
+
+def _label(panel: Panel, title: str, picture: Picture) -> None:
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel(title_of(picture.x))
+    panel.set_ylabel(title_of(picture.y))
+    panel.grid(alpha=0.3)
+
+
+def _scale(panel: Panel, places: Sequence[Place], picture: Picture) -> None:
+    """Use logarithms where values differ much, and name the values of an axis of the sweep."""
+    xs, ys = zip(*places, strict=True)
+    if _differ_much(xs):
+        panel.set_xscale("log")
+    if _differ_much(ys):
+        panel.set_yscale("log")
+    ticks = sorted(set(xs)) if picture.x not in METRICS and all(map(_is_number, xs)) else []
+    if 0 < len(ticks) <= MOST_TICKS:
+        panel.set_xticks(ticks, [f"{each:g}" for each in ticks])
+        panel.minorticks_off()
+
+
+def _add_legend(figure: Figure, names: Sequence[str]) -> None:
+    """One legend beside all panels, in the order of the names."""
+    handles: dict[str, Any] = {}
+    for panel in figure.axes:
+        handles |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    ordered = [name for name in (*names, "Pareto front") if name in handles]
+    if len(ordered) > 1:
+        figure.legend([handles[name] for name in ordered], ordered, loc="outside right upper", fontsize=8)
+
+
+def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: Figures) -> list[str]:
+    """The names of all series, those with the best values first."""
+    best = METRICS[picture.y].best
+    tops = {
+        name: best([figures.value(line, picture.y) for line in members])
+        for name, members in _grouped(lines, names).items()
+    }
+    return sorted(tops, key=tops.__getitem__, reverse=best is max)
+
+
+def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line]]:
+    """Lines by their values of some axes, which are a title; in the order of the points."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(", ".join(_told(name, axis_value(line.inputs, name)) for name in names), []).append(
+            line
+        )
+    return {title.replace(", , ", ", ").strip(", "): found for title, found in groups.items()}
+
+
+def _told(name: str, value: Any) -> str:
+    """The value of an axis in a title; numbers and settings with the axis' name."""
+    if value is None:
+        return ""
+    table, _, key = name.partition(".")
+    if not key and isinstance(value, str):
+        return Path(value).stem if value.endswith(".toml") else value
+    return f"{key or title_of(table)} {value}"
+
+
+def _position(line: Line, picture: Picture, figures: Figures) -> Place:
+    x = figures.value(line, picture.x)
+    if picture.x == "batch_size" and x is None and line.plan is not None:
+        x = line.plan.batch_size  # the planner chose it
+    return (x if x is None or _is_number(x) else str(x)), figures.value(line, picture.y)
+
+
+def _differ_much(values: Sequence[Any]) -> bool:
+    return all(_is_number(each) and each > 0 for each in values) and max(values) > MUCH * min(values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

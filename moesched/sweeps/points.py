@@ -1,0 +1,79 @@
+"""Points of a sweep: all combinations of the values of its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.plugins import shipped
+from moesched.seams import Policy
+from moesched.settings import takes_setting
+from moesched.sweeps.axes import TABLES, Axes, option_of
+from moesched.system.plain_text import shown
+
+Inputs = dict[str, Any]
+"""Keywords of `simulate_model`, and `machine_set`: the new value of each changed property of the machine."""
+
+ALL = "all"
+"""Stands for all policies that ship."""
+
+MOST_POINTS = 1_000_000
+
+
+def policies_of(axes: Axes) -> list[str]:
+    """The names of the policies, with `all` written out."""
+    names = [name for each in axes["policy"] for name in (shipped("policies") if each == ALL else [each])]
+    return list(dict.fromkeys(names))
+
+
+def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
+    """All points, each once. A setting goes to the policies that take it.
+
+    Args:
+        policies: the classes of all policies, by name.
+
+    Raises:
+        BadInput: no policy takes a setting, or there are more points than anybody would run.
+    """
+    for name, values in axes.items():
+        table, _, key = name.partition(".")
+        if table == "settings" and not any(takes_setting(each, key) for each in policies.values()):
+            raise BadInput(
+                f"{option_of(table)} {key}={shown(values[0])}: none of the policies has a setting {key!r}"
+            )
+    axes = axes | {"policy": list(policies)}
+    count = prod(map(len, axes.values()))
+    if count > MOST_POINTS:
+        raise BadInput(f"the axes have {count:,} combinations: name values for at most {MOST_POINTS:,}")
+    points: dict[bytes, Inputs] = {}
+    for values in product(*axes.values()):
+        inputs = _inputs(dict(zip(axes, values, strict=True)), policies)
+        points.setdefault(canonical(inputs), inputs)
+    return list(points.values())
+
+
+def canonical(inputs: Inputs) -> bytes:
+    """The same bytes for equal inputs, in whatever order."""
+    return msgspec.json.encode(inputs, order="deterministic")
+
+
+def axis_value(inputs: Inputs, axis: str) -> Any:
+    """The value of an axis at a point; None where it has none, as a setting that its policy does not take."""
+    table, dot, key = axis.partition(".")
+    return inputs.get(table, {}).get(key) if dot else inputs.get(table)
+
+
+def _inputs(values: Mapping[str, Any], policies: Mapping[str, type[Policy]]) -> Inputs:
+    inputs: Inputs = {}
+    for name, value in values.items():
+        table, _, key = name.partition(".")
+        if table not in TABLES:
+            inputs[name] = value
+        elif table != "settings" or takes_setting(policies[values["policy"]], key):
+            inputs.setdefault(table, {})[key] = value
+    return inputs

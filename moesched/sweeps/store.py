@@ -1,0 +1,168 @@
+"""The results of sweeps: a file of JSON lines, one for each point, from which a sweep that ended early goes on.
+
+Each line is appended as soon as its point is done. A line that was cut off, since the process was killed or the disk
+became full, is removed when the file is opened again. One process at a time has the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+from moesched.sweeps.line import LINE_START, Line, parse_line
+from moesched.sweeps.points import canonical
+from moesched.system.signals import signals_held
+from moesched.system.whole_file import require_writable, whole_file
+
+_PIECE = 1 << 16
+
+
+class _Place(NamedTuple):
+    start: int
+    length: int
+
+
+class Store:
+    """The lines of a file. Use it as a context.
+
+    Attributes:
+        path: of the file.
+        lines: the newest line for each inputs, by key.
+
+    Raises:
+        BadInput: the file cannot be read or written, another sweep has it, or a line is not of a sweep.
+    """
+
+    def __init__(self, path: Path) -> None:
+        require_writable(path, "results")
+        self.path = path
+        self.lines: dict[str, Line] = {}
+        self._places: dict[str, _Place] = {}
+        self._of_inputs: dict[bytes, str] = {}
+        self._superseded = False
+        with _told(path):
+            self._descriptor = _open_locked(path)
+        try:
+            self._end = self._read()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._superseded and error is None:
+                self._rewrite()
+        finally:
+            os.close(self._descriptor)
+
+    def append(self, line: bytes) -> Line:
+        """Add a line, which ends in a newline. It takes the place of one with the same inputs.
+
+        Raises:
+            BadInput: it cannot be written; the file is as before.
+        """
+        read = parse_line(line, str(self.path))
+        with signals_held(), _told(self.path):
+            try:
+                _write(self._descriptor, line)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self._end)
+                raise
+        self._add(read, len(line))
+        return read
+
+    def whole_lines(self, keys: Iterable[str]) -> Iterator[bytes]:
+        """The lines of these keys, as they stand in the file."""
+        for key in keys:
+            start, length = self._places[key]
+            with _told(self.path):
+                yield os.pread(self._descriptor, length, start)
+
+    def _add(self, line: Line, length: int) -> None:
+        inputs = canonical(line.inputs)
+        before = self._of_inputs.pop(inputs, None)
+        if before is not None:
+            self._superseded = True
+            del self.lines[before], self._places[before]
+        self.lines[line.key] = line
+        self._places[line.key] = _Place(self._end, length)
+        self._of_inputs[inputs] = line.key
+        self._end += length
+
+    def _read(self) -> int:
+        """Read all lines, and cut off one that is not complete; returns the end of the file."""
+        self._end = 0
+        with _told(self.path), open(self._descriptor, "rb", closefd=False) as file:  # a descriptor
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") and _is_torn(line):
+                    os.ftruncate(self._descriptor, self._end)
+                    break
+                self._add(parse_line(line, f"{self.path}:{number}"), len(line))
+        return self._end
+
+    def _rewrite(self) -> None:
+        """Keep only the newest line for each inputs."""
+        with whole_file(self.path, "results") as file:
+            for line in self.whole_lines(self.lines):
+                file.write(line)
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file and lock it.
+
+    Raises:
+        BadInput: another process has it, or it is no regular file.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadInput(f"cannot keep results in {path}: it is a pipe or a device: name a file")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+            os.close(descriptor)  # another sweep has replaced it meanwhile
+        except BlockingIOError:
+            os.close(descriptor)
+            raise BadInput(
+                f"another sweep writes to {path}: wait until it ends, or name another file with --out"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a last line without an end is the beginning of a result, and no text of somebody else's."""
+    return line.startswith(LINE_START) or LINE_START.startswith(line)
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    left = memoryview(line)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise BadInput for an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"cannot write results to {path}: {error.strerror or error}: all finished ones are in it; free some space, "
+            "and run the same command again to go on"
+        ) from error

@@ -1,0 +1,121 @@
+"""A sweep: its points are found and checked, those that are missing run, and each is kept as soon as it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.machines.local import usable_cores
+from moesched.sweeps.axes import PRICES, Sweep, option_of
+from moesched.sweeps.figures import Figures
+from moesched.sweeps.found import Finder, Found, require_sensible
+from moesched.sweeps.line import Line
+from moesched.sweeps.points import points_of, policies_of
+from moesched.sweeps.store import Store
+from moesched.sweeps.workers import Point, Workers
+from moesched.system.signals import stopped_by
+
+
+class Prepared(NamedTuple):
+    """A sweep whose names are found and whose values are checked."""
+
+    sweep: Sweep
+    points: list[Point]
+    found: Found
+
+    @property
+    def figures(self) -> Figures:
+        """What the figures of its points need."""
+        fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
+        return Figures(fast, self.sweep.prices)
+
+
+class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a sweep.
+
+    Attributes:
+        points: number of points.
+        reused: number of points that the file had.
+        others: number of lines of other sweeps in the file.
+        interrupted: whether a signal ended it.
+        lines: of the points that are done, in the order of the points.
+    """
+
+    points: int
+    reused: int
+    others: int
+    interrupted: bool
+    lines: list[Line]
+
+    @property
+    def failures(self) -> list[Line]:
+        """The points that failed."""
+        return [line for line in self.lines if line.failure is not None]
+
+
+def prepare(sweep: Sweep) -> Prepared:
+    """Find all that a sweep names, and check all values.
+
+    Raises:
+        BadInput: something cannot be found or used.
+    """
+    finder = Finder(policies_of(sweep.axes))
+    inputs = points_of(sweep.axes, finder.policies)
+    for each in inputs:
+        require_sensible(each)
+    points = [(finder.key(each), each) for each in inputs]
+    finder.require_budgets(name.partition(".")[2] for name in sweep.axes if name.startswith("budgets."))
+    machines = sweep.axes["machine"]
+    for machine in sweep.prices:
+        if machine not in machines:
+            raise BadInput(
+                f"{option_of(PRICES)} names {machine!r}: the sweep's machines are {', '.join(machines)}"
+            )
+    return Prepared(sweep, points, finder.found)
+
+
+def missing_points(prepared: Prepared, store: Store, *, retry: bool = False) -> list[Point]:
+    """The points that a file of results does not have; with `retry`, also those that failed."""
+    known = {key for key, line in store.lines.items() if not (retry and line.failure is not None)}
+    return [point for point in prepared.points if point[0] not in known]
+
+
+def run_sweep(
+    prepared: Prepared,
+    store: Store,
+    *,
+    workers: int | None = None,
+    retry: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SweepResult:
+    """Run the points that a file of results does not have.
+
+    Args:
+        workers: number of processes; by default one for each core.
+        retry: whether points that failed run again.
+        progress: called with the numbers of points that are done and in all.
+
+    Raises:
+        BadInput: a result cannot be written; those before are in the file.
+    """
+    points = prepared.points
+    missing = missing_points(prepared, store, retry=retry)
+    reused = done = len(points) - len(missing)
+    progress(done, len(points))
+    with Workers(prepared.found, workers or usable_cores()) as pool:
+        with stopped_by(pool.stop):
+            for line in pool.lines(missing):
+                store.append(line)
+                done += 1
+                progress(done, len(points))
+    keys = [key for key, _ in points]
+    return SweepResult(
+        points=len(points),
+        reused=reused,
+        others=len(store.lines.keys() - set(keys)),
+        interrupted=done < len(points),
+        lines=[store.lines[key] for key in keys if key in store.lines],
+    )

@@ -1,0 +1,204 @@
+"""Processes that simulate points, one on each core. They stay for all points, and end with this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+
+from moesched.errors import MoeschedError, memory_refusal, report_of
+from moesched.jobs.simulate_model import simulate_scenario
+from moesched.runs.forgotten_awaits import forgotten_awaits
+from moesched.runs.policy_errors import explained, is_policys
+from moesched.sweeps.code_version import code_version
+from moesched.sweeps.found import Found, options_of
+from moesched.sweeps.line import encode_line
+from moesched.sweeps.points import Inputs
+from moesched.system.signals import ENDING
+
+Point = tuple[str, Inputs]
+"""The key of a point, and its inputs."""
+
+MOST_DEATHS = 2
+"""Processes that a point may lose before it counts as failed: one may be killed for another's use of memory."""
+
+KILLED = f"the process that simulated it was killed, {MOST_DEATHS} times, perhaps for lack of memory"
+
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class Workers:
+    """As many processes as points run at a time. Use it as a context.
+
+    Each has a pool of its own, so that a process that is killed takes only its own point with it.
+    """
+
+    def __init__(self, found: Found, count: int) -> None:
+        self._found = found
+        self._count = count
+        self._all: list[_Worker] = []
+        self._stopped = False
+        self._environment = _one_thread_each()
+
+    def __enter__(self) -> Workers:
+        self._environment.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        for each in self._all:
+            each.executor.shutdown(cancel_futures=True)
+        self._environment.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """End all processes at once. Points that run are lost."""
+        self._stopped = True
+        for each in self._all:
+            each.kill()
+
+    def lines(self, points: Iterable[Point]) -> Iterator[bytes]:
+        """Simulate points; yields the line of each as soon as it is done, until all are done or `stop` is called.
+
+        Raises:
+            MoeschedError: a process cannot start.
+        """
+        waiting = deque(points)
+        running: dict[Future[bytes], tuple[_Worker, Point]] = {}
+        idle = [self._start() for _ in range(min(self._count, len(waiting)))]
+        deaths: Counter[str] = Counter()
+        while (waiting or running) and not self._stopped:
+            while idle and waiting:
+                worker, point = idle.pop(), waiting.popleft()
+                running[worker.submit(point)] = worker, point
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                worker, point = running.pop(future)
+                if not isinstance(future.exception(), BrokenProcessPool):
+                    idle.append(worker)
+                    yield future.result()
+                elif not self._stopped:
+                    idle.append(self._replace(worker))
+                    deaths[point[0]] += 1
+                    if deaths[point[0]] < MOST_DEATHS:
+                        waiting.appendleft(point)
+                    else:
+                        yield encode_line(*point, code_version(), None, KILLED)
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self._found)
+        self._all.append(worker)
+        return worker
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        self._all.remove(worker)
+        worker.kill()
+        worker.executor.shutdown()
+        if not worker.has_begun():
+            raise MoeschedError("a process of the sweep ended before its first point: see its message above")
+        return self._start()
+
+
+class _Worker:
+    """One process. It ends when this end of its pipe is closed: by `kill`, or because this process ended."""
+
+    def __init__(self, found: Found) -> None:
+        context: SpawnContext = get_context("spawn")
+        reader, self._writer = context.Pipe(duplex=False)
+        self.executor = ProcessPoolExecutor(1, context, _begin, (reader, found))
+        with _signals_blocked():
+            self._begun = self.executor.submit(os.getpid)
+        self._begun.add_done_callback(lambda _: reader.close())
+
+    def submit(self, point: Point) -> Future[bytes]:
+        """Simulate a point."""
+        try:
+            return self.executor.submit(_line_of, *point)
+        except BrokenProcessPool as error:  # it was killed while it was idle
+            broken: Future[bytes] = Future()
+            broken.set_exception(error)
+            return broken
+
+    def has_begun(self) -> bool:
+        """Whether the process was ready for points."""
+        return self._begun.done() and self._begun.exception() is None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._writer.close()
+
+
+_found = Found()
+"""What the points of this process name."""
+
+
+def _begin(parent: Connection, found: Found) -> None:
+    """Prepare a new process. The parent alone reacts to signals; what a policy prints is no result."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    threading.Thread(target=_end_with, args=(parent,), name="watches the parent", daemon=True).start()
+    sys.stdout = sys.stderr
+    global _found
+    _found = found
+
+
+def _end_with(parent: Connection) -> None:
+    parent.poll(None)  # nothing is ever sent: it returns when the other end is closed
+    os._exit(1)
+
+
+def _line_of(key: str, inputs: Inputs) -> bytes:
+    """Simulate a point; whatever it raises is the reason of its failure."""
+    report, failure = None, None
+    with forgotten_awaits() as forgotten:
+        try:
+            given = options_of(inputs)
+            report = simulate_scenario(_found.scenario(inputs, given), given)
+        except BaseException as error:
+            report, failure = report_of(error), reason_of(forgotten[0] if forgotten else error)
+    return encode_line(key, inputs, code_version(), report, failure)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of a failure in one line."""
+    if refusal := memory_refusal(error):
+        said = f"out of memory ({refusal})"
+    elif isinstance(error, Exception) and is_policys(error):
+        said = explained(error)[0]
+    else:
+        said = str(error) if isinstance(error, MoeschedError) else f"{type(error).__name__}: {error}"
+    return " ".join(said.split())
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Start processes whose libraries use one thread."""
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(_ONE_THREAD)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Start a process that no signal disturbs before it is ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
