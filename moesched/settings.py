@@ -53,7 +53,7 @@ def check_settings(plugin: type, title: str, settings: Mapping[str, Any]) -> dic
         BadInput: the plug-in has no such setting, or the value is of another type.
     """
     parameters = inspect.signature(plugin).parameters.values()
-    known = [each.name for each in parameters if each.default is not inspect.Parameter.empty]
+    known = setting_names(plugin)
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     hints = _hints(plugin)
     for key, value in settings.items():
@@ -86,8 +86,13 @@ def require_defaults(policy: type, title: str) -> None:
 
 def takes_setting(plugin: type, name: str) -> bool:
     """Whether a plug-in has a setting of that name."""
-    parameter = inspect.signature(plugin).parameters.get(name)
-    return parameter is not None and parameter.default is not inspect.Parameter.empty
+    return name in setting_names(plugin)
+
+
+def setting_names(plugin: type) -> list[str]:
+    """The names of a plug-in's settings."""
+    parameters = inspect.signature(plugin).parameters.values()
+    return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
 
 
 def _hints(plugin: type) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -57,6 +58,8 @@ RESULTS = Path("out")
 
 SHOWN_CASES = 40
 SHOWN_FAILURES = 5
+LONGEST_REASON = 200
+"""Characters of a reason that are printed; its line has all."""
 
 WITHOUT_OPTIONS = SweepArguments()
 
@@ -230,6 +233,6 @@ def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None
         return
     say(f"\n{len(result.failures):,} points failed; the first reasons by policy:")
     for policy, line in list(reversed(failures.items()))[:SHOWN_FAILURES]:
-        say(f"  {policy} on {line.inputs['machine']}: {line.failure}")
+        say(f"  {policy} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}")
     if len(failures) > SHOWN_FAILURES:
         say(f"  and {len(failures) - SHOWN_FAILURES:,} more policies; each line has its reason as `failure`")

@@ -14,7 +14,7 @@ from moesched.errors import BadInput
 from moesched.inputs.defaults import WORKLOAD
 from moesched.machines.toml_library import MOST_BYTES, Price
 from moesched.settings import parse_value
-from moesched.system.decoding import decode_toml, reason
+from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
 
@@ -26,7 +26,21 @@ Axes = dict[str, list[Any]]
 
 _Size = Annotated[int, Meta(ge=1, le=10**9)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_DType = Literal["float32", "bfloat16"]
 _Setting = bool | int | float | str
+
+_MEANT = {
+    _Size: "a whole number from 1 on",
+    _Share: "a number from 0 to 1",
+    _Setting: "a number, true or false, or text",
+    _DType: "float32 or bfloat16",
+    Price: "a number of dollars",
+    int | str: "a number of bytes, or text such as 600MB",
+    int: "a whole number",
+    bool: "true or false",
+    str: "text",
+}
+"""The values of each type, in words."""
 
 KINDS: dict[str, Any] = {
     "model": str,
@@ -42,7 +56,7 @@ KINDS: dict[str, Any] = {
     "beams": _Size,
     "routing": str,
     "preview_accuracy": _Share,
-    "dtype": Literal["float32", "bfloat16"],
+    "dtype": _DType,
     "batch_size": _Size,
     "micro_batch_size": _Size,
     "prefill_chunk": _Size,
@@ -101,7 +115,7 @@ def read_sweep(path: Path) -> Sweep:
     known = [*KINDS, *TABLES, PRICES]
     for name in tables:
         if name not in known:
-            raise BadInput(f"{where}: unknown key {shown(name)}: {_nearest(name, known)}")
+            raise BadInput(f"{where}: unknown key {shown(name)}: {nearest(name, known)}")
     return _sweep_of(tables, lambda name: f"{where}: {name}")
 
 
@@ -157,6 +171,14 @@ def option_of(name: str) -> str:
     return f"{option} {key}" if dot else option
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like another, as a question; all of them if none is like it."""
+    keys = list(known)
+    for each in get_close_matches(name.replace("-", "_").lower(), keys, 1):
+        return f"did you mean {each}?"
+    return f"use one of {', '.join(keys)}"
+
+
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
     """Convert values to lists of their types; `title` names a key in messages."""
     axes: Axes = {}
@@ -186,18 +208,11 @@ def _values(given: Any, kind: Any, title: str) -> list[Any]:
 def _value(given: Any, kind: Any, title: str) -> Any:
     try:
         return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{title}: {shown(given)} cannot be used: {reason(error)}") from None
+    except msgspec.ValidationError:
+        raise BadInput(f"{title}: {shown(given)} is not {_MEANT[kind]}: write it so, or omit it") from None
 
 
 def _split(text: str, plain: bool) -> list[Any]:
     """The values between commas; numbers and truth values are converted unless the option takes text."""
     items = [item.strip() for item in text.split(",")]
     return items if plain else [parse_value(item) for item in items]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    keys = list(known)
-    for each in get_close_matches(name.replace("-", "_").lower(), keys, 1):
-        return f"did you mean {each}?"
-    return f"use one of {', '.join(keys)}"

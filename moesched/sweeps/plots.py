@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PANELS_IN_A_ROW = 3
 MOST_PANELS = 12
 MOST_TICKS = 12
-MUCH = 20
+MUCH = 7
 """Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
 
 PANEL_AXES = ("model", "machine", "machine_set")

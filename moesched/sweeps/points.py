@@ -12,9 +12,8 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.plugins import shipped
 from moesched.seams import Policy
-from moesched.settings import takes_setting
-from moesched.sweeps.axes import TABLES, Axes, option_of
-from moesched.system.plain_text import shown
+from moesched.settings import setting_names, takes_setting
+from moesched.sweeps.axes import TABLES, Axes, nearest, option_of
 
 Inputs = dict[str, Any]
 """Keywords of `simulate_model`, and `machine_set`: the new value of each changed property of the machine."""
@@ -40,11 +39,12 @@ def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
     Raises:
         BadInput: no policy takes a setting, or there are more points than anybody would run.
     """
-    for name, values in axes.items():
+    known = list(dict.fromkeys(name for each in policies.values() for name in setting_names(each)))
+    for name in axes:
         table, _, key = name.partition(".")
-        if table == "settings" and not any(takes_setting(each, key) for each in policies.values()):
+        if table == "settings" and key not in known:
             raise BadInput(
-                f"{option_of(table)} {key}={shown(values[0])}: none of the policies has a setting {key!r}"
+                f"{option_of(table)} {key}: none of the policies has this setting: {nearest(key, known)}"
             )
     axes = axes | {"policy": list(policies)}
     count = prod(map(len, axes.values()))
