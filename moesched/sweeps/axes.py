@@ -174,6 +174,8 @@ def option_of(name: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like another, as a question; all of them if none is like it."""
     keys = list(known)
+    if not keys:
+        return "they take none"
     for each in get_close_matches(name.replace("-", "_").lower(), keys, 1):
         return f"did you mean {each}?"
     return f"use one of {', '.join(keys)}"

@@ -35,8 +35,15 @@ _KEY_DIGITS = 32
 
 
 class Found(msgspec.Struct):
-    """What points name: each object once, however many points share it. Worker processes get a copy."""
+    """What points name: each object once, however many points share it. Worker processes get a copy.
 
+    Attributes:
+        code: the version of the package.
+        policies: the version of each policy.
+    """
+
+    code: str = ""
+    policies: dict[str, str] = {}
     configs: dict[str, ModelConfig] = {}
     machines: dict[Name, Machine] = {}
     workloads: dict[Name, Workload] = {}
@@ -62,7 +69,8 @@ class Finder:
         self.policies: dict[str, type[Policy]] = {name: find_policy(name) for name in policies}
         for name, policy in self.policies.items():
             require_defaults(policy, f"policy {name}")
-        self.found = Found()
+        versions = {name: policy_version(policy) for name, policy in self.policies.items()}
+        self.found = Found(code_version(), versions)
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
@@ -87,12 +95,11 @@ class Finder:
             self._digest(("machine", *machine), lambda: found.machines[machine]),
             self._digest(("workload", *workload), lambda: found.workloads[workload]),
             self._digest(("routing", *routing), lambda: _content_of(inputs.get("routing"))),
-            self._digest(("policy", policy), lambda: policy_version(self.policies[policy])),
             self._digest(("settings", policy, _text(inputs, "settings")), lambda: self._checked(inputs)),
         )
-        return hashlib.sha256("\0".join([code_version(), *parts]).encode() + canonical(inputs)).hexdigest()[
-            :_KEY_DIGITS
-        ]
+        return hashlib.sha256(
+            "\0".join([found.code, found.policies[policy], *parts]).encode() + canonical(inputs)
+        ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
         """Require that some machine has each memory.

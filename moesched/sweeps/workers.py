@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 
-from moesched.errors import MoeschedError, memory_refusal, report_of
+from moesched.errors import BadInput, MoeschedError, memory_refusal, report_of
+from moesched.inputs.lookup import find_policy
 from moesched.jobs.simulate_model import simulate_scenario
 from moesched.runs.forgotten_awaits import forgotten_awaits
 from moesched.runs.policy_errors import explained, is_policys
-from moesched.sweeps.code_version import code_version
+from moesched.sweeps.code_version import policy_version
 from moesched.sweeps.found import Found, options_of
 from moesched.sweeps.line import encode_line
 from moesched.sweeps.points import Inputs
@@ -91,7 +93,7 @@ class Workers:
                     if deaths[point[0]] < MOST_DEATHS:
                         waiting.appendleft(point)
                     else:
-                        yield encode_line(*point, code_version(), None, KILLED)
+                        yield encode_line(*point, self._found.code, None, KILLED)
 
     def _start(self) -> _Worker:
         worker = _Worker(self._found)
@@ -161,11 +163,19 @@ def _line_of(key: str, inputs: Inputs) -> bytes:
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:
+            _require_unchanged(inputs["policy"])
             given = options_of(inputs)
             report = simulate_scenario(_found.scenario(inputs, given), given)
         except BaseException as error:
             report, failure = report_of(error), reason_of(forgotten[0] if forgotten else error)
-    return encode_line(key, inputs, code_version(), report, failure)
+    return encode_line(key, inputs, _found.code, report, failure)
+
+
+@cache
+def _require_unchanged(policy: str) -> None:
+    """Require that this process loads the policy that the sweep began with."""
+    if policy_version(find_policy(policy)) != _found.policies[policy]:
+        raise BadInput(f"policy {policy} changed while the sweep ran: run the sweep again")
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -84,11 +85,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return drawn[:count]
 
 
-def spread(prompts: PromptLengths) -> list[int]:
+@lru_cache(32)
+def spread(prompts: PromptLengths) -> tuple[int, ...]:
     """Return the lengths of the distinct prompts, ascending, with exactly this (rounded) average and maximum."""
     count, largest = prompts.distinct, prompts.largest
     if count == 1 or prompts.average == largest:
-        return [round(prompts.average)] * count
+        return (round(prompts.average),) * count
 
     def lengths(slope: float) -> list[float]:
         return [_quantile(i / (count - 1), largest, slope) for i in range(count)]
@@ -96,7 +98,7 @@ def spread(prompts: PromptLengths) -> list[int]:
     total = round(prompts.average * count)
     rounded = [round(length) for length in lengths(_root(lambda slope: sum(lengths(slope)) - total))]
     _correct(rounded, total, largest)
-    return sorted(rounded)
+    return tuple(sorted(rounded))
 
 
 def given_lengths(prompt_tokens: Sequence[int], new_tokens: int) -> Workload:
