@@ -69,7 +69,7 @@ def test_any_possible_average_is_met_to_the_token(distinct: int, largest: int, s
     lengths = spread(PromptLengths(average=average, largest=largest, distinct=distinct))
     assert len(lengths) == distinct
     assert sum(lengths) == round(average * distinct)
-    assert lengths == sorted(lengths)
+    assert list(lengths) == sorted(lengths)
     assert lengths[0] >= 1
     assert lengths[-1] == largest
 

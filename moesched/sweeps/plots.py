@@ -25,15 +25,15 @@ MOST_TICKS = 12
 MUCH = 7
 """Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
 
-PANEL_AXES = ("model", "machine", "machine_set")
-"""Axes that have a panel for each value."""
-
 STYLES = list(product("osD^v", COLOURS.values()))
 """Markers and colours, by which series differ; colours change first."""
 
 
 Place = tuple[Any, Any]
 """Where a point is in a panel."""
+
+OTHERS = (".", "#bbbbbb")
+"""Points of series that have none on a Pareto front."""
 
 
 class Picture(NamedTuple):
@@ -73,9 +73,7 @@ def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, 
 def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> Figure:
     from matplotlib.figure import Figure as NewFigure
 
-    several = [name for name in varying(axes) if name not in picture]
-    apart = [name for name in several if name.partition(".")[0] in PANEL_AXES]
-    within = [name for name in several if name not in apart]
+    apart, within = _divided(axes, picture)
     panels = _grouped(lines, apart)
     if len(panels) > MOST_PANELS:
         raise BadInput(
@@ -87,19 +85,35 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures)
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     styles = dict(zip(_ranked(lines, within, picture, figures), cycle(STYLES), strict=False))
     for panel, (title, found) in zip(grid, panels.items(), strict=False):
+        front = pareto_front(found, picture.x, picture.y, figures) if picture.pareto else []
         for name, members in _grouped(found, within).items():
-            _draw_series(
-                panel, name, [_position(line, picture, figures) for line in members], styles[name], picture
-            )
+            style = styles[name] if not picture.pareto or any(line in front for line in members) else OTHERS
+            _draw_series(panel, name, [_position(line, picture, figures) for line in members], style, picture)
         if picture.pareto:
-            front = pareto_front(found, picture.x, picture.y, figures)
             _draw_front(panel, [_position(line, picture, figures) for line in front])
-        _label(panel, title or found[0].inputs["machine"], picture)
+        _label(panel, title, picture)
         _scale(panel, [_position(line, picture, figures) for line in lines], picture)
     for panel in grid[len(panels) :]:
         panel.set_visible(False)
     _add_legend(figure, list(styles))
     return figure
+
+
+def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
+    """The axes that have a panel for each value, and those that tell the series of a panel apart.
+
+    A Pareto front is of all machines of a model, and the other axes have made its points.
+    """
+    several = [name for name in varying(axes) if name not in picture]
+    tables = {name: name.partition(".")[0] for name in several}
+    if picture.pareto:
+        return [name for name in several if name == "model"], [
+            name
+            for name, table in tables.items()
+            if table in ("machine", "machine_set", "policy", "settings")
+        ]
+    apart = [name for name, table in tables.items() if table in ("model", "machine", "machine_set")]
+    return apart, [name for name in several if name not in apart]
 
 
 def _draw_series(
@@ -111,7 +125,8 @@ def _draw_series(
         places = sorted(places)
     line = "none" if picture.pareto else "-"
     xs, ys = zip(*places, strict=True)
-    panel.plot(xs, ys, marker=marker, markersize=4, linewidth=1.2, linestyle=line, color=colour, label=name)
+    label = "others" if style == OTHERS else name
+    panel.plot(xs, ys, marker=marker, markersize=4, linewidth=1.2, linestyle=line, color=colour, label=label)
 
 
 def _draw_front(panel: Panel, front: Sequence[Place]) -> None:
@@ -144,7 +159,7 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
     handles: dict[str, Any] = {}
     for panel in figure.axes:
         handles |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
-    ordered = [name for name in (*names, "Pareto front") if name in handles]
+    ordered = [name for name in (*names, "others", "Pareto front") if name in handles]
     if len(ordered) > 1:
         figure.legend([handles[name] for name in ordered], ordered, loc="outside right upper", fontsize=8)
 

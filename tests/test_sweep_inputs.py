@@ -1,0 +1,251 @@
+"""What a sweep consists of: axes from files and options, points, their keys, the file of results, figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import refused
+from moesched.errors import BadInput
+from moesched.sweeps.axes import merged, read_sweep, sweep_of_options
+from moesched.sweeps.figures import Figures, best_by_case, pareto_front
+from moesched.sweeps.line import Line, Sizes
+from moesched.sweeps.plots import Picture, default_x, draw_sweep
+from moesched.sweeps.store import Store
+from sweeping import FAULTY, SHORT, prepared
+
+FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
+
+
+def line(batch_size: int, policy: str, throughput: float, **more: Any) -> Line:
+    """A point that a batch took on a T4, or on the machine that is given."""
+    inputs = {"machine": more.pop("machine", "t4"), "batch_size": batch_size, "policy": policy}
+    return Line(
+        key=f"{inputs}",
+        inputs=inputs,
+        plan=Sizes(batch_size, 8),
+        throughput_tokens_per_second=throughput,
+        decode_tokens_per_second=throughput,
+        peak_bytes={"gpu": 2_000_000_000},
+        **more,
+    )
+
+
+def test_an_option_replaces_the_axis_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(
+        'policy = "cgopipe"\nmachine = ["t4", "l4"]\nbatch_size = [1, 2]\n[settings]\nahead = [1, 2]\n'
+        "[price]\nt4 = 0.5\n"
+    )
+    sweep = merged(read_sweep(file), sweep_of_options({"batch_size": "4, 8"}, {"price": ["l4=1"]}))
+    assert sweep.axes == {
+        "model": ["mixtral-8x7b"],
+        "machine": ["t4", "l4"],
+        "workload": ["mtbench"],
+        "batch_size": [4, 8],
+        "policy": ["cgopipe"],
+        "settings.ahead": [1, 2],
+    }
+    assert sweep.prices == {"t4": 0.5, "l4": 1.0}
+
+
+def test_a_setting_goes_to_the_policies_that_take_it() -> None:
+    sweep = prepared(policy="cgopipe,resident", batch_size="1,2", settings=("ahead=1,2",))
+    assert [(inputs["policy"], inputs.get("settings")) for _, inputs in sweep.points] == 2 * [
+        ("cgopipe", {"ahead": 1}),
+        ("cgopipe", {"ahead": 2}),
+        ("resident", None),
+    ]
+
+
+def test_all_stands_for_the_policies_that_ship() -> None:
+    policies = {inputs["policy"] for _, inputs in prepared(policy="all").points}
+    assert {"cgopipe", "ep_naive", "twiddler"} < policies
+    assert "adversarial" not in policies
+
+
+def test_contents_count_and_not_only_names(tmp_path: Path) -> None:
+    policy, machine, workload = (tmp_path / name for name in ("p.py", "m.toml", "w.toml"))
+    (tmp_path / "helper.py").write_text("AHEAD = 1\n")
+    policy.write_text(
+        "import helper\nfrom moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
+    )
+    machine.write_text((Path(__file__).parents[1] / "moesched/machines/t4.toml").read_text())
+    workload.write_text('name = "short"\nnew_tokens = [2]\nprompt_tokens = [3, 9]\n')
+
+    def key() -> str:
+        names = {"machine": machine, "workload": workload, "policy": f"{policy}:Mine"}
+        [(found, _)] = prepared(**{name: str(each) for name, each in names.items()}).points
+        return found
+
+    keys = [key(), key()]
+    machine.write_text("# a comment is no content\n" + machine.read_text())
+    keys.append(key())
+    assert len(set(keys)) == 1
+    for file, before, after in (
+        (machine, "65e12", "60e12"),
+        (workload, "9", "8"),
+        (policy, "pass", "x = 1"),
+        (tmp_path / "helper.py", "1", "2"),
+    ):
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+        assert key() not in keys, file
+        keys.append(key())
+
+
+def test_the_newest_line_of_the_same_inputs_stays(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    with Store(out) as store:
+        for key in ("one", "two", "other"):
+            store.append(f'{{"key":"{key}","inputs":{{"seed":{int(key == "other")}}}}}\n'.encode())
+        assert list(store.lines) == ["two", "other"]
+    assert [text[:12] for text in out.read_text().splitlines()] == ['{"key":"two"', '{"key":"othe']
+
+
+@pytest.mark.parametrize("text", ["a note", '{"seed": 1}\n', '{"key":"a","inputs":{}}\n7\n'])
+def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "x.jsonl"
+    out.write_text(text)
+    with pytest.raises(
+        BadInput, match=r"x\.jsonl:\d: not a result of a sweep: .*; name another file with --out"
+    ):
+        Store(out)
+    assert out.read_text() == text
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"key":"b","inp'])
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    out = tmp_path / "x.jsonl"
+    whole = b'{"key":"a","inputs":{}}\n'
+    out.write_bytes(whole + torn)
+    with Store(out) as store:
+        assert list(store.lines) == ["a"]
+    assert out.read_bytes() == whole
+
+
+def test_the_best_policy_of_each_case_is_told_with_the_next() -> None:
+    lines = [line(1, "a", 5.0), line(1, "b", 8.0), line(2, "a", 3.0), line(2, "b", 9.0, failure="oh")]
+    best = best_by_case(lines, {"batch_size": [1, 2], "policy": ["a", "b"]}, FIGURES)
+    assert [(each.case, each.policy, each.next_best) for each in best] == [
+        ({"batch_size": 1}, "b", ("a", 5.0)),
+        ({"batch_size": 2}, "a", None),
+    ]
+    assert best[0].beside["latency"] == 1 / 8
+    assert best[0].beside["memory"] == 2.0
+    assert best[0].beside["dollars"] == pytest.approx(0.36 / 3600 / 8 * 1e6)
+
+
+def test_the_pareto_front_has_the_points_that_no_other_beats() -> None:
+    lines = [line(1, "a", 4.0), line(8, "a", 16.0), line(8, "b", 20.0), line(2, "b", 4.0), line(1, "c", 3.0)]
+    front = pareto_front(lines, "latency", "throughput", FIGURES)
+    assert [(each.inputs["batch_size"], each.inputs["policy"]) for each in front] == [(1, "a"), (8, "b")]
+
+
+@pytest.mark.parametrize(
+    "picture", [Picture("batch_size", "throughput"), Picture("latency", "dollars", True)]
+)
+def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -> None:
+    axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+    lines = [
+        line(size, policy, size * 2.0, machine=machine)
+        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
+    ]  # fmt: skip
+    draw_sweep(tmp_path / "x.svg", picture, lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    shown = ["Pareto front", "t4, a", "others"] if picture.pareto else ["a", "b", "t4", "l4"]
+    assert all(f">{text}<" in drawn for text in shown)
+    assert default_x(axes) == "batch_size"
+    with pytest.raises(
+        BadInput, match="no point has figures for batch_size and dollars; dollars need --price"
+    ):
+        draw_sweep(
+            tmp_path / "y.svg", Picture("batch_size", "dollars"), lines, axes, FIGURES._replace(prices={})
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batchsize = 1", r"s\.toml: unknown key 'batchsize': did you mean batch_size\?"),
+        ('colour = "red"', r"unknown key 'colour': use one of model, machine, "),
+        ("batch_size = []", r"s\.toml: batch_size is empty: give at least one value, or omit it"),
+        ('batch_size = ["two"]', r"s\.toml: batch_size: 'two' is not a whole number from 1 on"),
+        ("settings = 3", r"s\.toml: settings is 3: give a table"),
+        ("[price]\nt4 = -1", r"s\.toml: price\.t4: -1 is not a number of dollars"),
+        ("batch_size = [1", r"s\.toml: not a sweep: "),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused_in_one_line(
+    command: Any, tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    refused(command("sweep", tmp_path / "s.toml", "--policy", "resident", "--machine", "t4"), said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--policy magic", "unknown policy 'magic'"),
+        ("--machine t5", "no machine 't5'"),
+        ("--model gpt-5", "no model 'gpt-5'"),
+        ("--workload chat", "no workload 'chat'"),
+        ("--routing magic", "no routing 'magic'"),
+        ("--network wifi --nodes 2", "no network 'wifi'"),
+        ("--nodes 2", "nothing joins machine t4 to others"),
+        ("--batch-size 1,x", "--batch-size: 'x' is not a whole number from 1 on"),
+        ("--batch-size 70000", "--batch-size is 70,000: give 1 to 65,536"),
+        ("--dtype int8", "--dtype: 'int8' is not float32 or bfloat16"),
+        ("--set ahed=2", r"--set ahed: none of the policies has this setting: did you mean ahead\?"),
+        ("--set ahead=x", "policy cgopipe: ahead is 'x': give a whole number"),
+        ("--set ahead", "--set 'ahead': write KEY=VALUE, or KEY=VALUE,VALUE for an axis"),
+        ("--set ahead=1 --set ahead=2", "--set gives ahead twice"),
+        ("--budget foo=1GB", "--budget names 'foo', which no machine of the sweep has: use process, gpu, "),
+        ("--budget gpu=much", "'much' is not a size in bytes"),
+        ("--machine-set link.a=x2", "machine t4 has no link 'a'"),
+        ("--price l4=1", "--price names 'l4': the sweep's machines are t4"),
+        ("--y speed", "--y 'speed' is not a figure: use one of throughput, "),
+        ("--x speed", "--x 'speed' is not a figure or an axis of the sweep: use one of throughput, "),
+        ("--pareto latency", "--pareto '' is not a figure"),
+        ("--y dollars", "dollars need prices: add --price"),
+        ("--plot x.gif", r"cannot draw x\.gif: end its name in \.png or \.svg"),
+        ("--workers 0", "--workers is 0: give 1 or more"),
+        ("--out /dev/null", "cannot keep results in /dev/null: it is a pipe or a device: name a file"),
+        ("--seed 1,2 --requests 0", "--requests: 0 is not a whole number from 1 on"),
+    ],
+)
+def test_a_sweep_that_cannot_run_is_refused_in_one_line(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = () if "--policy" in arguments else ("--policy", "cgopipe")
+    given = [*SHORT, *policy, *arguments.split()]
+    for option in ("--machine", "--model", "--batch-size"):
+        if given.count(option) > 1:
+            del given[given.index(option) : given.index(option) + 2]
+    refused(command(*given), said)
+
+
+def test_the_policy_and_the_machine_are_no_defaults(command: Any) -> None:
+    refused(
+        command("sweep", "--policy", "resident"),
+        "no machine is given: add --machine, such as --machine t4,l4",
+    )
+    refused(command("sweep", "--machine", "t4"), "no policy is given: add --policy, such as --policy all")
+
+
+def test_results_never_replace_an_input(command: Any, tmp_path: Path) -> None:
+    policy = tmp_path / "p.py"
+    policy.write_text(FAULTY.read_text())
+    given = (*SHORT, "--policy", f"{policy}:RaisesAtFour", "--out", policy)
+    refused(command(*given), "which this command reads: name another file")
+
+
+def test_a_dry_run_only_counts(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = (*SHORT[:-1], "1,2", "--policy", "all", "--dry-run")
+    assert command(*given, "--json").json["points"] == 2 * 26
+    assert "52 points" in command(*given).out
+    assert list(tmp_path.iterdir()) == []
