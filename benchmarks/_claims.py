@@ -357,6 +357,18 @@ def signals(result: Result) -> Iterator[Claim]:
     yield all_of(words, sum(not case["problems"] for case in killed), len(killed))
 
 
+def sweeps(result: Result) -> Iterator[Claim]:
+    """1,000 points on one core and on two, and killed in between."""
+    cores, killed = result.get("cores"), result.get("killed")
+    if cores is not None:
+        each = f"{cores['points']:,} points of {cores['milliseconds_for_a_point']:.0f} ms"
+        words = f"speed of a sweep of {each} on two cores, over one core"
+        yield Claim(words, times(cores["ratio"]), f"≥ {times(cores['bar'])}", cores["ratio"] >= cores["bar"])
+    if killed is not None:
+        words = "sweeps killed five times and resumed that lose, repeat or change a point"
+        yield none_of(words, len({each.split(":")[0] for each in killed["problems"]}), killed["sweeps"])
+
+
 def tutorial(result: Result) -> Iterator[Claim]:
     """The guide of policies, followed in a fresh clone."""
     steps = result["steps"]
@@ -389,7 +401,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         dispatch, emulated, engine, engine_paired, exactness, expert_kernel, explaining, fidelity, fuzz_inputs,
         fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
         peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
-        same_behaviour, signals, tutorial, what_ifs,
+        same_behaviour, signals, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""

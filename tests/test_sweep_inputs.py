@@ -9,7 +9,7 @@ import pytest
 
 from commands import refused
 from moesched.errors import BadInput
-from moesched.sweeps.axes import merged, read_sweep, sweep_of_options
+from moesched.sweeps.axes import Axes, merged, read_sweep, sweep_of_options
 from moesched.sweeps.figures import Figures, best_by_case, pareto_front
 from moesched.sweeps.line import Line, Sizes
 from moesched.sweeps.plots import Picture, default_x, draw_sweep
@@ -76,8 +76,7 @@ def test_contents_count_and_not_only_names(tmp_path: Path) -> None:
     workload.write_text('name = "short"\nnew_tokens = [2]\nprompt_tokens = [3, 9]\n')
 
     def key() -> str:
-        names = {"machine": machine, "workload": workload, "policy": f"{policy}:Mine"}
-        [(found, _)] = prepared(**{name: str(each) for name, each in names.items()}).points
+        [(found, _)] = prepared(machine=str(machine), workload=str(workload), policy=f"{policy}:Mine").points
         return found
 
     keys = [key(), key()]
@@ -148,7 +147,7 @@ def test_the_pareto_front_has_the_points_that_no_other_beats() -> None:
     "picture", [Picture("batch_size", "throughput"), Picture("latency", "dollars", True)]
 )
 def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -> None:
-    axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
     lines = [
         line(size, policy, size * 2.0, machine=machine)
         for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")

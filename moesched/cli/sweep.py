@@ -30,14 +30,15 @@ HELP = options.paragraphs(
 
 EPILOGUE = """Examples:
 
-  moesched sweep --policy all --machine t4,l4 --batch-size 1,2,4,8,16,32,64 \\
-      --gen 16 --plot out/curves.png
-  moesched sweep --policy cgopipe,expert_cache --machine t4 --batch-size 1,8,64 \\
-      --machine-set "link.host->gpu=x1,x2,x4" --x "machine_set.link.host->gpu" \\
-      --plot out/link.png
-  moesched sweep --policy all --machine t4,l4 --batch-size 1,8,64 \\
-      --price t4=0.35 --price l4=0.71 --pareto latency,dollars --plot out/pareto.png
-  moesched sweep docs/example.toml --gen 8 --parquet out/results.parquet
+  moesched sweep --policy all --machine t4,l4 --gen 16 \\
+      --batch-size 1,2,4,8,16,32,64 --plot out/curves.png
+  moesched sweep --policy cgopipe,expert_cache --machine t4 --batch-size 1,64 \\
+      --gen 8 --machine-set "link.host->gpu=12GB/s,24GB/s,48GB/s" \\
+      --x "machine_set.link.host->gpu" --plot out/link.png
+  moesched sweep --policy all --machine t4,l4 --batch-size 1,8,64 --gen 8 \\
+      --price t4=0.35 --price l4=0.71 \\
+      --pareto latency,dollars --plot out/pareto.png
+  moesched sweep my_sweep.toml --gen 8 --parquet out/results.parquet
 
 A sweep's file has the keywords of moesched.simulate_model:
 

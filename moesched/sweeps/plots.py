@@ -166,12 +166,12 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
 
 def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: Figures) -> list[str]:
     """The names of all series, those with the best values first."""
-    best = METRICS[picture.y].best
+    sign = 1.0 if METRICS[picture.y].best is min else -1.0
     tops = {
-        name: best([figures.value(line, picture.y) for line in members])
+        name: min(sign * figures.value(line, picture.y) for line in members)
         for name, members in _grouped(lines, names).items()
     }
-    return sorted(tops, key=tops.__getitem__, reverse=best is max)
+    return sorted(tops, key=tops.__getitem__)
 
 
 def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line]]:
