@@ -195,6 +195,7 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 def _print_best(best: list[Best], *, dollars: bool) -> None:
     """Print the best policy of each case."""
     from moesched.cli.output import print_table
+    from moesched.sweeps.figures import title_of
 
     if not best:
         return
@@ -214,7 +215,7 @@ def _print_best(best: list[Best], *, dollars: bool) -> None:
                 *("" if value is None else f"{value:.3g}" for value in values),
             ]
         )
-    header = [*(name.replace("_", " ") for name in names), "best policy", "next, tokens/s", *figures.values()]
+    header = [*map(title_of, names), "best policy", "next, tokens/s", *figures.values()]
     print_table(header, rows, figures=len(figures))
     if len(best) > SHOWN_CASES:
         say(f"and {len(best) - SHOWN_CASES:,} more cases: --json has all")

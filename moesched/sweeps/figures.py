@@ -107,7 +107,7 @@ class Best(NamedTuple):
 
 def title_of(name: str) -> str:
     """A metric or an axis in words."""
-    return METRICS[name].title if name in METRICS else name.replace("_", " ")
+    return METRICS[name].title if name in METRICS else (name.partition(".")[2] or name).replace("_", " ")
 
 
 def require_figure(name: str, axes: Collection[str], option: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle, product
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from moesched.sweeps.points import axis_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
 PANELS_IN_A_ROW = 3
@@ -25,15 +26,19 @@ MOST_TICKS = 12
 MUCH = 7
 """Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
 
-STYLES = list(product("osD^v", COLOURS.values()))
-"""Markers and colours, by which series differ; colours change first."""
+MARKERS = "osD^v"
+SERIES_COLOURS = [*(colour for family, colour in COLOURS.items() if family != "other"), "#000000"]
+STYLES = list(
+    islice(zip(cycle(MARKERS), cycle(SERIES_COLOURS), strict=False), len(MARKERS) * len(SERIES_COLOURS))
+)
+"""Markers and colours, by which series differ; neither number divides the other, so that all pairs differ."""
+
+OTHERS = (".", "#bbbbbb")
+"""Points of series that have none on a Pareto front."""
 
 
 Place = tuple[Any, Any]
 """Where a point is in a panel."""
-
-OTHERS = (".", "#bbbbbb")
-"""Points of series that have none on a Pareto front."""
 
 
 class Picture(NamedTuple):
@@ -91,7 +96,7 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures)
             _draw_series(panel, name, [_position(line, picture, figures) for line in members], style, picture)
         if picture.pareto:
             _draw_front(panel, [_position(line, picture, figures) for line in front])
-        _label(panel, title, picture)
+        _label(panel, title or ("" if picture.pareto else found[0].inputs["machine"]), picture)
         _scale(panel, [_position(line, picture, figures) for line in lines], picture)
     for panel in grid[len(panels) :]:
         panel.set_visible(False)
@@ -146,12 +151,22 @@ def _scale(panel: Panel, places: Sequence[Place], picture: Picture) -> None:
     xs, ys = zip(*places, strict=True)
     if _differ_much(xs):
         panel.set_xscale("log")
+        _number_logarithms(panel.xaxis)
     if _differ_much(ys):
         panel.set_yscale("log")
+        _number_logarithms(panel.yaxis)
     ticks = sorted(set(xs)) if picture.x not in METRICS and all(map(_is_number, xs)) else []
     if 0 < len(ticks) <= MOST_TICKS:
         panel.set_xticks(ticks, [f"{each:g}" for each in ticks])
-        panel.minorticks_off()
+
+
+def _number_logarithms(axis: XAxis | YAxis) -> None:
+    """Write plain numbers at 1, 2 and 5 times each power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=MOST_TICKS))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _add_legend(figure: Figure, names: Sequence[str]) -> None:
