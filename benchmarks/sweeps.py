@@ -171,7 +171,7 @@ def processes_left(out: Path) -> int:
 
 def is_of(process: psutil.Process, out: Path) -> bool:
     try:
-        return process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

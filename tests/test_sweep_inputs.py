@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import refused
+from doc_blocks import blocks
 from moesched.errors import BadInput
-from moesched.sweeps.axes import Axes, merged, read_sweep, sweep_of_options
-from moesched.sweeps.figures import Figures, best_by_case, pareto_front
+from moesched.jobs.options import SimulationOptions
+from moesched.sweeps.axes import KINDS, ORDER, PRICES, TABLES, Axes, merged, read_sweep, sweep_of_options
+from moesched.sweeps.figures import METRICS, Figures, best_by_case, pareto_front
 from moesched.sweeps.line import Line, Sizes
 from moesched.sweeps.plots import Picture, default_x, draw_sweep
 from moesched.sweeps.store import Store
 from sweeping import FAULTY, SHORT, prepared
 
+GUIDE = Path(__file__).parents[1] / "docs" / "sweeps.md"
 FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
 
 
@@ -49,6 +54,25 @@ def test_an_option_replaces_the_axis_of_the_file(tmp_path: Path) -> None:
         "settings.ahead": [1, 2],
     }
     assert sweep.prices == {"t4": 0.5, "l4": 1.0}
+
+
+def test_the_file_of_the_guide_can_be_read(tmp_path: Path) -> None:
+    [example] = [block for block in blocks(GUIDE) if block.language == "toml"]
+    (tmp_path / "s.toml").write_text(example.text)
+    sweep = read_sweep(tmp_path / "s.toml")
+    assert sweep.axes["machine_set.link.host->gpu"] == ["x1", "x2"]
+    assert sweep.prices == {"t4": 0.35}
+
+
+def test_the_guide_names_every_keyword_and_every_figure() -> None:
+    text = GUIDE.read_text()
+    for name in (*KINDS, *TABLES, PRICES, *METRICS):
+        assert re.search(rf"[`\[\n]{name}[`\] ]", text), name
+
+
+def test_axes_are_the_options_of_a_simulation() -> None:
+    of_simulations = {field.name for field in fields(SimulationOptions)} - {"trace", "listener"}
+    assert {*KINDS, *TABLES} == of_simulations | {"model", "workload", "machine_set"} == set(ORDER)
 
 
 def test_a_setting_goes_to_the_policies_that_take_it() -> None:
