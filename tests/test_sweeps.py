@@ -82,7 +82,7 @@ def test_a_signal_ends_a_sweep_in_order_and_another_one_cannot_write_meanwhile(
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: out.exists() and out.stat().st_size, "the first line")
         refused(
-            command(*wanted),
+            command(*SHORT, "--policy", "resident", "--out", out),
             "another sweep writes to .*: wait until it ends, or name another file with --out",
         )
         process.send_signal(signal.SIGTERM)
