@@ -44,18 +44,29 @@ def test_a_sweep_runs_each_point_once_and_goes_on_after_a_line_that_was_cut_off(
     assert lines_in(out) == lines
 
 
-def test_a_process_that_is_killed_takes_no_other_point_with_it(tmp_path: Path) -> None:
-    sweep = prepared(policy=f"{FAULTY}:DiesAtFour", batch_size="4,1,2")
+def test_a_process_that_is_killed_takes_no_other_point_with_it_and_its_own_has_a_second_try(
+    tmp_path: Path,
+) -> None:
+    policies = f"{FAULTY}:DiesAtFour,{FAULTY}:DiesOnce"
+    sweep = prepared(policy=policies, batch_size="4,1", settings=(f"mark={tmp_path / 'mark'}",))
     with Store(tmp_path / "x.jsonl") as store:
         result = run_sweep(sweep, store, workers=1)
-        assert [line.failure for line in result.lines] == [KILLED, None, None]
+        assert [line.failure for line in result.lines] == [KILLED, None, None, None]
         assert missing_points(sweep, store) == []
         assert missing_points(sweep, store, retry=True) == sweep.points[:1]
 
 
+def test_a_policy_that_changes_before_a_process_loads_it_fails_its_points(tmp_path: Path) -> None:
+    sweep = prepared()
+    sweep.found.policies["resident"] = "an older one"
+    with Store(tmp_path / "x.jsonl") as store:
+        [line] = run_sweep(sweep, store, workers=1).lines
+    assert line.failure == "policy resident changed while the sweep ran: run the sweep again"
+
+
 def test_a_sweep_that_is_stopped_ends_its_processes_in_the_middle_of_a_point(tmp_path: Path) -> None:
     sweep = prepared(policy=f"resident,{FAULTY}:NeverPlans")
-    with Workers(sweep.found, 1) as workers:
+    with Workers(sweep.found, 2) as workers:
         lines = workers.lines(sweep.points)
         assert b"simulated_seconds" in next(lines)
         workers.stop()

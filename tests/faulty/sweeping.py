@@ -16,6 +16,20 @@ class DiesAtFour(Resident):
         super().plan(plan)
 
 
+class DiesOnce(Resident):
+    """Its process is killed, unless a file is there, which it creates."""
+
+    def __init__(self, mark: str = ""):
+        super().__init__()
+        self.mark = mark
+
+    def plan(self, plan):
+        if not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().plan(plan)
+
+
 class RaisesAtFour(Resident):
     """Prints, and raises where a batch has four requests."""
 
