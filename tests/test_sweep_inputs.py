@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from commands import refused
-from doc_blocks import blocks
 from moesched.errors import BadInput
 from moesched.jobs.options import SimulationOptions
 from moesched.sweeps.axes import KINDS, ORDER, PRICES, TABLES, Axes, merged, read_sweep, sweep_of_options
@@ -54,14 +53,6 @@ def test_an_option_replaces_the_axis_of_the_file(tmp_path: Path) -> None:
         "settings.ahead": [1, 2],
     }
     assert sweep.prices == {"t4": 0.5, "l4": 1.0}
-
-
-def test_the_file_of_the_guide_can_be_read(tmp_path: Path) -> None:
-    [example] = [block for block in blocks(GUIDE) if block.language == "toml"]
-    (tmp_path / "s.toml").write_text(example.text)
-    sweep = read_sweep(tmp_path / "s.toml")
-    assert sweep.axes["machine_set.link.host->gpu"] == ["x1", "x2"]
-    assert sweep.prices == {"t4": 0.35}
 
 
 def test_the_guide_names_every_keyword_and_every_figure() -> None:
