@@ -41,6 +41,8 @@ from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile, write_profile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
+from moesched.sweeps.axes import Sweep, merged, read_sweep
+from moesched.sweeps.store import Store
 from moesched.trace import write_trace
 from moesched.transports.frames import BadFrame, Frame, Kind, unpack
 from moesched.transports.frames import pack as pack_frame
@@ -48,6 +50,22 @@ from routing_traces import routed, write_megatron, write_npy, write_npz, write_o
 from runs import virtual_run
 from small_models import SMALL, byte_tokenizer
 from stored_checkpoints import published, write, write_sharded
+
+SWEEP = """policy = "all"
+machine = ["t4", "l4"]
+batch_size = [1, 8]
+padded = true
+[settings]
+ahead = [1, 2]
+[budgets]
+gpu = "12GB"
+[price]
+t4 = 0.35
+"""
+
+RESULT = """{"key":"a","inputs":{"machine":"t4","batch_size":1},"failure":null,"peak_bytes":{"gpu":1},\
+"plan":{"batch_size":1,"new_tokens":2},"throughput_tokens_per_second":2.5,"simulated_seconds":1.0}
+"""
 
 
 class Parser(NamedTuple):
@@ -219,6 +237,11 @@ def _frame() -> bytes:
     )
 
 
+def _read_results(file: Path) -> None:
+    with Store(file) as store:
+        assert b"".join(store.whole_lines(store.lines)).count(b"\n") == len(store.lines)
+
+
 PARSERS: dict[str, Parser] = {
     "config.json": Parser(_config("mixtral-8x7b"), _read_config),
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
@@ -242,6 +265,8 @@ PARSERS: dict[str, Parser] = {
     "routing trace, .npz of vLLM": Parser(_routing_trace(write_npz), _read_routing_trace),
     "routing trace of Megatron": Parser(_routing_trace(write_megatron), _read_routing_trace),
     "routing trace, rows": Parser(_routing_trace(write_rows), _read_routing_trace),
+    "sweep": Parser(_text("sweep.toml", lambda: SWEEP), lambda file: merged(read_sweep(file), Sweep({}))),
+    "results of a sweep": Parser(_text("results.jsonl", lambda: 2 * RESULT), _read_results),
     "trace": Parser(_trace, _read_run),
     "packed trace": Parser(_packed_trace, _read_run),
     "report": Parser(_report, _read_run),

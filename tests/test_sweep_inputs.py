@@ -119,6 +119,15 @@ def test_the_newest_line_of_the_same_inputs_stays(tmp_path: Path) -> None:
     assert [text[:12] for text in out.read_text().splitlines()] == ['{"key":"two"', '{"key":"othe']
 
 
+def test_a_key_of_several_inputs_does_no_harm(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    pairs = [("a", 1), ("a", 2), ("b", 1), ("c", 2)]
+    out.write_text("".join(f'{{"key":"{key}","inputs":{{"seed":{seed}}}}}\n' for key, seed in pairs))
+    with Store(out) as store:
+        assert list(store.lines) == ["b", "c"]
+    assert len(out.read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("text", ["a note", '{"seed": 1}\n', '{"key":"a","inputs":{}}\n7\n'])
 def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> None:
     out = tmp_path / "x.jsonl"

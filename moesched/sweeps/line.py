@@ -10,6 +10,9 @@ from moesched.jobs.report import JobReport
 from moesched.sweeps.points import Inputs
 from moesched.system.decoding import decode_json
 
+MOST_VALUES = 4_000_000
+"""Limit of the values in a line."""
+
 LINE_START = b'{"key":"'
 """The beginning of each line."""
 
@@ -65,5 +68,5 @@ def parse_line(line: bytes, where: str) -> Line:
         BadInput: it is not of a sweep.
     """
     return decode_json(
-        line, Line, f"{where}: not a result of a sweep", "name another file with --out", most=10**8
+        line, Line, f"{where}: not a result of a sweep", "name another file with --out", most=MOST_VALUES
     )

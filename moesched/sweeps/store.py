@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -21,7 +22,8 @@ from moesched.sweeps.points import canonical
 from moesched.system.signals import signals_held
 from moesched.system.whole_file import require_writable, whole_file
 
-_PIECE = 1 << 16
+MOST_BYTES = 64_000_000
+"""Limit of a line; that of a generation of a million tokens has 25 MB."""
 
 
 class _Place(NamedTuple):
@@ -96,7 +98,7 @@ class Store:
         before = self._of_inputs.pop(inputs, None)
         if before is not None:
             self._superseded = True
-            del self.lines[before], self._places[before]
+            self.lines.pop(before, None)  # keys that somebody wrote by hand may be of several inputs
         self.lines[line.key] = line
         self._places[line.key] = _Place(self._end, length)
         self._of_inputs[inputs] = line.key
@@ -106,8 +108,9 @@ class Store:
         """Read all lines, and cut off one that is not complete; returns the end of the file."""
         self._end = 0
         with _told(self.path), open(self._descriptor, "rb", closefd=False) as file:  # a descriptor
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") and _is_torn(line):
+            for number in count(1):
+                line = file.readline(MOST_BYTES + 1)
+                if not line.endswith(b"\n") and len(line) <= MOST_BYTES and _is_torn(line):
                     os.ftruncate(self._descriptor, self._end)
                     break
                 self._add(parse_line(line, f"{self.path}:{number}"), len(line))
