@@ -10,7 +10,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +49,7 @@ class Store:
         self._places: dict[str, _Place] = {}
         self._of_inputs: dict[bytes, str] = {}
         self._superseded = False
-        with _told(path):
+        with _told(f"cannot open results {path}", "check its path and permissions"):
             self._descriptor = _open_locked(path)
         try:
             self._end = self._read()
@@ -76,7 +76,8 @@ class Store:
             BadInput: it cannot be written; the file is as before.
         """
         read = parse_line(line, str(self.path))
-        with signals_held(), _told(self.path):
+        remedy = "all finished ones are in it; free some space, and run the same command again to go on"
+        with signals_held(), _told(f"cannot write results to {self.path}", remedy):
             try:
                 _write(self._descriptor, line)
             except OSError:
@@ -90,7 +91,7 @@ class Store:
         """The lines of these keys, as they stand in the file."""
         for key in keys:
             start, length = self._places[key]
-            with _told(self.path):
+            with self._reading():
                 yield os.pread(self._descriptor, length, start)
 
     def _add(self, line: Line, length: int) -> None:
@@ -107,7 +108,7 @@ class Store:
     def _read(self) -> int:
         """Read all lines, and cut off one that is not complete; returns the end of the file."""
         self._end = 0
-        with _told(self.path), open(self._descriptor, "rb", closefd=False) as file:  # a descriptor
+        with self._reading(), open(self._descriptor, "rb", closefd=False) as file:  # a descriptor
             for number in count(1):
                 line = file.readline(MOST_BYTES + 1)
                 if not line.endswith(b"\n") and len(line) <= MOST_BYTES and _is_torn(line):
@@ -115,6 +116,9 @@ class Store:
                     break
                 self._add(parse_line(line, f"{self.path}:{number}"), len(line))
         return self._end
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return _told(f"cannot read results {self.path}", "check its disk, or name another file with --out")
 
     def _rewrite(self) -> None:
         """Keep only the newest line for each inputs."""
@@ -160,12 +164,9 @@ def _write(descriptor: int, line: bytes) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _told(what: str, remedy: str) -> Iterator[None]:
     """Raise BadInput for an error of the system."""
     try:
         yield
     except OSError as error:
-        raise BadInput(
-            f"cannot write results to {path}: {error.strerror or error}: all finished ones are in it; free some space, "
-            "and run the same command again to go on"
-        ) from error
+        raise BadInput(f"{what}: {error.strerror or error}: {remedy}") from error
