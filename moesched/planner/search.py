@@ -110,6 +110,7 @@ class _Programme:
         self._weights = tuple(weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
         self._model = model = highspy.Highs()
         model.silent()
+        model.setOptionValue("threads", 1)  # the programme is small, and sweeps run one on each core
         self._taken = [model.addBinary() for _ in shapes]
         self._resident_share = model.addVariable(lb=0.0 if traits.streams else traits.keeps, ub=traits.keeps)
         self._step, self._prefill = model.addVariable(lb=0.0), model.addVariable(lb=0.0)
