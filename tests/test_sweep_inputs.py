@@ -189,6 +189,16 @@ def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -
         )
 
 
+def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
+    policies = [f"policy-{number}" for number in range(24)]
+    lines = [line(1, policy, 1.0 + number) for number, policy in enumerate(policies)]
+    axes: Axes = {"machine": ["t4"], "policy": policies}
+    draw_sweep(tmp_path / "x.svg", Picture("batch_size", "throughput"), lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    assert [f">{policy}<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
+    assert ">the best 20 of 24<" in drawn
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PANELS_IN_A_ROW = 3
 MOST_PANELS = 12
 MOST_TICKS = 12
+MOST_NAMED = 20
 MUCH = 7
 """Ratio of the largest and the smallest value from which an axis has a logarithmic scale."""
 
@@ -174,9 +175,18 @@ def _add_legend(figure: Figure, names: Sequence[str]) -> None:
     handles: dict[str, Any] = {}
     for panel in figure.axes:
         handles |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
-    ordered = [name for name in (*names, "others", "Pareto front") if name in handles]
-    if len(ordered) > 1:
-        figure.legend([handles[name] for name in ordered], ordered, loc="outside right upper", fontsize=8)
+    ordered = [name for name in names if name in handles]
+    shown = [*ordered[:MOST_NAMED], *(name for name in ("others", "Pareto front") if name in handles)]
+    title = f"the best {MOST_NAMED} of {len(ordered)}" if len(ordered) > MOST_NAMED else None
+    if len(shown) > 1:
+        figure.legend(
+            [handles[name] for name in shown],
+            shown,
+            loc="outside right upper",
+            fontsize=8,
+            title=title,
+            title_fontsize=8,
+        )
 
 
 def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figures: Figures) -> list[str]:
