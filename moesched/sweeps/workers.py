@@ -115,7 +115,10 @@ class _Worker:
     def __init__(self, found: Found) -> None:
         context: SpawnContext = get_context("spawn")
         reader, self._writer = context.Pipe(duplex=False)
-        self.executor = ProcessPoolExecutor(1, context, _begin, (reader, found))
+        with (
+            _signals_blocked()
+        ):  # multiprocessing starts a process of its own, which would not survive SIGHUP
+            self.executor = ProcessPoolExecutor(1, context, _begin, (reader, found))
         with _signals_blocked():
             self._begun = self.executor.submit(os.getpid)
         self._begun.add_done_callback(lambda _: reader.close())
@@ -206,7 +209,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start a process that no signal disturbs before it is ready."""
+    """Start a process that no signal disturbs before it is ready; the first one of multiprocessing unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
