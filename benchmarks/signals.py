@@ -181,10 +181,11 @@ def one_case(folder: Path, name: str, number: signal.Signals, seconds: float) ->
 def what_is_wrong(case: Path, name: str, number: int, code: int, said: str) -> list[str]:
     """Promises that the command broke."""
     found = []
-    if code not in (128 + number, -number, 0):
-        found.append(f"exit code {code}")
-    if "Traceback" in said or "Exception ignored" in said:
-        found.append(said[-2000:])
+    if not ended_in_pythons_start(number, code, said):
+        if code not in (128 + number, -number, 0):
+            found.append(f"exit code {code}")
+        if "Traceback" in said or "Exception ignored" in said:
+            found.append(said[-2000:])
     if left := [str(each.relative_to(case)) for each in (case / "tmp").iterdir()]:
         found.append(f"temporary files: {left}")
     partial = [each.name for each in (case / "out").iterdir() if each.name.startswith(".")]
@@ -202,6 +203,11 @@ def what_is_wrong(case: Path, name: str, number: int, code: int, said: str) -> l
             except msgspec.DecodeError as error:
                 found.append(f"{file.name}: {error}")
     return found
+
+
+def ended_in_pythons_start(number: int, code: int, said: str) -> bool:
+    """Whether Ctrl-C came before any line of the program had run; Python then shows its own traceback."""
+    return number == signal.SIGINT and code == 1 and "KeyboardInterrupt" in said and "moesched" not in said
 
 
 def processes_left(case: str) -> list[str]:
