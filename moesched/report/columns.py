@@ -1,0 +1,166 @@
+"""The columns of a run: its slices, its edges, and the samples of its memories and pools.
+
+Slices keep their order, which is that of their ends. Times are nanoseconds on the run's own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from moesched.analysis.families import COLOURS, family_of
+from moesched.report.packing import Columns
+from moesched.trace.recording import LaneName, MemorySample, PoolSample, Recording, TaskInfo
+from moesched.trace.summary import summarize
+from moesched.trace.waits import waits_of
+
+FAMILIES = tuple(COLOURS)
+WHY = ("start", "data", "room", "lane", "rank", "await")
+STATES = ("done", "failed", "cancelled")
+
+
+def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
+    """The JSON value of a run; its numbers are added to `columns`.
+
+    Args:
+        shift: nanoseconds to add to its times, so that several runs can be compared.
+    """
+    return {
+        "title": title,
+        "shift": shift,
+        "start": recording.start,
+        "end": recording.end,
+        "trimmed": recording.trimmed,
+        "lanes": [{"rank": lane.rank, "name": lane.name} for lane in recording.lanes],
+        "steps": [
+            {"step": each.step, "start": round(each.start * 1e9), "end": round(each.end * 1e9)}
+            for each in summarize(recording).steps
+        ],
+        **_slices(columns, recording),
+        **_edges(columns, recording),
+        **_waits(columns, recording),
+        "memory": _memory(columns, recording),
+        "pools": _pools(columns, recording),
+    }
+
+
+class _Numbered:
+    """Values in the order in which they were first seen, and their numbers."""
+
+    def __init__(self, known: Iterable[Any] = ()) -> None:
+        self.numbers: dict[Any, int] = {each: number for number, each in enumerate(known)}
+
+    def of(self, value: Any) -> int:
+        """The number of a value."""
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    @property
+    def values(self) -> list[Any]:
+        """All values."""
+        return list(self.numbers)
+
+
+def _slices(columns: Columns, recording: Recording) -> dict[str, Any]:
+    slices = recording.slices
+    lanes: dict[LaneName, int] = {lane: number for number, lane in enumerate(recording.lanes)}
+    tasks, lines, states = _Numbered(), _Numbered([""]), _Numbered(STATES)
+    by_identity: dict[int, int] = {}
+    task_numbers = []
+    for each in slices:
+        number = by_identity.get(id(each.task))
+        if number is None:
+            number = by_identity[id(each.task)] = tasks.of(each.task)
+        task_numbers.append(number)
+    slice_columns = {
+        "id": columns.add("i32", (each.id for each in slices)),
+        "start": columns.add("f64", (each.start for each in slices)),
+        "duration": columns.add("f64", (each.end - each.start for each in slices)),
+        "lane": columns.add("u16", (lanes[each.lane] for each in slices)),
+        "task": columns.add("u32", task_numbers),
+        "step": columns.add("i32", (each.step for each in slices)),
+        "line": columns.add("u32", (lines.of(each.line) for each in slices)),
+        "state": columns.add("u8", (states.of(each.state) for each in slices)),
+    }
+    return {
+        "slices": slice_columns,
+        "lines": lines.values,
+        "states": states.values,
+        "tasks": _tasks(columns, tasks.values),
+    }
+
+
+def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
+    """The descriptions of tasks, which slices share."""
+    verbs, resources = _Numbered(), _Numbered()
+    return {
+        "label": [each.label for each in tasks],
+        "verb": columns.add("u16", (verbs.of(each.verb) for each in tasks)),
+        "resource": columns.add("u16", (resources.of(each.resource) for each in tasks)),
+        "family": columns.add("u8", (FAMILIES.index(family_of(each)) for each in tasks)),
+        "layer": columns.add("i32", (each.layer for each in tasks)),
+        "micro_batch": columns.add("i32", (each.micro_batch for each in tasks)),
+        "expert": columns.add("i32", (each.expert for each in tasks)),
+        "pages": columns.add("u32", (each.pages for each in tasks)),
+        "flops": columns.add("f64", (each.flops for each in tasks)),
+        "bytes": columns.add("f64", (each.nbytes for each in tasks)),
+        "verbs": verbs.values,
+        "resources": resources.values,
+    }
+
+
+def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
+    """The number of each slice's producers, and how far back each of them is: small numbers, which compress well."""
+    back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
+    return {
+        "edges": {
+            "count": columns.add("u32", map(len, recording.producers)),
+            "back": columns.add("i32", back),
+        }
+    }
+
+
+def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
+    """For each slice, the one that it waited for last, and why."""
+    waits = waits_of(recording)
+    return {
+        "waits": {
+            "before": columns.add("i32", (wait.before for wait in waits)),
+            "why": columns.add("u8", (WHY.index(wait.why) for wait in waits)),
+        },
+        "whys": WHY,
+    }
+
+
+def _memory(columns: Columns, recording: Recording) -> list[dict[str, Any]]:
+    by_memory: dict[tuple[int, str], list[MemorySample]] = {}
+    for sample in recording.memory:
+        by_memory.setdefault((sample.rank, sample.memory), []).append(sample)
+    return [
+        {
+            "rank": rank,
+            "name": memory,
+            "time": columns.add("f64", (each.time for each in samples)),
+            "reserved": columns.add("f64", (each.reserved for each in samples)),
+            "pages": columns.add("f64", (each.pages for each in samples)),
+        }
+        for (rank, memory), samples in by_memory.items()
+        if any(each.reserved or each.pages for each in samples)
+    ]
+
+
+def _pools(columns: Columns, recording: Recording) -> list[dict[str, Any]]:
+    by_pool: dict[tuple[int, str], list[PoolSample]] = {}
+    for sample in recording.pools:
+        by_pool.setdefault((sample.rank, sample.pool), []).append(sample)
+    return [
+        {
+            "rank": rank,
+            "name": pool,
+            "time": columns.add("f64", (each.time for each in samples)),
+            "hits": columns.add("f64", (each.counted.hits for each in samples)),
+            "misses": columns.add("f64", (each.counted.misses for each in samples)),
+            "wasted": columns.add("f64", (each.counted.wasted for each in samples)),
+        }
+        for (rank, pool), samples in by_pool.items()
+        if any(any(each.counted) for each in samples)
+    ]

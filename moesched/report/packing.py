@@ -1,0 +1,52 @@
+"""Packs values and columns of numbers into text that a page can hold.
+
+Unpacked, it is a JSON value, with its length in the first four bytes, and then the columns. In the JSON value a column
+is replaced by `{"column": type, "at": first byte, "length": number of items}`. All numbers are little-endian, and every
+column begins at a multiple of 8 bytes. Packed, it is compressed with zlib and encoded in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_TYPES = {"f64": "<f8", "i32": "<i4", "u32": "<u4", "u16": "<u2", "u8": "<u1"}
+_ALIGNMENT = 8
+_LEVEL = 6
+
+
+class Columns:
+    """Collects columns."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, kind: str, numbers: Iterable[float]) -> dict[str, Any]:
+        """Add a column, and return the value that stands for it.
+
+        Args:
+            kind: "f64", "i32", "u32", "u16" or "u8".
+        """
+        column = np.asarray(list(numbers), dtype=_TYPES[kind])
+        data = column.tobytes()
+        at = self._size
+        self._append(data)
+        return {"column": kind, "at": at, "length": len(column)}
+
+    def pack(self, content: Any) -> str:
+        """Pack the columns and a JSON value that holds what stands for them."""
+        text = msgspec.json.encode(content)
+        text += b" " * (-(4 + len(text)) % _ALIGNMENT)
+        data = b"".join((len(text).to_bytes(4, "little"), text, *self._parts))
+        return base64.b64encode(zlib.compress(data, _LEVEL)).decode("ascii")
+
+    def _append(self, data: bytes) -> None:
+        data += b"\0" * (-len(data) % _ALIGNMENT)
+        self._parts.append(data)
+        self._size += len(data)
