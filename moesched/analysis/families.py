@@ -24,6 +24,17 @@ COLOURS: dict[Family, str] = {
 }
 """The palette of M. Okabe and K. Ito, Color Universal Design (2008)."""
 
+MEANINGS: dict[Family, str] = {
+    "attention": "attention",
+    "experts": "experts and dense FFNs",
+    "weights": "transfers of weights",
+    "activations": "transfers of hidden states and KV cache",
+    "exchange": "exchange between ranks",
+    "choices": "embedding, routers, sampling",
+    "other": "other",
+}
+"""The families in the words of a legend."""
+
 _VERBS: dict[Family, tuple[str, ...]] = {
     "attention": ("pre_attention", "attention", "cpu_attention"),
     "experts": ("post_attention", "run_expert", "warm_expert", "partial_sum", "combine"),
@@ -39,4 +50,9 @@ def family_of(task: TaskInfo) -> Family:
         return "exchange"
     if task.pages:
         return "weights"
-    return _FAMILIES.get(task.verb, "other")
+    return family_of_verb(task.verb)
+
+
+def family_of_verb(verb: str) -> Family:
+    """The family of a task that moves no weights and is no collective."""
+    return _FAMILIES.get(verb, "other")

@@ -1,7 +1,7 @@
 """Reports to look at: one HTML file with the timeline of a run, its curves, its tables and its roofline.
 
-A report needs no network and no other file. Tables and the roofline are plain HTML and SVG; the timeline is drawn by the
-scripts in assets/, from columns that are packed into the page.
+A report needs no network and no other file. Tables and the roofline are plain HTML and SVG. The timeline is drawn by the
+scripts in assets/js, from columns that are packed into the page.
 """
 
 from __future__ import annotations

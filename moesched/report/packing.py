@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from moesched.errors import BadInput
+
 _TYPES = {"f64": "<f8", "i32": "<i4", "u32": "<u4", "u16": "<u2", "u8": "<u1"}
 _ALIGNMENT = 8
 _LEVEL = 6
@@ -32,8 +34,16 @@ class Columns:
 
         Args:
             kind: "f64", "i32", "u32", "u16" or "u8".
+
+        Raises:
+            BadInput: a number does not fit; no recording of ours has such a number.
         """
-        column = np.asarray(list(numbers), dtype=_TYPES[kind])
+        listed = list(numbers)
+        try:
+            column = np.asarray(listed, dtype=_TYPES[kind])
+        except OverflowError:
+            largest = max(listed, key=abs)
+            raise BadInput(f"the trace has a number {largest}, which no run has: record it again") from None
         data = column.tobytes()
         at = self._size
         self._append(data)

@@ -30,6 +30,7 @@ from moesched.trace.recording import (
     PoolAccesses,
     PoolSample,
     Recording,
+    Roof,
     Slice,
     TaskInfo,
     WorkKey,
@@ -131,6 +132,7 @@ class OtherData(msgspec.Struct):
     machine: str = ""
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
+    roofs: dict[str, Roof] = {}
     costs: list[CostEntry] = []
     accesses: list[PoolAccesses] = []
 

@@ -98,7 +98,7 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
     """
     shown = []
     pid, lane_tid, flow = FIRST_RANK_PID, 1 + len(runs), 0
-    for number, (run, shift) in enumerate(zip(runs, _shifts(runs), strict=True)):
+    for number, (run, shift) in enumerate(zip(runs, common_shifts(runs), strict=True)):
         recording = run.recording
         shown.append(_Shown(recording, run.about, run.title, shift, pid, 1 + number, lane_tid, flow))
         pid += 1 + max((lane.rank for lane in recording.lanes), default=0)
@@ -108,7 +108,7 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
     _write_file(Path(path), other, shown)
 
 
-def _shifts(runs: Sequence[TitledRun]) -> list[int]:
+def common_shifts(runs: Sequence[TitledRun]) -> list[int]:
     """Nanoseconds by which each run is shifted; the first step of a trimmed run may be incomplete and is ignored."""
     starts = []
     for run in runs:

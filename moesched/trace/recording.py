@@ -5,9 +5,10 @@ Recorders build them from tasks and the reader from a file; the writer and all a
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
@@ -230,6 +231,13 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_n
     error: int
 
 
+class Roof(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a processor: FLOP/s in the run's dtype, and bytes per second of the memory that it computes from."""
+
+    flops: Annotated[float, Meta(gt=0)]
+    bandwidth: Annotated[float, Meta(gt=0)]
+
+
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a recording.
 
@@ -237,6 +245,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         driver: "virtual" predicts, "realtime" measures.
         plan: sizes that the policy chose, as JSON values.
         clocks: corrections of the clocks of several nodes, by rank.
+        roofs: limits of the machine's processors, by name; empty where they are not known.
     """
 
     driver: Literal["virtual", "realtime"]
@@ -245,6 +254,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
+    roofs: dict[str, Roof] = {}
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:

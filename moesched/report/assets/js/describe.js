@@ -1,0 +1,62 @@
+// Tasks and idle spans in words.
+
+import { amount, duration, moment, whole } from "./units.js";
+
+const REASONS = {
+  data: "for its data",
+  room: "for room in memory",
+  lane: "for its lane",
+  rank: "for another rank",
+  await: "until the policy had its result",
+};
+
+/** The name of a step. */
+export function stepName(step) {
+  return step < 0 ? "loading" : step === 0 ? "prefill" : `step ${step}`;
+}
+
+/** Pairs of a name and a text about a task. */
+export function describe(run, index) {
+  const { slices, tasks, lines, states, whys, waits } = run.data;
+  const task = slices.task[index];
+  const took = slices.duration[index];
+  const found = [
+    ["lane", run.laneTitle(run.laneOf(index))],
+    ["starts", moment(run.starts[index], took)],
+    ["takes", duration(took)],
+  ];
+  const [nbytes, flops] = [tasks.bytes[task], tasks.flops[task]];
+  if (nbytes) found.push(["bytes", `${amount(nbytes, "B")}, ${rate(nbytes / took)} GB/s`]);
+  if (flops) found.push(["compute", `${amount(flops, "FLOP")}, ${rate(flops / took)} GFLOP/s`]);
+  if (tasks.pages[task]) found.push(["pages", whole(tasks.pages[task])]);
+  found.push(["step", stepName(slices.step[index])]);
+  for (const name of ["layer", "micro_batch", "expert"]) {
+    if (tasks[name][task] >= 0) found.push([name.replace("_", "-"), whole(tasks[name][task])]);
+  }
+  const state = states[slices.state[index]];
+  if (state !== "done") found.push(["state", state]);
+  const before = waits.before[index];
+  const reason = REASONS[whys[waits.why[index]]];
+  if (before >= 0 && reason) found.push(["waited", `${reason}: ${run.label(before)}`]);
+  const line = lines[slices.line[index]];
+  if (line) found.push(["submitted by", line]);
+  return found;
+}
+
+/** An idle span before a task, and what it waited for. */
+export function describeIdle(run, lane, index, since) {
+  const { whys, waits } = run.data;
+  const found = [
+    ["lane", run.laneTitle(lane)],
+    ["idle", duration(run.starts[index] - since)],
+    ["until", run.label(index)],
+  ];
+  const before = waits.before[index];
+  const reason = REASONS[whys[waits.why[index]]];
+  if (before >= 0 && reason) found.push(["which waited", `${reason}: ${run.label(before)}`]);
+  return found;
+}
+
+function rate(perNanosecond) {
+  return perNanosecond >= 100 ? whole(perNanosecond) : String(Number(perNanosecond.toPrecision(3)));
+}

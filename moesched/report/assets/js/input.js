@@ -1,0 +1,102 @@
+// Wheel, drag and click on the lanes and the charts, and the keys of the timeline.
+
+const WHEEL = 0.0016;
+const STEP = 0.8;
+const PAN = 0.15;
+const CLICK = 4;
+
+/** What a key without Shift does to a timeline. */
+const KEYS = {
+  "+": (timeline) => timeline.zoom(STEP),
+  "=": (timeline) => timeline.zoom(STEP),
+  w: (timeline) => timeline.zoom(STEP),
+  ArrowUp: (timeline) => timeline.zoom(STEP),
+  "-": (timeline) => timeline.zoom(1 / STEP),
+  s: (timeline) => timeline.zoom(1 / STEP),
+  ArrowDown: (timeline) => timeline.zoom(1 / STEP),
+  ArrowLeft: (timeline) => timeline.view.pan(-PAN),
+  a: (timeline) => timeline.view.pan(-PAN),
+  ArrowRight: (timeline) => timeline.view.pan(PAN),
+  d: (timeline) => timeline.view.pan(PAN),
+  0: (timeline) => timeline.view.whole(),
+  Home: (timeline) => timeline.view.whole(),
+  c: (timeline) => timeline.togglePath(),
+  Enter: (timeline) => timeline.zoomToSelected(),
+  Escape: (timeline) => timeline.select(null),
+};
+
+const WITH_SHIFT = {
+  ArrowLeft: (timeline) => timeline.selectNext(-1),
+  ArrowRight: (timeline) => timeline.selectNext(1),
+  ArrowUp: (timeline) => timeline.selectLane(-1),
+  ArrowDown: (timeline) => timeline.selectLane(1),
+};
+
+/** Do what a key says; returns whether it says anything. */
+export function press(timeline, key, shift = false) {
+  const action = shift ? (WITH_SHIFT[key] ?? KEYS[key]) : KEYS[key.length === 1 ? key.toLowerCase() : key];
+  action?.(timeline);
+  return action !== undefined;
+}
+
+/** Listen to the keys while an element has the focus. */
+export function listenToKeys(element, timeline) {
+  element.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (press(timeline, event.key, event.shiftKey)) event.preventDefault();
+  });
+}
+
+/** Zoom with the wheel and move by dragging, where times begin `offset()` pixels right of an element's edge. */
+export function listenToPointer(element, timeline, offset) {
+  listenToWheel(element, timeline, offset);
+  let last = null;
+  let moved = 0;
+  element.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    last = event;
+    moved = 0;
+    element.setPointerCapture(event.pointerId);
+  });
+  element.addEventListener("pointermove", (event) => {
+    if (last) {
+      moved += Math.abs(event.clientX - last.clientX) + Math.abs(event.clientY - last.clientY);
+      if (moved > CLICK) {
+        timeline.drag(event.clientX - last.clientX, event.clientY - last.clientY);
+        last = event;
+      }
+    }
+    timeline.hover(event, element);
+  });
+  element.addEventListener("pointerup", (event) => {
+    if (last && moved <= CLICK) timeline.click(event, element);
+    last = null;
+    timeline.dragged(false);
+  });
+  element.addEventListener("pointercancel", () => {
+    last = null;
+    timeline.dragged(false);
+  });
+  element.addEventListener("pointerleave", () => timeline.hover(null));
+}
+
+function listenToWheel(element, timeline, offset) {
+  element.addEventListener(
+    "wheel",
+    (event) => {
+      const box = element.getBoundingClientRect();
+      const x = event.clientX - box.left - offset();
+      if (x < 0) return; // the names scroll
+      event.preventDefault();
+      const pixels = event.deltaMode === 1 ? 16 : 1;
+      const sideways = event.shiftKey ? event.deltaY : event.deltaX;
+      const width = box.width - offset();
+      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        timeline.view.pan((sideways * pixels) / width);
+      } else {
+        timeline.view.zoom(Math.exp(event.deltaY * pixels * WHEEL), x / width);
+      }
+    },
+    { passive: false },
+  );
+}

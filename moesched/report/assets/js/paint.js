@@ -1,0 +1,170 @@
+// Draws the rows that are in view.
+
+import { rectangles } from "./merge.js";
+import { AXIS } from "./rows.js";
+import { inkOn } from "./theme.js";
+import { ticks } from "./ticks.js";
+
+const FONT = "11.5px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+const BOLD = `600 ${FONT}`;
+const TICK_WIDTH = 110;
+const LABEL_WIDTH = 28;
+const PADDING = 4;
+
+export class Painter {
+  constructor(context, families) {
+    this.context = context;
+    this.fills = families.map((family) => family.colour);
+    this.inks = this.fills.map(inkOn);
+    this.widths = new Map();
+  }
+
+  /**
+   * Draw everything.
+   *
+   * @param {object} scene - rows, view, width and height of the canvas, gutter, scroll, colours, showPath, cursor
+   */
+  paint(scene) {
+    const { context } = this;
+    this.scene = scene;
+    context.font = FONT;
+    context.textBaseline = "middle";
+    context.fillStyle = scene.colours.page;
+    context.fillRect(0, 0, scene.width, scene.height);
+    const axis = ticks(scene.view.start, scene.view.end, (scene.width - scene.gutter) / TICK_WIDTH);
+    this.#grid(axis);
+    context.save();
+    this.#clip(0, AXIS, scene.width, scene.height - AXIS);
+    for (const row of scene.rows) {
+      const y = this.top(row);
+      if (y + row.height > AXIS && y < scene.height) this.#row(row, y);
+    }
+    context.restore();
+    this.#axis(axis);
+  }
+
+  /** The pixel of a time. */
+  x(time) {
+    const { view, gutter, width } = this.scene;
+    return gutter + ((time - view.start) / view.span) * (width - gutter);
+  }
+
+  /** The upper pixel of a row. */
+  top(row) {
+    return AXIS + row.y - this.scene.scroll;
+  }
+
+  #clip(x, y, width, height) {
+    this.context.beginPath();
+    this.context.rect(x, y, width, height);
+    this.context.clip();
+  }
+
+  #grid({ marks }) {
+    const { context, scene } = this;
+    context.fillStyle = scene.colours.line;
+    for (const mark of marks) context.fillRect(Math.round(this.x(mark.time)), AXIS, 1, scene.height - AXIS);
+  }
+
+  #axis({ marks, baseLabel }) {
+    const { context, scene } = this;
+    context.fillStyle = scene.colours.raised;
+    context.fillRect(0, 0, scene.width, AXIS);
+    context.fillStyle = scene.colours.line;
+    context.fillRect(0, AXIS - 1, scene.width, 1);
+    context.fillRect(scene.gutter - 1, 0, 1, scene.height);
+    context.fillStyle = scene.colours.quiet;
+    if (baseLabel) {
+      context.textAlign = "right";
+      context.fillText(baseLabel, scene.gutter - PADDING - 2, AXIS / 2);
+    }
+    context.textAlign = "left";
+    for (const mark of marks) {
+      const x = this.x(mark.time);
+      if (x < scene.gutter || x + context.measureText(mark.label).width > scene.width) continue;
+      context.fillRect(Math.round(x), AXIS - 7, 1, 6);
+      context.fillText(mark.label, x + PADDING, AXIS / 2);
+    }
+    context.textAlign = "left";
+  }
+
+  #row(row, y) {
+    const { context, scene } = this;
+    if (row.kind === "title" || row.kind === "rank") {
+      context.fillStyle = scene.colours.raised;
+      context.fillRect(0, y, scene.width, row.height);
+      this.#name(row, y, 8, row.kind === "title" ? scene.colours.ink : scene.colours.quiet, scene.width);
+      return;
+    }
+    context.fillStyle = scene.colours.line;
+    if (row.kind === "lane") context.fillRect(0, y + row.height - 1, scene.width, 1);
+    const named = row.kind === "lane" ? scene.colours.ink : scene.colours.quiet;
+    this.#name(row, y, row.run.ranks > 1 && row.kind === "lane" ? 18 : 8, named, scene.gutter);
+    context.save();
+    this.#clip(scene.gutter, y, scene.width - scene.gutter, row.height);
+    if (row.kind === "steps") this.#steps(row, y);
+    else this.#slices(row, y);
+    context.restore();
+  }
+
+  #name(row, y, x, colour, room) {
+    const { context } = this;
+    context.fillStyle = colour;
+    context.font = row.kind === "title" ? BOLD : FONT;
+    context.fillText(this.#fitted(row.name, room - x - PADDING), x, y + row.height / 2 + 0.5);
+    context.font = FONT;
+  }
+
+  #steps(row, y) {
+    const { context, scene } = this;
+    for (const each of row.run.steps) {
+      const left = Math.max(this.x(each.start), scene.gutter);
+      const right = Math.min(this.x(each.end), scene.width);
+      if (right - left < 2) continue;
+      context.fillStyle = scene.colours.band;
+      context.fillRect(left + 0.5, y + 2, right - left - 1, row.height - 4);
+      if (right - left < LABEL_WIDTH) continue;
+      context.fillStyle = scene.colours.quiet;
+      context.fillText(this.#fitted(each.name, right - left - 2 * PADDING), left + PADDING, y + row.height / 2 + 0.5);
+    }
+  }
+
+  #slices(row, y) {
+    const { context, scene, fills } = this;
+    const { run, slices } = row;
+    const height = row.height - 5;
+    const labelled = [];
+    let fill = "";
+    rectangles(slices, scene.view.start, scene.view.end, scene.width - scene.gutter, (left, right, family, cover, place) => {
+      const width = right - left;
+      if (fill !== fills[family]) context.fillStyle = fill = fills[family];
+      context.globalAlpha = cover < 1 ? 0.35 + 0.65 * cover : 1;
+      context.fillRect(scene.gutter + left, y + 2, width > 3 ? width - 0.75 : width, height);
+      if (place >= 0 && width >= LABEL_WIDTH) labelled.push(left, right, family, place);
+    });
+    context.globalAlpha = 1;
+    for (let at = 0; at < labelled.length; at += 4) {
+      const [left, right, family, place] = labelled.slice(at, at + 4);
+      const index = slices.order[place];
+      context.fillStyle = this.inks[family];
+      const label = this.#fitted(run.label(index), right - left - 2 * PADDING);
+      context.fillText(label, scene.gutter + left + PADDING, y + 2 + height / 2 + 0.5);
+      if (scene.showPath && row.kind === "lane" && run.onPath[index]) {
+        context.fillStyle = scene.colours.path;
+        context.fillRect(scene.gutter + left, y + height + 0.5, right - left - 0.75, 2.5);
+      }
+    }
+  }
+
+  /** A text, cut off where it would be wider than `room` pixels; empty if not even three letters fit. */
+  #fitted(text, room) {
+    let width = this.widths.get(text);
+    if (width === undefined) {
+      width = this.context.measureText(text).width;
+      this.widths.set(text, width);
+    }
+    if (width <= room) return text;
+    const letters = Math.floor((room / width) * text.length) - 1;
+    return letters < 3 ? "" : `${text.slice(0, letters)}…`;
+  }
+}

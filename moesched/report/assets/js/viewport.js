@@ -1,0 +1,53 @@
+// The part of the time that is shown, in nanoseconds.
+
+const LEAST = 50;
+const MARGIN = 0.02;
+
+export class Viewport {
+  /** `changed` is called after every change. */
+  constructor(start, end, changed) {
+    const margin = MARGIN * Math.max(end - start, LEAST);
+    this.first = start - margin;
+    this.last = end + margin;
+    this.changed = changed;
+    this.start = this.first;
+    this.end = this.last;
+  }
+
+  get span() {
+    return this.end - this.start;
+  }
+
+  /** Show a part of the time, as much of it as there is. */
+  show(start, end) {
+    const span = Math.min(Math.max(end - start, LEAST), this.last - this.first);
+    this.start = Math.min(Math.max((start + end - span) / 2, this.first), this.last - span);
+    this.end = this.start + span;
+    this.changed();
+  }
+
+  /** Show more (`factor` above 1) or less, with the time at `share` of the width in its place. */
+  zoom(factor, share = 0.5) {
+    const span = Math.min(Math.max(this.span * factor, LEAST), this.last - this.first);
+    const start = this.start + share * (this.span - span);
+    this.show(start, start + span);
+  }
+
+  /** Move by a share of what is shown. */
+  pan(share) {
+    const start = Math.min(Math.max(this.start + share * this.span, this.first), this.last - this.span);
+    this.show(start, start + this.span);
+  }
+
+  whole() {
+    this.show(this.first, this.last);
+  }
+
+  /** Move to a time that is not shown. */
+  reveal(start, end) {
+    if (start < this.start || end > this.end) {
+      const span = Math.max(this.span, 1.2 * (end - start));
+      this.show((start + end - span) / 2, (start + end + span) / 2);
+    }
+  }
+}

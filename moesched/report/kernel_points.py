@@ -1,0 +1,60 @@
+"""Kernels of a run on the roofline: FLOPs per byte, FLOP/s, and the share of what their processor allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moesched.trace.recording import Recording, Roof
+
+LOADING, PREFILL = -1, 0
+
+
+class KernelPoint(NamedTuple):
+    """All tasks of one verb on one processor, in prefill or in decode.
+
+    Attributes:
+        intensity: FLOPs per byte that they access.
+        rate: FLOP/s while they run.
+        attainable: FLOP/s that the processor allows at this intensity; None if its limits are not known.
+    """
+
+    verb: str
+    resource: str
+    phase: str
+    tasks: int
+    seconds: float
+    intensity: float
+    rate: float
+    attainable: float | None
+
+
+def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
+    """The points of a run after loading, those that took longest first."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for each in recording.slices:
+        task = each.task
+        if task.flops > 0 and task.nbytes > 0 and each.end > each.start and each.step > LOADING:
+            phase = "prefill" if each.step == PREFILL else "decode"
+            found = sums.setdefault((task.verb, task.resource, phase), [0, 0.0, 0.0, 0.0])
+            for place, amount in enumerate((1, (each.end - each.start) / 1e9, task.flops, task.nbytes)):
+                found[place] += amount
+    points = [
+        KernelPoint(
+            verb,
+            resource,
+            phase,
+            int(tasks),
+            seconds,
+            flops / nbytes,
+            flops / seconds,
+            attainable(roofs[resource], flops / nbytes) if resource in roofs else None,
+        )
+        for (verb, resource, phase), (tasks, seconds, flops, nbytes) in sums.items()
+    ]
+    return sorted(points, key=lambda point: -point.seconds)
+
+
+def attainable(roof: Roof, intensity: float) -> float:
+    """FLOP/s that a processor allows at an intensity."""
+    return min(roof.flops, roof.bandwidth * intensity)

@@ -1,0 +1,61 @@
+"""Pieces of HTML. All text is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from moesched.system.plain_text import plain_text
+
+
+def text(value: object) -> str:
+    """Escaped text, also for use in attributes."""
+    return escape(plain_text(str(value)))
+
+
+def element(name: str, *content: str, **attributes: str) -> str:
+    """An element; its content is HTML, its attributes are text. `css` is its class."""
+    given = "".join(
+        f' {"class" if key == "css" else key.replace("_", "-")}="{text(value)}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{given}>{''.join(content)}</{name}>"
+
+
+def paragraphs(lines: Iterable[str], **attributes: str) -> str:
+    """Each line as a paragraph."""
+    return "".join(element("p", text(line), **attributes) for line in lines)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> str:
+    """A section with a table; without a title, the table alone.
+
+    Args:
+        figures: number of columns at the end that are numbers, and are aligned to the right.
+    """
+    first_figure = len(columns) - figures
+
+    def cells(name: str, row: Sequence[str], **attributes: str) -> str:
+        return "".join(
+            element(name, text(cell), **attributes, **({"css": "figure"} if number >= first_figure else {}))
+            for number, cell in enumerate(row)
+        )
+
+    head = element("thead", element("tr", cells("th", columns, scope="col")))
+    body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
+    whole = element("div", element("table", head, body), css="wide")
+    return section(title, whole) if title else whole
+
+
+def section(title: str, *content: str) -> str:
+    """A section with its heading."""
+    return element("section", element("h2", text(title)), *content)
+
+
+def figures(values: Mapping[str, str]) -> str:
+    """Figures that stand out, each with its name."""
+    pairs = (
+        element("div", element("dt", text(name)), element("dd", text(value)))
+        for name, value in values.items()
+    )
+    return element("dl", *pairs, css="figures")

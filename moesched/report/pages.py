@@ -1,0 +1,146 @@
+"""The pages: of one run, and of several runs one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesched.analysis.comparison import Comparison
+from moesched.analysis.explanation import Explanation, explain
+from moesched.analysis.explanation_tables import DECISIONS_HELD, bottleneck_in_words, tables_of
+from moesched.analysis.families import COLOURS, MEANINGS
+from moesched.report.columns import run_columns
+from moesched.report.markup import element, figures, paragraphs, table, text
+from moesched.report.packing import Columns
+from moesched.report.page import page
+from moesched.report.roofline_drawing import roofline_section
+from moesched.report.run_figures import budgets_table, predictions_table, run_figures
+from moesched.system.whole_file import whole_file
+from moesched.trace.chrome_writer import TitledRun, common_shifts
+from moesched.trace.recording import About, Recording
+
+SUFFIX = ".html"
+
+
+def is_html(path: Path | str | None) -> bool:
+    """Whether a report of this name is a page."""
+    return path is not None and Path(path).suffix.lower() == SUFFIX
+
+
+def write_run_page(
+    path: Path | str,
+    recording: Recording,
+    about: About,
+    *,
+    report: Mapping[str, Any] | None = None,
+    explanation: Explanation | None = None,
+) -> None:
+    """Write the page of one run, which may have ended early.
+
+    Args:
+        report: the JSON of the run's report, if there is one.
+        explanation: of the run, if it was made already.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    if explanation is None and recording.slices:
+        explanation = explain(recording, about)
+    title = f"{about.policy or 'run'} on {about.model or 'a graph'}"
+    known = report or {}
+    head = [
+        element("h1", text(title)),
+        element("p", text(f"{about.figures} on {about.machine or 'this machine'}"), css="machine"),
+        paragraphs(_endings(recording, known), css="warning"),
+        figures(run_figures(recording, explanation, known)),
+    ]
+    tables = []
+    if explanation is not None:
+        head.append(_bottleneck(explanation))
+        tables += [table(name, *each) for name, each in tables_of(explanation).items()]
+        if any(each.decisions_unchanged for each in explanation.what_if):
+            tables.append(paragraphs([DECISIONS_HELD], css="note"))
+    tables += [
+        predictions_table(recording, about),
+        roofline_section(recording, about.roofs),
+        budgets_table(known),
+    ]
+    _write(
+        Path(path),
+        title,
+        {"head": "".join(head), "tables": "".join(tables)},
+        [TitledRun("", recording, about)],
+    )
+
+
+def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequence[TitledRun]) -> None:
+    """Write the page of several runs, with their timelines one below the other.
+
+    Args:
+        runs: those of the comparison that have a trace.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    title = " and ".join(run.title for run in comparison.runs)
+    head = [element("h1", text(title)), paragraphs(comparison.reasons(), css="reason")]
+    shown = {run.title for run in runs}
+    head.append(
+        paragraphs(
+            (
+                f"{run.title} is a report without a trace: it has no timeline."
+                for run in comparison.runs
+                if run.title not in shown
+            ),
+            css="note",
+        )
+    )
+    tables = []
+    if comparison.difference is not None:
+        told = {
+            "Causes of the difference": (*comparison.causes(), 5),
+            "By lane": (*comparison.lane_causes(), 4),
+            "Longest waits on the critical path": (*comparison.waits(), 2),
+        }
+        tables = [table(name, *each) for name, each in told.items() if each[1]]
+    header = comparison.header()
+    tables.append(table("All figures", header, comparison.table(), len(header) - 2))
+    _write(Path(path), title, {"head": "".join(head), "tables": "".join(tables)}, runs)
+
+
+def _endings(recording: Recording, report: Mapping[str, Any]) -> list[str]:
+    """Reasons for which the page does not show a whole run."""
+    told = []
+    if report.get("failure"):
+        told.append(f"The run failed: {report['failure']}")
+    if report.get("interrupted"):
+        told.append("The run was interrupted; this is what there was so far.")
+    if recording.trimmed:
+        told.append("The run was too long to record as a whole: these are its last steps.")
+    return told
+
+
+def _bottleneck(explanation: Explanation) -> str:
+    if explanation.bottleneck is None:
+        return ""
+    said = bottleneck_in_words(explanation, explanation.bottleneck)
+    return element("p", element("strong", "Bottleneck: "), text(said), css="bottleneck")
+
+
+def _write(path: Path, title: str, sections: Mapping[str, str], runs: Sequence[TitledRun]) -> None:
+    columns = Columns()
+    content = {
+        "families": [
+            {"name": name, "colour": colour, "meaning": MEANINGS[name]} for name, colour in COLOURS.items()
+        ],
+        "runs": [
+            run_columns(
+                columns, f"{run.title} ({run.about.figures})" if run.title else "", run.recording, shift
+            )
+            for run, shift in zip(runs, common_shifts(runs) if runs else [], strict=True)
+        ],
+    }
+    made = page(text(title), sections, columns.pack(content))
+    with whole_file(path, "report") as file:
+        file.write(made.encode())

@@ -1,0 +1,80 @@
+"""The figures of one run: rates and times that stand out, peaks beside budgets, and predictions beside measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moesched.analysis.explanation import Explanation
+from moesched.report.markup import table
+from moesched.trace.recording import About, Recording
+from moesched.units import format_bytes, format_seconds
+
+SHOWN_KINDS = 12
+
+
+def run_figures(
+    recording: Recording, explanation: Explanation | None, report: Mapping[str, Any]
+) -> dict[str, str]:
+    """What one wants to know first, by name."""
+    found: dict[str, str] = {}
+    for key, name in {
+        "decode_tokens_per_second": "decode",
+        "throughput_tokens_per_second": "throughput",
+    }.items():
+        if report.get(key):
+            found[name] = f"{report[key]:,.1f} tokens/s"
+    for key, name in {
+        "load_seconds": "load",
+        "prefill_seconds": "prefill",
+        "first_token_seconds": "first token, on average",
+    }.items():
+        if report.get(key):
+            found[name] = format_seconds(report[key])
+    if explanation is not None:
+        found["without loading"] = format_seconds(explanation.seconds)
+        found["lanes busy at a time"] = f"{explanation.overlap:.2f}"
+    found["tasks"] = f"{len(recording.slices):,}"
+    moved = sum(each.task.nbytes for each in recording.slices if each.task.type == "PageTransfer")
+    if moved:
+        found["moved"] = format_bytes(moved)
+    return found
+
+
+def budgets_table(report: Mapping[str, Any]) -> str:
+    """The peak of each memory beside its budget; empty if they are not known."""
+    peaks: Mapping[str, int] = report.get("peak_bytes", {})
+    budgets: Mapping[str, int] = report.get("budget_bytes", {})
+    rows = [
+        [name, format_bytes(peak), format_bytes(budgets[name]) if name in budgets else ""]
+        for name, peak in peaks.items()
+        if peak
+    ]
+    return table("Memory", ["memory", "peak", "budget"], rows, 2) if rows else ""
+
+
+def predictions_table(recording: Recording, about: About) -> str:
+    """Predicted time over measured time, by kind of task; empty if the run was not measured, or nothing predicted it."""
+    if about.figures != "measured" or not recording.costs:
+        return ""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for each in recording.slices:
+        demand = recording.costs.get(each.task.work)
+        if demand is not None:
+            found = sums.setdefault((each.task.verb, each.lane.name), [0, 0.0, 0.0])
+            for place, amount in enumerate((1, demand.seconds, (each.end - each.start) / 1e9)):
+                found[place] += amount
+    largest = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_KINDS]
+    rows = [
+        [
+            verb,
+            lane,
+            f"{tasks:,.0f}",
+            format_seconds(predicted),
+            format_seconds(measured),
+            f"{predicted / measured:.2f}",
+        ]
+        for (verb, lane), (tasks, predicted, measured) in largest
+    ]
+    columns = ["kind", "lane", "tasks", "predicted, alone", "measured", "predicted/measured"]
+    return table("Predicted over measured", columns, rows, 4) if rows else ""
