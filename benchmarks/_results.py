@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SOURCES = {".py", ".toml", ".csv", ".c", ".h"}
+SOURCES = {".py", ".toml", ".csv", ".c", ".h", ".js", ".css", ".html"}
 
 
 def stored(path: Path) -> dict[str, Any]:

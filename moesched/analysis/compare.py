@@ -32,13 +32,9 @@ def compare(
         BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
             given where a trace is needed.
     """
-    if len(sides) + replayed < 2:
-        raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
     files = [side for side in sides if not isinstance(side, Side)]
     require_outputs(Output("trace", trace), inputs=files)
-    runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
-    if replayed:
-        runs.insert(1, replayed_side(runs[0]))
+    runs = read_sides(sides, replayed=replayed)
     if trace is not None:
         shown = [TitledRun(run.title, *trace_of(run, "--trace shows")) for run in runs]
         write_side_by_side(trace, shown)
@@ -56,6 +52,20 @@ def compare(
         ],
         difference=_difference(runs, progress),
     )
+
+
+def read_sides(sides: Sequence[Side | Path | str], *, replayed: bool = False) -> list[Side]:
+    """Read the runs to compare; the replay of the first one follows it.
+
+    Raises:
+        BadInput: there are fewer than two, a file is neither a trace nor a report, or a report is to be replayed.
+    """
+    if len(sides) + replayed < 2:
+        raise BadInput(f"{len(sides)} run given: name two traces or reports to compare")
+    runs = [side if isinstance(side, Side) else read_side(side) for side in sides]
+    if replayed:
+        runs.insert(1, replayed_side(runs[0]))
+    return runs
 
 
 def _difference(runs: Sequence[Side], progress: Callable[[int, int], object] | None) -> Difference | None:

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesched.cli import options
 
 if TYPE_CHECKING:
     from moesched.machines import Machine
+    from moesched.system.outputs import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,27 @@ class OutputArguments:
     trace: options.Trace = None
     report: options.ReportFile = None
     json: options.Json = False
+
+    @property
+    def html(self) -> Path | None:
+        """The file of the report, if it is one to look at."""
+        from moesched.system.outputs import is_html
+
+        return self.report if is_html(self.report) else None
+
+    @property
+    def json_report(self) -> Path | None:
+        """The file of the report, if it is in JSON."""
+        return None if self.html else self.report
+
+    def outputs(self) -> list[Output]:
+        """All files, to be checked before they are written."""
+        from moesched.system.outputs import Output
+
+        return [
+            Output("trace", self.trace, numbered=True),
+            Output("report", self.report, numbered=self.html is not None),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

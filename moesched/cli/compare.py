@@ -11,7 +11,10 @@ from moesched.cli import options
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moesched.analysis.comparison import Comparison
+    from moesched.analysis.sides import Side
 
 HELP = options.paragraphs(
     "Compare runs, measured or predicted: reasons for the difference, totals, lanes, kinds of task and "
@@ -25,6 +28,8 @@ HELP = options.paragraphs(
 EPILOGUE = """Examples:
 
   moesched compare out/measured.json out/predicted.json --trace out/both.json
+
+  moesched compare out/cgopipe.json out/flexgen.json --report out/both.html
 
   moesched compare out/measured.json --replayed"""
 
@@ -54,16 +59,24 @@ def compare(
             help="Write all runs to one trace for ui.perfetto.dev, shifted so that decoding starts at the same time.",
         ),
     ] = None,
+    report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
     import msgspec
 
     from moesched.analysis.compare import compare as hold_against
+    from moesched.analysis.compare import read_sides
     from moesched.cli.output import Bar, print_json, print_table
+    from moesched.system.outputs import Output, require_outputs
 
+    files = [first, *others]
+    require_outputs(Output("trace", trace), Output("report", report), inputs=files)
     with Bar("comparing") as bar:
-        comparison = hold_against([first, *others], replayed=replayed, trace=trace, progress=bar.update)
+        runs = read_sides(files, replayed=replayed)
+        comparison = hold_against(runs, trace=trace, progress=bar.update)
+        if report is not None:
+            _write_report(report, comparison, runs)
     if json:
         print_json(msgspec.to_builtins(comparison))
         return
@@ -73,6 +86,22 @@ def compare(
     print_table(header, comparison.table(), figures=len(header) - 2)
     if trace is not None:
         say(f"\nall runs in one trace: {trace}")
+    if report is not None:
+        say(f"\nreport: {report}")
+
+
+def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> None:
+    from moesched.system.outputs import is_html
+    from moesched.system.whole_file import write_json
+    from moesched.trace import TitledRun
+
+    if not is_html(path):
+        write_json(path, "report", comparison)
+        return
+    from moesched.report import write_comparison_page
+
+    shown = [TitledRun(run.title, *run.trace) for run in runs if run.trace is not None]
+    write_comparison_page(path, comparison, shown)
 
 
 def _print_difference(comparison: Comparison) -> None:

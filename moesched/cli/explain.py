@@ -12,6 +12,7 @@ from moesched.cli.output import say
 
 if TYPE_CHECKING:
     from moesched.analysis.explanation import Explanation
+    from moesched.trace import Trace
 
 HELP = options.paragraphs(
     "Explain where the time of a run went, measured or predicted, from its trace.",
@@ -30,6 +31,8 @@ EPILOGUE = """Examples:
       --workload mtbench --gen 16 --trace out/cgopipe.json
 
   moesched explain out/cgopipe.json
+
+  moesched explain out/cgopipe.json --report out/cgopipe.html
 
   moesched explain out/cgopipe.json --what-if "link host->gpu x2" \\
       --what-if "kernel post_attention x0.5, no handovers\""""
@@ -55,18 +58,40 @@ def explain(
             "with commas; repeatable.",
         ),
     ] = (),
+    report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
     from moesched.analysis.explanation import explain as explained
     from moesched.cli.output import Bar, print_json
+    from moesched.system.outputs import Output, require_outputs
     from moesched.trace import read_trace
 
+    require_outputs(Output("report", report), inputs=[trace])
     with Bar(f"reading {trace}") as bar:
         run = read_trace(trace)
         bar.update(0, what="explaining")
         explanation = explained(run.recording, run.about, what_if, bar.update)
-    print_json(explanation) if json else print_explanation(explanation)
+        if report is not None:
+            _write_report(report, run, explanation)
+    if json:
+        print_json(explanation)
+        return
+    print_explanation(explanation)
+    if report is not None:
+        say(f"\nreport: {report}")
+
+
+def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
+    from moesched.system.outputs import is_html
+    from moesched.system.whole_file import write_json
+
+    if not is_html(path):
+        write_json(path, "report", explanation)
+        return
+    from moesched.report import write_run_page
+
+    write_run_page(path, run.recording, run.about, explanation=explanation)
 
 
 def print_explanation(explanation: Explanation) -> None:

@@ -166,11 +166,10 @@ class GenerationArguments(
         from moesched.inputs.lookup import machine_file
         from moesched.inputs.tokenizer import TOKENIZER_NAME
         from moesched.system.input_file import is_file
-        from moesched.system.outputs import Output, require_outputs
+        from moesched.system.outputs import require_outputs
 
         inputs = (self.prompts, machine_file(self.machine), more.get("cluster_file"), more.get("key"))
-        outputs = (Output("trace", self.trace, numbered=True), Output("report", self.report))
-        require_outputs(*outputs, model=model_dir, inputs=inputs)
+        require_outputs(*self.outputs(), model=model_dir, inputs=inputs)
         given, code = self.read_prompts()
         display = display_of(given, has_text=is_file(model_dir / TOKENIZER_NAME), json=self.json)
 
@@ -180,7 +179,7 @@ class GenerationArguments(
             finally:
                 display.ran()
 
-        done = hand_out(run, json=self.json, file=self.report, trace=self.trace)
+        done = hand_out(run, self)
         if done.failure is not None:
             return FAILED
         return exit_code_of_signal() if done.interrupted else code
@@ -200,6 +199,7 @@ class GenerationArguments(
             "device_settings": parse_settings(self.device_settings, "--device-set"),
             "machine": self.machine,
             "trace": self.trace,
+            "html": self.html,
         }
 
     def _sampling(self) -> Sampling:

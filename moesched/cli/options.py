@@ -49,7 +49,12 @@ Picture = Annotated[
     Parameter(group=OUTPUT, metavar="OUT", help="Draw a picture; the file's name ends in .png or .svg."),
 ]
 ReportFile = Annotated[
-    Path | None, Parameter(group=OUTPUT, metavar="OUT", help="Write the JSON report to a file.")
+    Path | None,
+    Parameter(
+        group=OUTPUT,
+        metavar="OUT",
+        help="Write the report to a file: a page with the timeline if its name ends in .html, otherwise JSON.",
+    ),
 ]
 Model = Annotated[
     str,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
+from moesched.cli.arguments import OutputArguments
 from moesched.cli.failures import interruption, tell
 from moesched.cli.output import print_json, print_report, say
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
@@ -12,8 +12,8 @@ from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
 
 
-def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, trace: Path | None) -> JobReport:
-    """Run a job, write its report to `file` and print it; the job writes its trace to `trace`.
+def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
+    """Run a job, write its report as JSON and print it; the job writes its trace and its page itself.
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
@@ -21,24 +21,32 @@ def hand_out(job: Callable[[], JobReport], *, json: bool, file: Path | None, tra
     """
     ending = JobEnding()
     report = reported(job, ending)
-    if file is not None:
+    if given.json_report is not None:
         try:
-            write_report(file, report)
+            write_report(given.json_report, report)
         except BadInput as unwritten:
             attach_report(unwritten, report)
             ending.error = ending.error or unwritten
-    if json:
+    if given.json:
         print_json(report.as_dict())
     elif ending.error is None or not _is_the_policys(ending.error):
         print_report(report)
-        if trace is not None and ending.error is None:
-            say(f"\ntrace: {trace}; see it with moesched view, or in https://ui.perfetto.dev")
+        if ending.error is None:
+            _say_where(given)
     if report.failure is not None and ending.error is None:
         tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:
         tell(f"{interruption()} after {_tokens(report)} tokens")
     ending.raise_error(report)
     return report
+
+
+def _say_where(given: OutputArguments) -> None:
+    """Name the files to look at."""
+    if given.trace is not None:
+        say(f"\ntrace: {given.trace}; see it with moesched view, or in https://ui.perfetto.dev")
+    if given.html is not None:
+        say(f"\nreport: {given.html}; open it in a browser")
 
 
 def _is_the_policys(error: Exception) -> bool:

@@ -116,12 +116,11 @@ def simulate(*, given: SimulationArguments) -> int:
     from moesched.inputs.lookup import machine_file
     from moesched.jobs.simulate_model import simulate_model
     from moesched.settings import parse_settings
-    from moesched.system.outputs import Output, require_outputs
+    from moesched.system.outputs import require_outputs
 
     machine = given.changed_machine()
     inputs = (given.workload, given.routing, machine_file(given.machine), given.network)
-    outputs = (Output("trace", given.trace, numbered=True), Output("report", given.report))
-    require_outputs(*outputs, model=given.model, inputs=inputs)
+    require_outputs(*given.outputs(), model=given.model, inputs=inputs)
     workload: str | list[Prompt] = given.workload
     code = 0
     if given.workload.endswith(".jsonl"):
@@ -140,10 +139,11 @@ def simulate(*, given: SimulationArguments) -> int:
                 nodes=given.nodes,
                 network=given.network,
                 trace=given.trace,
+                html=given.html,
                 listener=SimulationBar(bar),
                 **given.requests_and_routing(),
                 **given.sizes_and_budgets(),
             )
 
-    hand_out(job, json=given.json, file=given.report, trace=given.trace)
+    hand_out(job, given)
     return code

@@ -18,7 +18,7 @@ from moesched.cluster.cluster_file import (
     load_cluster,
     require_known_hosts,
 )
-from moesched.cluster.cluster_report import cluster_report, write_traces
+from moesched.cluster.cluster_report import cluster_report, write_recordings
 from moesched.cluster.control import Control
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.cluster.fingerprint import fingerprint
@@ -48,12 +48,13 @@ from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
+from moesched.jobs.trace_file import batch_files, recorded_outputs
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.listeners import Listener
 from moesched.system.memory import available_memory
-from moesched.system.outputs import Output, require_outputs
+from moesched.system.outputs import require_outputs
 from moesched.system.scratch import scratch_folder
 from moesched.units import parse_bytes
 
@@ -185,9 +186,7 @@ def _launch(
     start: Start,
     given: ClusterOptions,
 ) -> ClusterReport:
-    require_outputs(
-        Output("trace", given.trace, numbered=True), model=model, inputs=[cluster_file, given.machine]
-    )
+    require_outputs(*recorded_outputs(given), model=model, inputs=[cluster_file, given.machine])
     require_some(given.max_new_tokens, "--max-new-tokens")
     way_of(given.transport)  # before anything is started
     checkpoint = open_checkpoint(model)
@@ -216,9 +215,9 @@ def _launch(
     if report is None:
         ending.raise_error()
         raise KeyboardInterrupt
-    if given.trace is not None:
+    if batch_files(given, 0).wanted:
         with suppress(NotTraced) if ending.error else nullcontext():
-            write_traces(Path(given.trace), launch, roster, report, listener)
+            write_recordings(given, launch, roster, report, listener)
     ending.raise_error(report)
     return report
 
@@ -229,7 +228,7 @@ def _node_run(given: ClusterOptions) -> NodeRun:
         sampling=given.sampling or Sampling(),
         machine=given.machine,
         budgets={memory: parse_bytes(size) for memory, size in (given.budgets or {}).items()},
-        traced=given.trace is not None,
+        traced=batch_files(given, 0).wanted,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -12,13 +11,13 @@ from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
 from moesched.cluster.roster import Roster
 from moesched.errors import TransportError
+from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
-from moesched.jobs.trace_file import write_recording
+from moesched.jobs.trace_file import batch_files, write_recording
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import Listener
 from moesched.runs.process_bytes import largest
 from moesched.system.decoding import DECODE_ERRORS, reason
-from moesched.system.outputs import numbered
 from moesched.trace import Clock, Recording, merge_recordings
 
 T = TypeVar("T")
@@ -54,10 +53,10 @@ def cluster_report(
     return ClusterReport(**fields, members=members, epochs=launch.epoch + 1)
 
 
-def write_traces(
-    path: Path, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
+def write_recordings(
+    outputs: OutputOptions, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
 ) -> None:
-    """Write one trace for each batch, with all nodes on the launcher's clock."""
+    """Write one trace and page for each batch, with all nodes on the launcher's clock."""
     number = 0
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
@@ -73,7 +72,7 @@ def write_traces(
                 for rank, clock in roster.clocks.items()
                 if rank in recordings
             }
-            write_recording(numbered(path, number), merged, report, listener, told)
+            write_recording(batch_files(outputs, number), merged, report, listener, clocks=told)
             number += 1
 
 

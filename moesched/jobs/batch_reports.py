@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Report)
 
 
 class NotTraced(BadInput):
-    """The job is done, but its trace could not be written; `report` has its results."""
+    """The job is done, but its trace or page could not be written; `report` has its results."""
 
     def __init__(self, error: BadInput, report: JobReport) -> None:
         super().__init__(str(error))

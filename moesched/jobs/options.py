@@ -31,10 +31,12 @@ class OutputOptions:
 
     Attributes:
         trace: file to write a trace to; those of later batches get a number in their names.
+        html: file to write a report to look at, likewise.
         listener: notified of the job's progress.
     """
 
     trace: Path | str | None = None
+    html: Path | str | None = None
     listener: Listener | None = None
 
 
@@ -42,6 +44,7 @@ class OutputKeywords(TypedDict, total=False):
     """Keywords of OutputOptions."""
 
     trace: Path | str | None
+    html: Path | str | None
     listener: Listener | None
 
 

@@ -26,7 +26,7 @@ from moesched.runs.outcome import (
 from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
-from moesched.system.whole_file import whole_file
+from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
 
 
@@ -155,8 +155,7 @@ def write_report(path: Path, report: JobReport) -> None:
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
     """
-    with whole_file(path, "report") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(report.as_dict()), indent=2) + b"\n")
+    write_json(path, "report", report.as_dict())
 
 
 def require_complete(report: JobReport) -> None:

@@ -18,7 +18,14 @@ from moesched.jobs.job import Job
 from moesched.jobs.options import RunKeywords, RunOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.text_listener import TextListener
-from moesched.jobs.trace_file import recorder_of, write_job_trace
+from moesched.jobs.trace_file import (
+    BatchFiles,
+    batch_files,
+    recorded_outputs,
+    recorder_of,
+    roofs_of,
+    write_recording,
+)
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.requests.batch import Batch
@@ -29,7 +36,7 @@ from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
 from moesched.seams import TellsProgress
-from moesched.system.outputs import Output, numbered, require_outputs
+from moesched.system.outputs import require_outputs
 
 
 @takes(RunOptions)
@@ -61,9 +68,7 @@ def run_model(
         TaskFailed: a task raised on its lane.
     """
     given = options_from(RunOptions, "run_model", options, policy=policy, machine=machine)
-    require_outputs(
-        Output("trace", given.trace, numbered=True), model=model, inputs=[machine_file(given.machine)]
-    )
+    require_outputs(*recorded_outputs(given), model=model, inputs=[machine_file(given.machine)])
     require_some(given.max_new_tokens, "--max-new-tokens")
     checkpoint = open_checkpoint(Path(model))
     config = checkpoint.config
@@ -87,8 +92,8 @@ def run_model(
             mine = encoded[first : first + len(batch.prompts)]
             texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
             with suppress(KeyboardInterrupt):
-                trace = numbered(given.trace, number) if given.trace else None
-                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, trace)
+                files = batch_files(given, number)
+                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
             texts.finish_all()
             if reports.ended_early(number):
                 break
@@ -113,12 +118,12 @@ def _run_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     texts: TextListener,
-    trace: Path | None,
+    files: BatchFiles,
 ) -> JobReport:
     plan, policy = job.plan(batch, devices.slot_bytes)
     peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
     texts.listener.planned(plan)
-    recorder = recorder_of(plan) if trace else None
+    recorder = recorder_of(plan) if files.wanted else None
     kinds = KindMeter()
     read_before = devices.bytes_read
     ending = JobEnding()
@@ -151,7 +156,8 @@ def _run_batch(
         bytes_read=None if read is None or read_before is None else read - read_before,
         change=checkpoint.change(),
     )
-    if recorder is not None and trace is not None:
-        write_job_trace(trace, recorder, finished, texts.listener)
+    if recorder is not None:
+        roofs = roofs_of(plan.machine, finished.dtype)
+        write_recording(files, recorder.recording(), finished, texts.listener, roofs=roofs)
     ending.raise_error(finished)
     return finished

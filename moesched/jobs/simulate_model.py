@@ -19,7 +19,14 @@ from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.scenario import Scenario, find_scenario
-from moesched.jobs.trace_file import recorder_of, write_job_trace
+from moesched.jobs.trace_file import (
+    BatchFiles,
+    batch_files,
+    recorded_outputs,
+    recorder_of,
+    roofs_of,
+    write_recording,
+)
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import room_for
@@ -34,7 +41,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import lanes_contend
-from moesched.system.outputs import Output, numbered, require_outputs
+from moesched.system.outputs import require_outputs
 
 MOST_IN_ALL = 1_000_000
 """Limit of the requests of all batches."""
@@ -66,7 +73,7 @@ def simulate_model(
     given = options_from(SimulationOptions, "simulate_model", options, policy=policy, machine=machine)
     named = (each for each in (workload, given.network, given.routing) if isinstance(each, str))
     inputs = [machine_file(given.machine), *named]
-    require_outputs(Output("trace", given.trace, numbered=True), model=model, inputs=inputs)
+    require_outputs(*recorded_outputs(given), model=model, inputs=inputs)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
     return simulate_scenario(find_scenario(model, workload, given), given)
@@ -92,9 +99,8 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
         routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
         if choices is not None:
             routing = BatchRouting(choices, batch)
-        trace = numbered(given.trace, number) if given.trace else None
         with suppress(KeyboardInterrupt):
-            reports.add(_simulate_batch, job, given, batch, routing, trace)
+            reports.add(_simulate_batch, job, given, batch, routing, batch_files(given, number))
         if reports.ended_early(number):
             break
     return reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
@@ -112,16 +118,16 @@ def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], b
 
 
 def _simulate_batch(
-    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, trace: Path | None
+    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, files: BatchFiles
 ) -> JobReport:
     try:
-        return _simulate(job, given, batch, routing, trace, replay=True)
+        return _simulate(job, given, batch, routing, files, replay=True)
     except NotFixed:
-        return _simulate(job, given, batch, routing, trace, replay=False)
+        return _simulate(job, given, batch, routing, files, replay=False)
 
 
 def _simulate(
-    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, trace: Path | None, *, replay: bool
+    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, files: BatchFiles, *, replay: bool
 ) -> JobReport:
     listener = given.listener or Listener()
     plan, policy = job.plan(batch, room_for)
@@ -129,7 +135,7 @@ def _simulate(
         raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
     peers = [Rank(*job.plan(batch, room_for, node)) for node in range(1, job.nodes)]
     listener.planned(plan)
-    recorder = recorder_of(plan) if trace else None
+    recorder = recorder_of(plan) if files.wanted else None
     kinds = KindMeter()
     ending = JobEnding()
     report = reported(
@@ -148,8 +154,9 @@ def _simulate(
     )
     listener.ran()
     finished = job_report(report, plan, kinds, policy=given.policy, dtype=job.layout.dtype)
-    if recorder is not None and trace is not None:
-        write_job_trace(trace, recorder, finished, listener)
+    if recorder is not None:
+        roofs = roofs_of(plan.machine, finished.dtype)
+        write_recording(files, recorder.recording(), finished, listener, roofs=roofs)
     ending.raise_error(finished)
     return finished
 

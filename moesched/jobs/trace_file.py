@@ -1,19 +1,25 @@
-"""Traces of jobs: their recorders, file names and metadata."""
+"""Files of a job's recordings, traces and pages: their names, their recorders and metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import NotTraced
+from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
+from moesched.machines import Machine
+from moesched.report import write_run_page
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
+from moesched.system.outputs import Output, numbered
 from moesched.trace import About, Clock, LastSteps, Recorder, Recording, write_trace
+from moesched.trace.recording import Roof
 
 MOST_TRACED_TASKS = 500_000
 
@@ -30,28 +36,57 @@ def recorder_of(plan: Plan) -> Recorder | LastSteps:
     return LastSteps(steps)
 
 
-def write_job_trace(
-    path: Path, recorder: Recorder | LastSteps, report: JobReport, listener: Listener
-) -> None:
-    """Write the trace of the batch that `report` describes.
+class BatchFiles(NamedTuple):
+    """Files that are written of the recording of a batch; None for those that were not asked for.
 
-    Raises:
-        NotTraced: it cannot be written.
+    Attributes:
+        html: its page.
     """
-    write_recording(path, recorder.recording(), report, listener)
+
+    trace: Path | None
+    html: Path | None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any, so that the batch has to be recorded."""
+        return self.trace is not None or self.html is not None
+
+
+def batch_files(outputs: OutputOptions, number: int) -> BatchFiles:
+    """The files of a batch, counted from 0."""
+    return BatchFiles(
+        *(None if path is None else numbered(path, number) for path in (outputs.trace, outputs.html))
+    )
+
+
+def recorded_outputs(outputs: OutputOptions) -> list[Output]:
+    """The files of all batches, to be checked before they are written."""
+    return [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
+
+
+def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:
+    """The limits of a machine's processors."""
+    return {
+        name: Roof(flops=processor.flops[dtype], bandwidth=machine.memories[processor.memory].bandwidth)
+        for name, processor in machine.processors.items()
+        if dtype in processor.flops
+    }
 
 
 def write_recording(
-    path: Path,
+    files: BatchFiles,
     recording: Recording,
     report: JobReport,
     listener: Listener,
+    *,
     clocks: Mapping[str, Clock] | None = None,
+    roofs: Mapping[str, Roof] | None = None,
 ) -> None:
     """Write the recording of the batch that `report` describes.
 
     Args:
         clocks: corrections of the nodes' clocks, by rank.
+        roofs: limits of the processors, where they are known.
 
     Raises:
         NotTraced: it cannot be written.
@@ -63,10 +98,15 @@ def write_recording(
         machine=report.place,
         plan=msgspec.to_builtins(report.plan),
         clocks=dict(clocks or {}),
+        roofs=dict(roofs or {}),
     )
-    listener.writing(path)
     try:
-        write_trace(path, recording, about)
+        if files.trace is not None:
+            listener.writing(files.trace)
+            write_trace(files.trace, recording, about)
+        if files.html is not None:
+            listener.writing(files.html)
+            write_run_page(files.html, recording, about, report=report.as_dict())
     except BadInput as error:
         raise NotTraced(error, report) from error
     finally:

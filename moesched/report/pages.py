@@ -20,13 +20,6 @@ from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording
 
-SUFFIX = ".html"
-
-
-def is_html(path: Path | str | None) -> bool:
-    """Whether a report of this name is a page."""
-    return path is not None and Path(path).suffix.lower() == SUFFIX
-
 
 def write_run_page(
     path: Path | str,

@@ -85,7 +85,7 @@ def _roofs(roofs: Mapping[str, Roof], x: _Scale, y: _Scale) -> Iterator[str]:
         line = " ".join(f"{x.at(each)},{y.at(attainable(roof, each))}" for each in xs)
         yield element("polyline", points=line, css="roof")
         words = f"{name}: {format_flops(roof.flops)}, {format_bytes(roof.bandwidth)}/s"
-        yield _word(words, WIDTH - RIGHT - 4, y.at(roof.flops) - 6, "end")
+        yield _word(words, WIDTH - RIGHT - 4, y.at(roof.flops) - RADIUS - 5, "end")
 
 
 def _points(points: Sequence[KernelPoint], x: _Scale, y: _Scale) -> Iterator[str]:

@@ -54,7 +54,7 @@ def budgets_table(report: Mapping[str, Any]) -> str:
 
 
 def predictions_table(recording: Recording, about: About) -> str:
-    """Predicted time over measured time, by kind of task; empty if the run was not measured, or nothing predicted it."""
+    """Predicted time over measured time, by kind of task; empty unless the run was measured and modelled."""
     if about.figures != "measured" or not recording.costs:
         return ""
     sums: dict[tuple[str, str], list[float]] = {}

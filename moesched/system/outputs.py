@@ -29,6 +29,11 @@ class Output(NamedTuple):
     numbered: bool = False
 
 
+def is_html(path: Path | str | None) -> bool:
+    """Whether a report of this name is a page to look at, and not JSON."""
+    return path is not None and Path(path).suffix.lower() == ".html"
+
+
 def numbered(path: Path | str, number: int) -> Path:
     """The file of a batch, counted from 0; the first batch has the given name."""
     path = Path(path)

@@ -6,7 +6,9 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from moesched.errors import BadInput
 from moesched.system.scratch import scratch_beside
@@ -49,6 +51,16 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "name another file")
         raise BadInput(f"cannot write {what} {path}: {error.strerror or error}: {remedy}") from error
+
+
+def write_json(path: Path, what: str, content: Any) -> None:
+    """Write a value as indented JSON.
+
+    Raises:
+        BadInput: the file cannot be written; nothing is left of it.
+    """
+    with whole_file(path, what) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
 
 def require_writable(path: Path | str | None, what: str) -> None:

@@ -39,8 +39,13 @@ export function describe(run, index) {
   const reason = REASONS[whys[waits.why[index]]];
   if (before >= 0 && reason) found.push(["waited", `${reason}: ${run.label(before)}`]);
   const line = lines[slices.line[index]];
-  if (line) found.push(["submitted by", line]);
+  if (line) found.push(["submitted by", shortPath(line)]);
   return found;
+}
+
+/** The last folder and the file of a path. */
+export function shortPath(path) {
+  return path.split(/[/\\]/).slice(-2).join("/");
 }
 
 /** An idle span before a task, and what it waited for. */

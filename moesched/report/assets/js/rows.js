@@ -6,12 +6,16 @@ const RANK = 20;
 const STEPS = 18;
 const PATH = 18;
 const LANE = 26;
+const TALL_LANE = 34;
+const FEW_LANES = 10;
 const GAP = 10;
 
 /** Rows with their places, and the height of all of them. A row is a title, a rank, steps, a path or a lane. */
 export function rowsOf(runs, showPath) {
   const rows = [];
   let y = 0;
+  const lanes = runs.reduce((count, run) => count + run.lanes.length, 0);
+  const laneHeight = lanes <= FEW_LANES ? TALL_LANE : LANE;
   const add = (kind, height, run, more) => {
     rows.push({ kind, y, height, run, ...more });
     y += height;
@@ -25,7 +29,7 @@ export function rowsOf(runs, showPath) {
     for (const lane of run.lanes) {
       if (run.ranks > 1 && lane.rank !== rank) add("rank", RANK, run, { name: `rank ${lane.rank}` });
       rank = lane.rank;
-      add("lane", LANE, run, { name: lane.name, lane, slices: lane.slices });
+      add("lane", laneHeight, run, { name: lane.name, lane, slices: lane.slices });
     }
   });
   return { rows, height: y };

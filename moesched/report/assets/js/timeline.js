@@ -172,7 +172,7 @@ export class Timeline {
     this.charts.update();
     if (!this.drawn) {
       this.drawn = true;
-      performance.mark("timeline drawn");
+      requestAnimationFrame(() => performance.mark("timeline drawn")); // once the first frame is on the screen
     }
   }
 

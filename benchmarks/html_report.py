@@ -1,0 +1,157 @@
+"""Open the page of a run of 100,000 tasks in headless Chromium: its size, when it can be used, and its frame rate.
+
+A page can be used once the first frame of its timeline is on the screen; the time counts from the start of navigation.
+Durations vary by chance, as measured ones do, since equal ones would compress well.
+Frames are counted while the wheel zooms in and out, and while the timeline is moved, both with the critical path shown
+and all lanes in view. The browser draws without a GPU. Needs playwright and Debian's Chromium:
+pip install playwright; apt-get install chromium
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from _options import SIMULATION, Benchmark, track
+from playwright.sync_api import Page, sync_playwright
+
+from moesched.jobs.simulate_model import simulate_model
+from moesched.report import write_run_page
+from moesched.trace import Recording, Trace, read_trace
+
+CHROMIUM = os.environ.get("MOESCHED_CHROMIUM", "/usr/bin/chromium")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+SIZES = {"1280 px": (1280, 900), "2560 px": (2560, 1400)}
+RUN = {"batch_size": 160, "micro_batch_size": 16, "gen": 45}
+"""Sizes of CGOPipe's run of Mixtral 8x7B on a T4."""
+
+BAR_BYTES = 12_000_000
+BAR_SECONDS = 2.0
+BAR_FRAMES = 30.0
+FRAMES_FOR_MS = 3000
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "html_report",
+    measures=(*SIMULATION, "moesched/trace", "moesched/analysis", "moesched/report"),
+    parts=SIZES,
+    packages=("playwright",),
+    rounds=5,
+    rounds_help="times that each page is opened",
+)
+
+DRAWN = "performance.getEntriesByName('timeline drawn').map((mark) => mark.startTime / 1000)"
+
+MOVED = """
+async ([motion, milliseconds]) => {
+  const canvas = document.querySelector("#lanes canvas");
+  const box = canvas.getBoundingClientRect();
+  const at = { clientX: box.left + 0.6 * box.width, clientY: box.top + 80, bubbles: true, cancelable: true };
+  const times = [];
+  await new Promise((done) => {
+    function frame(now) {
+      times.push(now);
+      const passed = now - times[0];
+      if (passed > milliseconds) return done();
+      const forth = Math.sin(passed / 450) > 0;
+      const wheel = motion === "zoom" ? { deltaY: forth ? -40 : 40 } : { deltaX: forth ? 30 : -30 };
+      canvas.dispatchEvent(new WheelEvent("wheel", { ...at, ...wheel }));
+      requestAnimationFrame(frame);
+    }
+    requestAnimationFrame(frame);
+  });
+  return (1000 * (times.length - 1)) / (times.at(-1) - times[0]);
+}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page, open it, and write what was found."""
+    options = BENCHMARK.parse(arguments)
+    with TemporaryDirectory() as folder:
+        page = Path(folder, "report.html")
+        trace = simulated(Path(folder, "trace.json"))
+        vary(trace.recording)
+        begun = perf_counter()
+        write_run_page(page, *trace)
+        figures: dict[str, Any] = {
+            "tasks": len(trace.recording.slices),
+            "edges": trace.recording.edges,
+            "write_seconds": round(perf_counter() - begun, 2),
+            "bytes": page.stat().st_size,
+            "bytes_bar": BAR_BYTES,
+            "usable_bar": BAR_SECONDS,
+            "frames_bar": BAR_FRAMES,
+        }
+        figures["windows"] = {
+            name: opened(page, SIZES[name], options.rounds)
+            for name in track(options.only, "opening pages", still=True)
+        }
+    BENCHMARK.write(figures)
+
+
+def simulated(path: Path) -> Trace:
+    """A run on the virtual clock, by way of its trace."""
+    simulate_model(
+        "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", seed=0, trace=path, **RUN
+    )
+    return read_trace(path)
+
+
+def vary(recording: Recording) -> None:
+    """Start each task up to a quarter of its time later, and end it as much earlier; lanes and edges stay in order."""
+    random = Random(0)
+    for each in recording.slices:
+        spare = (each.end - each.start) // 4
+        each.start += random.randint(0, spare)
+        each.end -= random.randint(0, spare)
+
+
+def opened(page: Path, size: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """One page in a window of some width and height, several times."""
+    found: dict[str, list[float]] = {"usable": [], "zoom": [], "pan": []}
+    for _ in range(rounds):
+        with window(size) as shown:
+            shown.goto(page.as_uri())
+            shown.wait_for_function(f"{DRAWN}.length > 0")
+            found["usable"] += shown.evaluate(DRAWN)
+            for motion in ("zoom", "pan"):
+                found[motion].append(shown.evaluate(MOVED, [motion, FRAMES_FOR_MS]))
+    return {
+        "usable_seconds": round(median(found["usable"]), 2),
+        "zoom_frames_per_second": round(median(found["zoom"]), 1),
+        "pan_frames_per_second": round(median(found["pan"]), 1),
+        "all": {name: [round(each, 2) for each in values] for name, values in found.items()},
+    }
+
+
+@contextmanager
+def window(size: tuple[int, int]) -> Iterator[Page]:
+    """A new browser with one empty page."""
+    width, height = size
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(OPTIONS))
+        try:
+            yield browser.new_page(viewport={"width": width, "height": height})
+        finally:
+            browser.close()
+
+
+if __name__ == "__main__":
+    main()
