@@ -9,9 +9,7 @@ pip install playwright; apt-get install chromium
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -19,24 +17,13 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+from _browser import missing, window
 from _options import SIMULATION, Benchmark, track
-from playwright.sync_api import Page, sync_playwright
 
 from moesched.jobs.simulate_model import simulate_model
 from moesched.report import write_run_page
 from moesched.trace import Recording, Trace, read_trace
 
-CHROMIUM = os.environ.get("MOESCHED_CHROMIUM", "/usr/bin/chromium")
-OPTIONS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 SIZES = {"1280 px": (1280, 900), "2560 px": (2560, 1400)}
 RUN = {"batch_size": 160, "micro_batch_size": 16, "gen": 45}
 """Sizes of CGOPipe's run of Mixtral 8x7B on a T4."""
@@ -49,7 +36,13 @@ FRAMES_FOR_MS = 3000
 BENCHMARK = Benchmark(
     __doc__,
     "html_report",
-    measures=(*SIMULATION, "moesched/trace", "moesched/analysis", "moesched/report"),
+    measures=(
+        "benchmarks/_browser.py",
+        *SIMULATION,
+        "moesched/trace",
+        "moesched/analysis",
+        "moesched/report",
+    ),
     parts=SIZES,
     packages=("playwright",),
     rounds=5,
@@ -84,6 +77,8 @@ async ([motion, milliseconds]) => {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page, open it, and write what was found."""
     options = BENCHMARK.parse(arguments)
+    if missing():
+        raise SystemExit(missing())
     with TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
         trace = simulated(Path(folder, "trace.json"))
@@ -139,18 +134,6 @@ def opened(page: Path, size: tuple[int, int], rounds: int) -> dict[str, Any]:
         "pan_frames_per_second": round(median(found["pan"]), 1),
         "all": {name: [round(each, 2) for each in values] for name, values in found.items()},
     }
-
-
-@contextmanager
-def window(size: tuple[int, int]) -> Iterator[Page]:
-    """A new browser with one empty page."""
-    width, height = size
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(OPTIONS))
-        try:
-            yield browser.new_page(viewport={"width": width, "height": height})
-        finally:
-            browser.close()
 
 
 if __name__ == "__main__":

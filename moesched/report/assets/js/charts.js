@@ -6,8 +6,8 @@ import { amount, whole } from "./units.js";
 const HEIGHT = 84;
 const COLOURS = ["#0072B2", "#D55E00", "#009E73"];
 const KINDS = [
-  { key: "memory", title: "memory", unit: (value) => amount(value, "B"), curves: [["reserved", "reserved"], ["pages", "pages"]] },
-  { key: "pools", title: "pool", unit: whole, curves: [["hits", "hits"], ["misses", "misses"], ["wasted", "wasted"]] },
+  { key: "memory", title: "memory ", unit: (value) => amount(value, "B"), curves: [["reserved", "reserved"], ["pages", "pages"]] },
+  { key: "pools", title: "", unit: whole, curves: [["hits", "hits"], ["misses", "misses"], ["wasted", "wasted"]] },
 ];
 
 export class Charts {
@@ -52,7 +52,7 @@ export class Charts {
     const times = data.time.map((time) => time + shift);
     const curves = kind.curves.map(([key]) => data[key]);
     const where = run.ranks > 1 ? `rank ${data.rank} ${data.name}` : data.name;
-    const names = make("div", "", make("strong", `${kind.title} ${where}`));
+    const names = make("div", "", make("strong", kind.title + where));
     if (run.data.title) names.append(make("em", run.data.title));
     names.className = "names";
     const values = kind.curves.map(([, name], number) => {

@@ -123,9 +123,9 @@ export class Painter {
       if (right - left < 2) continue;
       context.fillStyle = scene.colours.band;
       context.fillRect(left + 0.5, y + 2, right - left - 1, row.height - 4);
-      if (right - left < LABEL_WIDTH) continue;
+      const label = [each.name, each.short].find((name) => this.#width(name) <= right - left - 2 * PADDING);
       context.fillStyle = scene.colours.quiet;
-      context.fillText(this.#fitted(each.name, right - left - 2 * PADDING), left + PADDING, y + row.height / 2 + 0.5);
+      if (label) context.fillText(label, left + PADDING, y + row.height / 2 + 0.5);
     }
   }
 
@@ -158,13 +158,18 @@ export class Painter {
 
   /** A text, cut off where it would be wider than `room` pixels; empty if not even three letters fit. */
   #fitted(text, room) {
+    const width = this.#width(text);
+    if (width <= room) return text;
+    const letters = Math.floor((room / width) * text.length) - 1;
+    return letters < 3 ? "" : `${text.slice(0, letters)}…`;
+  }
+
+  #width(text) {
     let width = this.widths.get(text);
     if (width === undefined) {
       width = this.context.measureText(text).width;
       this.widths.set(text, width);
     }
-    if (width <= room) return text;
-    const letters = Math.floor((room / width) * text.length) - 1;
-    return letters < 3 ? "" : `${text.slice(0, letters)}…`;
+    return width;
   }
 }

@@ -22,7 +22,12 @@ export class Timeline {
     this.parts = parts;
     for (const run of runs) {
       const { shift, steps } = run.data;
-      run.steps = steps.map((each) => ({ start: each.start + shift, end: each.end + shift, name: stepName(each.step) }));
+      run.steps = steps.map(({ step, start, end }) => ({
+        start: start + shift,
+        end: end + shift,
+        name: stepName(step),
+        short: step > 0 ? String(step) : "",
+      }));
     }
     this.context = parts.canvas.getContext("2d", { alpha: false });
     this.painter = new Painter(this.context, families);

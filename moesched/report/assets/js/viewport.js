@@ -35,8 +35,8 @@ export class Viewport {
 
   /** Move by a share of what is shown. */
   pan(share) {
-    const start = Math.min(Math.max(this.start + share * this.span, this.first), this.last - this.span);
-    this.show(start, start + this.span);
+    const way = share * this.span;
+    this.show(this.start + way, this.end + way);
   }
 
   whole() {

@@ -1,0 +1,52 @@
+"""Headless Chromium, as Debian packages it, driven by playwright."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def missing() -> str:
+    """What there is not of a browser and its driver, and how to install it; empty if nothing is missing."""
+    if find_spec("playwright") is None:
+        return "needs playwright, which is not installed: pip install playwright"
+    if chromium() is None:
+        return "needs chromium, which is not installed: apt-get install chromium"
+    return ""
+
+
+def chromium() -> str | None:
+    """The program: MOESCHED_CHROMIUM in the environment, or the one of the path."""
+    return os.environ.get("MOESCHED_CHROMIUM") or shutil.which("chromium")
+
+
+@contextmanager
+def window(size: tuple[int, int]) -> Iterator[Page]:
+    """A new browser with one empty page of some width and height."""
+    from playwright.sync_api import sync_playwright
+
+    width, height = size
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=list(OPTIONS))
+        try:
+            yield browser.new_page(viewport={"width": width, "height": height})
+        finally:
+            browser.close()
