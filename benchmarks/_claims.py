@@ -217,6 +217,18 @@ def fuzz_inputs(result: Result) -> Iterator[Claim]:
             )
 
 
+def html_report(result: Result) -> Iterator[Claim]:
+    """The page of a run of 100,000 tasks, in headless Chromium without a GPU."""
+    tasks = f"page of {result['tasks']:,} tasks"
+    yield at_most(f"{tasks}, MB", result["bytes"] / 1e6, result["bytes_bar"] / 1e6, "{:.1f}")
+    for name, each in result["windows"].items():
+        words = f"{tasks}, {name} wide, in Chromium: usable after"
+        yield at_most(words, each["usable_seconds"], result["usable_bar"], "{:.2f} s")
+        words = f"{tasks}, {name} wide, in Chromium: frames per second while it zooms and moves"
+        least = min(each["zoom_frames_per_second"], each["pan_frames_per_second"])
+        yield at_least(words, least, result["frames_bar"], "{:.0f}")
+
+
 def kill_a_node(result: Result) -> Iterator[Claim]:
     """A node killed at a random step."""
     words = f"runs with a killed node that end in {result['limit_seconds']:g} s with the same tokens, or by naming it"
@@ -399,8 +411,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
         dispatch, emulated, engine, engine_paired, exactness, expert_kernel, explaining, fidelity, fuzz_inputs,
-        fuzz_transport, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
-        peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
+        fuzz_transport, html_report, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing,
+        papers, peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
         same_behaviour, signals, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip

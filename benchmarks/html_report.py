@@ -25,9 +25,6 @@ from moesched.report import write_run_page
 from moesched.trace import Recording, Trace, read_trace
 
 SIZES = {"1280 px": (1280, 900), "2560 px": (2560, 1400)}
-RUN = {"batch_size": 160, "micro_batch_size": 16, "gen": 45}
-"""Sizes of CGOPipe's run of Mixtral 8x7B on a T4."""
-
 BAR_BYTES = 12_000_000
 BAR_SECONDS = 2.0
 BAR_FRAMES = 30.0
@@ -104,7 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def simulated(path: Path) -> Trace:
     """A run on the virtual clock, by way of its trace."""
     simulate_model(
-        "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", seed=0, trace=path, **RUN
+        "mixtral-8x7b",
+        machine="t4",
+        policy="cgopipe",
+        workload="mtbench",
+        batch_size=160,
+        micro_batch_size=16,
+        gen=45,
+        trace=path,
     )
     return read_trace(path)
 

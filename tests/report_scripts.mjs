@@ -13,7 +13,7 @@ import { firstAfter, Run, row, sliceAt } from "./js/run.js";
 import { inkOn } from "./js/theme.js";
 import { ticks } from "./js/ticks.js";
 import { amount, duration, moment, whole } from "./js/units.js";
-import { Viewport } from "./js/viewport.js";
+import { firstView, Viewport } from "./js/viewport.js";
 
 /** A link that fetches for 30 and 50 ns, and a GPU that computes for 20 ns when both are there. */
 function example(shift = 0) {
@@ -125,14 +125,14 @@ test("a task is told with its times, rates, place and line", () => {
   const run = example();
   assert.deepEqual(Object.fromEntries(describe(run, 1)), {
     lane: "link", starts: "0.000000030 s", takes: "50 ns", bytes: "600 B, 12 GB/s", pages: "1", step: "prefill", layer: "4",
-    expert: "7", waited: "for its lane: fetch",
+    expert: "7", "waited for": "fetch (the lane)",
   });
   assert.deepEqual(Object.fromEntries(describe(run, 2)), {
     lane: "gpu", starts: "0.000000080 s", takes: "20 ns", compute: "8 KFLOP, 400 GFLOP/s", step: "step 3", layer: "4",
-    "micro-batch": "0", state: "failed", waited: "for its data: fetch", "submitted by": "policies/mine.py:12",
+    "micro-batch": "0", state: "failed", "waited for": "fetch (its data)", "submitted by": "policies/mine.py:12",
   });
   assert.deepEqual(Object.fromEntries(describeIdle(run, run.lanes[1], 2, 0)), {
-    lane: "gpu", idle: "80 ns", until: "kernel", "which waited": "for its data: fetch",
+    lane: "gpu", idle: "80 ns", until: "kernel", "which waited for": "fetch (its data)",
   });
 });
 
@@ -143,6 +143,14 @@ test("rows of several runs follow each other without overlap", () => {
   assert.equal(rowAt(rows, height - 1), rows.at(-1));
   assert.equal(rowAt(rows, height + 1), null);
   assert.equal(rowsOf([example()], false).rows.length, 3);
+});
+
+test("a long loading is not in view at first", () => {
+  const run = (loaded, end) => ({ start: 0, end, steps: [{ step: -1, start: 0, end: loaded }, { step: 0, start: loaded, end }] });
+  assert.deepEqual(firstView([run(90, 100)]), [90, 100]);
+  assert.deepEqual(firstView([run(5, 100)]), [0, 100]);
+  assert.deepEqual(firstView([run(90, 100), run(80, 120)]), [80, 120]);
+  assert.deepEqual(firstView([{ start: 0, end: 9, steps: [{ step: -1, start: 0, end: 9 }] }]), [0, 9]);
 });
 
 test("the viewport zooms around a place and stays within the run", () => {

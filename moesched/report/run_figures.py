@@ -32,7 +32,7 @@ def run_figures(
         if report.get(key):
             found[name] = format_seconds(report[key])
     if explanation is not None:
-        found["without loading"] = format_seconds(explanation.seconds)
+        found["run, without loading"] = format_seconds(explanation.seconds)
         found["lanes busy at a time"] = f"{explanation.overlap:.2f}"
     found["tasks"] = f"{len(recording.slices):,}"
     moved = sum(each.task.nbytes for each in recording.slices if each.task.type == "PageTransfer")

@@ -3,6 +3,7 @@
 const MOST_ARROWS = 200;
 const FAR = 4000;
 const HEAD = 5;
+const ARC = 24;
 
 /** Draw the outline and the arrows of a selected task. `place` gives the {left, right, top, bottom} of a slice. */
 export function drawSelected(context, run, index, place, colours) {
@@ -36,13 +37,14 @@ function arrow(context, from, to, colours) {
   const x2 = near(to.left);
   const y1 = (from.top + from.bottom) / 2;
   const y2 = (to.top + to.bottom) / 2;
+  const arc = y1 === y2 ? ARC : 0; // within a lane, leave its labels readable
   const bend = Math.max(12, Math.min(60, Math.abs(x2 - x1) / 2));
   for (const [colour, width] of [[colours.page, 3.5], [colours.selected, 1.5]]) {
     context.strokeStyle = colour;
     context.lineWidth = width;
     context.beginPath();
     context.moveTo(x1, y1);
-    context.bezierCurveTo(x1 + bend, y1, x2 - bend, y2, x2, y2);
+    context.bezierCurveTo(x1 + bend, y1 - arc, x2 - bend, y2 - arc, x2, y2);
     context.stroke();
   }
   context.fillStyle = colours.selected;

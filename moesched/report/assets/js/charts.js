@@ -4,7 +4,7 @@ import { make, swatch } from "./dom.js";
 import { amount, whole } from "./units.js";
 
 const HEIGHT = 84;
-const COLOURS = ["#0072B2", "#D55E00", "#009E73"];
+const COLOURS = ["#2E8BC9", "#D55E00", "#009E73"];
 const KINDS = [
   { key: "memory", title: "memory ", unit: (value) => amount(value, "B"), curves: [["reserved", "reserved"], ["pages", "pages"]] },
   { key: "pools", title: "", unit: whole, curves: [["hits", "hits"], ["misses", "misses"], ["wasted", "wasted"]] },

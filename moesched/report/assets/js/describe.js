@@ -3,11 +3,11 @@
 import { amount, duration, moment, whole } from "./units.js";
 
 const REASONS = {
-  data: "for its data",
-  room: "for room in memory",
-  lane: "for its lane",
-  rank: "for another rank",
-  await: "until the policy had its result",
+  data: "its data",
+  room: "room in memory",
+  lane: "the lane",
+  rank: "another rank",
+  await: "the policy awaited it",
 };
 
 /** The name of a step. */
@@ -37,7 +37,7 @@ export function describe(run, index) {
   if (state !== "done") found.push(["state", state]);
   const before = waits.before[index];
   const reason = REASONS[whys[waits.why[index]]];
-  if (before >= 0 && reason) found.push(["waited", `${reason}: ${run.label(before)}`]);
+  if (before >= 0 && reason) found.push(["waited for", `${run.label(before)} (${reason})`]);
   const line = lines[slices.line[index]];
   if (line) found.push(["submitted by", shortPath(line)]);
   return found;
@@ -58,7 +58,7 @@ export function describeIdle(run, lane, index, since) {
   ];
   const before = waits.before[index];
   const reason = REASONS[whys[waits.why[index]]];
-  if (before >= 0 && reason) found.push(["which waited", `${reason}: ${run.label(before)}`]);
+  if (before >= 0 && reason) found.push(["which waited for", `${run.label(before)} (${reason})`]);
   return found;
 }
 

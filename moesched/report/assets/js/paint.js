@@ -98,7 +98,7 @@ export class Painter {
     }
     context.fillStyle = scene.colours.line;
     if (row.kind === "lane") context.fillRect(0, y + row.height - 1, scene.width, 1);
-    const named = row.kind === "lane" ? scene.colours.ink : scene.colours.quiet;
+    const named = row.kind === "lane" && row.slices.order.length ? scene.colours.ink : scene.colours.quiet;
     this.#name(row, y, row.run.ranks > 1 && row.kind === "lane" ? 18 : 8, named, scene.gutter);
     context.save();
     this.#clip(scene.gutter, y, scene.width - scene.gutter, row.height);
@@ -134,25 +134,34 @@ export class Painter {
     const { run, slices } = row;
     const height = row.height - 5;
     const labelled = [];
+    const onPath = [];
     let fill = "";
     rectangles(slices, scene.view.start, scene.view.end, scene.width - scene.gutter, (left, right, family, cover, place) => {
       const width = right - left;
       if (fill !== fills[family]) context.fillStyle = fill = fills[family];
       context.globalAlpha = cover < 1 ? 0.35 + 0.65 * cover : 1;
       context.fillRect(scene.gutter + left, y + 2, width > 3 ? width - 0.75 : width, height);
-      if (place >= 0 && width >= LABEL_WIDTH) labelled.push(left, right, family, place);
+      if (place < 0) return;
+      if (width >= LABEL_WIDTH) labelled.push(left, right, family, place);
+      if (run.onPath[slices.order[place]]) onPath.push(left, right);
     });
     context.globalAlpha = 1;
+    this.#labels(row, labelled, y + 2.5 + height / 2);
+    if (!scene.showPath || row.kind !== "lane") return;
+    context.fillStyle = scene.colours.path;
+    for (let at = 0; at < onPath.length; at += 2) {
+      context.fillRect(scene.gutter + onPath[at], y + height + 0.5, Math.max(1, onPath[at + 1] - onPath[at] - 0.75), 2.5);
+    }
+  }
+
+  /** Labels of slices; `labelled` has the left, right, family and place of each. */
+  #labels({ run, slices }, labelled, y) {
+    const { context, scene } = this;
     for (let at = 0; at < labelled.length; at += 4) {
       const [left, right, family, place] = labelled.slice(at, at + 4);
-      const index = slices.order[place];
+      const label = this.#fitted(run.label(slices.order[place]), right - left - 2 * PADDING);
       context.fillStyle = this.inks[family];
-      const label = this.#fitted(run.label(index), right - left - 2 * PADDING);
-      context.fillText(label, scene.gutter + left + PADDING, y + 2 + height / 2 + 0.5);
-      if (scene.showPath && row.kind === "lane" && run.onPath[index]) {
-        context.fillStyle = scene.colours.path;
-        context.fillRect(scene.gutter + left, y + height + 0.5, right - left - 0.75, 2.5);
-      }
+      context.fillText(label, scene.gutter + left + PADDING, y);
     }
   }
 

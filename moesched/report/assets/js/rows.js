@@ -8,6 +8,7 @@ const PATH = 18;
 const LANE = 26;
 const TALL_LANE = 34;
 const FEW_LANES = 10;
+const EMPTY_LANE = 18;
 const GAP = 10;
 
 /** Rows with their places, and the height of all of them. A row is a title, a rank, steps, a path or a lane. */
@@ -29,7 +30,7 @@ export function rowsOf(runs, showPath) {
     for (const lane of run.lanes) {
       if (run.ranks > 1 && lane.rank !== rank) add("rank", RANK, run, { name: `rank ${lane.rank}` });
       rank = lane.rank;
-      add("lane", laneHeight, run, { name: lane.name, lane, slices: lane.slices });
+      add("lane", lane.slices.order.length ? laneHeight : EMPTY_LANE, run, { name: lane.name, lane, slices: lane.slices });
     }
   });
   return { rows, height: y };

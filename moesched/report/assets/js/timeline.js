@@ -10,7 +10,7 @@ import { AXIS, rowAt, rowsOf } from "./rows.js";
 import { firstAfter, sliceAt } from "./run.js";
 import { colours } from "./theme.js";
 import { duration, moment } from "./units.js";
-import { Viewport } from "./viewport.js";
+import { firstView, Viewport } from "./viewport.js";
 
 const SLACK = 4;
 const MOST_OF_WINDOW = 0.62;
@@ -23,6 +23,7 @@ export class Timeline {
     for (const run of runs) {
       const { shift, steps } = run.data;
       run.steps = steps.map(({ step, start, end }) => ({
+        step,
         start: start + shift,
         end: end + shift,
         name: stepName(step),
@@ -34,6 +35,8 @@ export class Timeline {
     const start = Math.min(...runs.map((run) => run.start));
     const end = Math.max(...runs.map((run) => run.end));
     this.view = new Viewport(start, end, () => this.draw());
+    const [first, last] = firstView(runs);
+    if (first > start) this.view.show(first - 0.01 * (last - first), last + 0.01 * (last - first));
     this.showPath = true;
     this.selected = null;
     this.cursor = null;

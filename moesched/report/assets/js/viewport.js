@@ -2,6 +2,16 @@
 
 const LEAST = 50;
 const MARGIN = 0.02;
+const LONG_LOADING = 0.15;
+
+/** The part of the time that runs are shown with at first: all of it, or that after loading if loading is long. */
+export function firstView(runs) {
+  const start = Math.min(...runs.map((run) => run.start));
+  const end = Math.max(...runs.map((run) => run.end));
+  const loaded = runs.map((run) => run.steps.find((each) => each.step >= 0)?.start ?? run.start);
+  const begun = Math.min(...loaded);
+  return begun - start > LONG_LOADING * (end - start) ? [begun, end] : [start, end];
+}
 
 export class Viewport {
   /** `changed` is called after every change. */
