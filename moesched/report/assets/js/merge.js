@@ -2,7 +2,7 @@
 
 import { firstAfter } from "./run.js";
 
-const LEVELS = 4;
+export const LEVELS = 4;
 const FAMILIES = 16;
 
 /**

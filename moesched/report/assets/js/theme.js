@@ -9,11 +9,21 @@ export function colours() {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
+/** A colour such as "#0072B2" laid over another, which shows through unless `cover` is 1. */
+export function laidOver(colour, ground, cover) {
+  const below = parts(ground);
+  return `rgb(${parts(colour).map((part, at) => Math.round(cover * part + (1 - cover) * below[at]))})`;
+}
+
+function parts(colour) {
+  return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+}
+
 /** Black or white, whichever is easier to read on a colour such as "#0072B2". */
 export function inkOn(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => {
-    const part = parseInt(colour.slice(at, at + 2), 16) / 255;
-    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  const [red, green, blue] = parts(colour).map((part) => {
+    const share = part / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   });
   const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
   return 1.05 / (light + 0.05) >= (light + 0.05) / 0.05 ? "#ffffff" : "#000000";

@@ -70,6 +70,7 @@ export class Timeline {
   /** Draw in the colours of the present theme. */
   recolour() {
     this.colours = colours();
+    this.painter.recolour(this.colours);
     if (this.width) this.charts.resize(this.width, this.gutter, this.colours);
     this.draw();
   }
