@@ -181,11 +181,13 @@ export class Painter {
     return letters < 3 ? "" : `${text.slice(0, letters)}…`;
   }
 
+  /** The width of a text without kerning: measuring each letter once is much faster than measuring every label. */
   #width(text) {
-    let width = this.widths.get(text);
-    if (width === undefined) {
-      width = this.context.measureText(text).width;
-      this.widths.set(text, width);
+    let width = 0;
+    for (const letter of text) {
+      let its = this.widths.get(letter);
+      if (its === undefined) this.widths.set(letter, (its = this.context.measureText(letter).width));
+      width += its;
     }
     return width;
   }
