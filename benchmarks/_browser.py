@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+WAIT_MS = 20
+MOST_WAITS = 1500
+
 OPTIONS = (
     "--headless",
     "--no-sandbox",
@@ -36,6 +39,18 @@ def missing() -> str:
 def chromium() -> str | None:
     """The program: MOESCHED_CHROMIUM in the environment, or the one of the path."""
     return os.environ.get("MOESCHED_CHROMIUM") or shutil.which("chromium")
+
+
+def wait_for(page: Page, expression: str) -> None:
+    """Wait until a JavaScript expression is true.
+
+    Playwright's own waiting evaluates text in the page, which the page's content security policy does not allow.
+    """
+    for _ in range(MOST_WAITS):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(WAIT_MS)
+    raise TimeoutError(f"not true after {MOST_WAITS * WAIT_MS / 1000:.0f} s: {expression}")
 
 
 @contextmanager

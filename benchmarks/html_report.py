@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import psutil
-from _browser import missing, window
+from _browser import missing, wait_for, window
 from _options import SIMULATION, Benchmark, track
 
 from moesched.jobs.simulate_model import simulate_model
@@ -130,7 +130,7 @@ def opened(page: Path, size: tuple[int, int], rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         with window(size) as shown:
             shown.goto(page.as_uri())
-            shown.wait_for_function(f"{DRAWN}.length > 0")
+            wait_for(shown, f"{DRAWN}.length > 0")
             found["usable"] += shown.evaluate(DRAWN)
             for motion in ("zoom", "pan"):
                 spent = processor_seconds()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from _browser import missing, window
+from _browser import missing, wait_for, window
 
 from moesched.report import write_run_page
 from runs import FORTY_PERCENT, virtual_run
@@ -46,7 +46,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
         shown.on("console", lambda message: complaints.append(message.text))
         shown.on("pageerror", lambda error: complaints.append(str(error)))
         shown.goto((tmp_path / "report.html").as_uri())
-        shown.wait_for_function(DRAWN)
+        wait_for(shown, DRAWN)
         yield shown
     assert complaints == []
 
