@@ -40,7 +40,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Path], tuple[Any, ...]]]] = {
         lambda file: ("roofline", "--model", "mixtral-8x7b", "--machine", file),
     ),
     "compare, traces": ("trace", lambda file: ("compare", file, "--replayed")),
-    "explain": ("trace", lambda file: ("explain", file, "--what-if", "no handovers")),
+    "explain": (
+        "trace",
+        lambda file: ("explain", file, "--what-if", "no handovers", "--report", file.with_suffix(".html")),
+    ),
     "compare, reports": ("report", lambda file: ("compare", file, file)),
     "run, weights": ("safetensors", lambda file: ("run", file.parent, *RUN, "--prompt-ids", "1,2")),
     "run, tokenizer": ("tokenizer.json", lambda file: ("run", file.parent, *RUN, "--prompt", "a text")),

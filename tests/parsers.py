@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from clusters import cluster
 from moesched.analysis.explanation import explain
@@ -37,6 +38,7 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from moesched.plugins import make_policy
+from moesched.report import write_run_page
 from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile, write_profile
@@ -44,6 +46,7 @@ from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.sweeps.axes import Sweep, merged, read_sweep
 from moesched.sweeps.store import Store
 from moesched.trace import write_trace
+from moesched.trace.recording import Roof
 from moesched.transports.frames import BadFrame, Frame, Kind, unpack
 from moesched.transports.frames import pack as pack_frame
 from routing_traces import routed, write_megatron, write_npy, write_npz, write_own, write_rows
@@ -192,7 +195,8 @@ def _read_routing_trace(file: Path) -> None:
 def _trace(folder: Path) -> Path:
     cached = make_policy("lru_offload", {"offload_per_layer": 6})
     run = virtual_run(cached, requests=1, micro_batch_size=1, new_tokens=2)
-    write_trace(folder / "trace.json", run.recording, run.about)
+    about = replace(run.about, roofs={"gpu": Roof(flops=65e12, bandwidth=320e9)})
+    write_trace(folder / "trace.json", run.recording, about)
     return folder / "trace.json"
 
 
@@ -206,7 +210,8 @@ def _read_run(file: Path) -> None:
     side = read_side(file)
     if side.trace is not None:
         replayed_side(side)
-        explain(side.trace.recording, side.trace.about)
+        explanation = explain(side.trace.recording, side.trace.about)
+        write_run_page(file.with_suffix(".html"), *side.trace, explanation=explanation)
 
 
 @cache
