@@ -73,11 +73,11 @@ def test_other_signals_keep_the_report_and_leave_nothing_else(
     )
 
 
-def test_ctrl_c_keeps_tokens_and_trace(
+def test_ctrl_c_keeps_tokens_trace_and_page(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOESCHED_LOG", "info")
-    trace = tmp_path / "trace.json"
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     arguments = [
         "run",
         text_model,
@@ -89,14 +89,15 @@ def test_ctrl_c_keeps_tokens_and_trace(
         2,
         *ENDLESS,
     ]
-    said = interrupt([*arguments, "--json", "--trace", trace], after="first token")
+    said = interrupt([*arguments, "--json", "--trace", trace, "--report", page], after="first token")
     assert said.code == 130
     assert "Traceback" not in said.err
     assert said.json["interrupted"] is True
     assert [len(tokens) < 150_000 for tokens in said.json["tokens"]] == [True] * 3
     assert said.json["tokens"][2] == []
     assert check_trace(trace) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert "The run was interrupted" in page.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "trace.json"]
 
 
 @pytest.mark.parametrize("name", ["NeverEnds", "AwaitsOneHandleForEver", "NeverEndsOnHardware"])

@@ -19,7 +19,7 @@ export class Charts {
       for (const { target, isIntersecting } of entries) {
         const chart = this.charts.find((each) => each.element === target);
         chart.inView = isIntersecting;
-        if (isIntersecting) this.#update(chart);
+        if (isIntersecting) this.#show(chart);
       }
     });
     for (const run of runs) {
@@ -27,19 +27,20 @@ export class Charts {
     }
   }
 
-  /** Draw the charts anew, in another size or in other colours. */
+  /** Draw the charts anew, in another size or in other colours; those out of view once they come into view. */
   resize(width, gutter, colours) {
+    this.size = { width, gutter, colours };
     for (const chart of this.charts) {
       chart.plot?.destroy();
-      chart.plot = this.#plot(chart, width, gutter, colours);
-      chart.shown = null;
-      this.visible.observe(chart.element);
+      chart.plot = null;
+      if (chart.inView) this.#show(chart);
+      else this.visible.observe(chart.element);
     }
   }
 
   /** Show the part of the time that the viewport shows. */
   update() {
-    for (const chart of this.charts) if (chart.inView) this.#update(chart);
+    for (const chart of this.charts) if (chart.inView) this.#show(chart);
   }
 
   /** Show the values at a time; at the end if it is null. */
@@ -68,7 +69,8 @@ export class Charts {
     this.#values(chart, null);
   }
 
-  #plot(chart, width, gutter, colours) {
+  #plot(chart) {
+    const { width, gutter, colours } = this.size;
     const most = chart.curves.reduce((least, curve) => curve.reduce((a, b) => Math.max(a, b), least), 1);
     const stepped = uPlot.paths.stepped({ align: 1 });
     const grid = { stroke: colours.line, width: 1 };
@@ -111,11 +113,11 @@ export class Charts {
     return plot;
   }
 
-  #update(chart) {
+  #show(chart) {
     const shown = `${this.view.start} ${this.view.end}`;
-    if (!chart.plot || chart.shown === shown) return;
+    if (!chart.plot) chart.plot = this.#plot(chart);
+    else if (chart.shown !== shown) chart.plot.setScale("x", { min: this.view.start, max: this.view.end });
     chart.shown = shown;
-    chart.plot.setScale("x", { min: this.view.start, max: this.view.end });
   }
 
   #values(chart, time) {
