@@ -21,8 +21,11 @@ from moesched.errors import BadInput
 from moesched.report import write_comparison_page, write_run_page
 from moesched.report.kernel_points import kernel_points
 from moesched.report.page import MODULES
+from moesched.seams import Demand
+from moesched.tasks import Work
 from moesched.trace import About, Recorder, Recording, TitledRun, critical_path, read_trace, write_trace
 from moesched.trace.recording import Roof
+from moesched.units import format_seconds
 from report_pages import PageElements, data_of
 from runs import FORTY_PERCENT, Run, realtime_run, virtual_run
 from traces import largest_file, ranks_that_meet
@@ -198,6 +201,31 @@ def test_traces_carry_the_roofs(run: Run, tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace.json").about.roofs == roofs
 
 
+def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.cost = ThreeMicroseconds()
+    run = realtime_run("resident", recorder)
+    assert set(run.recording.predictions.values()) == {3e-6}
+    write_trace(tmp_path / "trace.json", run.recording, run.about)
+    texts = PageElements(page_of(*read_trace(tmp_path / "trace.json"), tmp_path)).texts
+    assert "Predicted over measured" in texts["h2"]
+    steps = [each for each in run.recording.slices if each.task.verb == "attention"]
+    assert format_seconds(3e-6 * len(steps)) in texts["td"]
+    assert (
+        "Predicted over measured"
+        not in PageElements(page_of(virtual_run("resident").recording, ABOUT, tmp_path)).texts["h2"]
+    )
+
+
+class ThreeMicroseconds:
+    """A machine on which everything but loading takes 3 µs."""
+
+    def work(self, work: Work) -> Demand:
+        if "->" in work.resource:
+            raise BadInput("no cost")
+        return Demand(3e-6, ())
+
+
 def test_a_run_without_tasks_has_a_page_that_says_why(tmp_path: Path) -> None:
     page = page_of(Recorder().recording(), ABOUT, tmp_path, report={"failure": "no weights"})
     assert "The run failed: no weights" in PageElements(page).texts["p"]
@@ -258,6 +286,7 @@ def test_each_batch_of_a_run_has_its_page(command: Any, no_text: Path, tmp_path:
     for name in ("report.html", "report.batch2.html"):
         texts = PageElements((tmp_path / name).read_text()).texts
         assert any(text.startswith("measured on ") for text in texts["p"])
+        assert "Predicted over measured" in texts["h2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.batch2.html", "report.html"]
 
 

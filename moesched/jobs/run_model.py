@@ -123,7 +123,7 @@ def _run_batch(
     plan, policy = job.plan(batch, devices.slot_bytes)
     peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
     texts.listener.planned(plan)
-    recorder = recorder_of(plan) if files.wanted else None
+    recorder = recorder_of(plan, predicts=True) if files.wanted else None
     kinds = KindMeter()
     read_before = devices.bytes_read
     ending = JobEnding()

@@ -13,6 +13,7 @@ from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
 from moesched.machines import Machine
+from moesched.machines.cost import cost_model
 from moesched.report import write_run_page
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
@@ -26,8 +27,19 @@ MOST_TRACED_TASKS = 500_000
 _log = Log(__name__)
 
 
-def recorder_of(plan: Plan) -> Recorder | LastSteps:
-    """A recorder of a whole run, or of its last steps if the run is too long."""
+def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
+    """A recorder of a whole run, or of its last steps if the run is too long.
+
+    Args:
+        predicts: whether it also keeps what the works of a measured run should take on the plan's machine.
+    """
+    recorder = _recorder_of(plan)
+    if predicts:
+        recorder.cost = cost_model(plan.machine, plan.layout.dtype)
+    return recorder
+
+
+def _recorder_of(plan: Plan) -> Recorder | LastSteps:
     per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
     if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
         return Recorder()

@@ -55,7 +55,7 @@ def write_run_page(
         if any(each.decisions_unchanged for each in explanation.what_if):
             tables.append(paragraphs([DECISIONS_HELD], css="note"))
     tables += [
-        predictions_table(recording, about),
+        predictions_table(recording),
         roofline_section(recording, about.roofs),
         budgets_table(known),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from moesched.analysis.explanation import Explanation
 from moesched.report.markup import table
-from moesched.trace.recording import About, Recording
+from moesched.trace.recording import Recording
 from moesched.units import format_bytes, format_seconds
 
 SHOWN_KINDS = 12
@@ -53,16 +53,14 @@ def budgets_table(report: Mapping[str, Any]) -> str:
     return table("Memory", ["memory", "peak", "budget"], rows, 2) if rows else ""
 
 
-def predictions_table(recording: Recording, about: About) -> str:
-    """Predicted time over measured time, by kind of task; empty unless the run was measured and modelled."""
-    if about.figures != "measured" or not recording.costs:
-        return ""
+def predictions_table(recording: Recording) -> str:
+    """Predicted time over measured time, by kind of task; empty if nothing was predicted."""
     sums: dict[tuple[str, str], list[float]] = {}
     for each in recording.slices:
-        demand = recording.costs.get(each.task.work)
-        if demand is not None:
+        prediction = recording.predictions.get(each.task.work)
+        if prediction is not None:
             found = sums.setdefault((each.task.verb, each.lane.name), [0, 0.0, 0.0])
-            for place, amount in enumerate((1, demand.seconds, (each.end - each.start) / 1e9)):
+            for place, amount in enumerate((1, prediction, (each.end - each.start) / 1e9)):
                 found[place] += amount
     largest = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_KINDS]
     rows = [

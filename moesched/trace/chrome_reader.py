@@ -117,6 +117,16 @@ class CostEntry(NamedTuple):
     fixed: float
 
 
+class PredictionEntry(NamedTuple):
+    """A work and its predicted seconds: the fields of `WorkKey`, then the time."""
+
+    kind: str
+    resource: str
+    flops: float
+    nbytes: float
+    seconds: float
+
+
 class OtherData(msgspec.Struct):
     """Metadata in the header of a trace."""
 
@@ -134,6 +144,7 @@ class OtherData(msgspec.Struct):
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
     costs: list[CostEntry] = []
+    predictions: list[PredictionEntry] = []
     accesses: list[PoolAccesses] = []
 
 
@@ -283,6 +294,7 @@ def trace_of(file: TraceFile) -> Trace:
         frozenset(lanes[event.tid] for event, args in named if args.in_order),
         pools=_pools(events),
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
+        predictions={WorkKey(*each[:4]): each.seconds for each in other.predictions},
         accesses=[_checked(each) for each in other.accesses],
         cancelled=_cancelled(events, lanes),
     )

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
-from moesched.seams import Demand
+from moesched.errors import BadInput
+from moesched.seams import CostModel, Demand
 from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import (
@@ -23,6 +25,7 @@ from moesched.tasks import (
     Lane,
     PageTransfer,
     Task,
+    Work,
 )
 from moesched.trace.access_records import accesses_of, log_accesses, title_of
 from moesched.trace.descriptions import Descriptions
@@ -81,11 +84,13 @@ class _RankRecorder:
     Attributes:
         origin: time of the driver's clock at time 0, in nanoseconds.
         sharing: whether concurrent tasks of a modelled run slow each other down.
+        cost: predicts the works of a measured run; None to predict nothing.
     """
 
     def __init__(self) -> None:
         self.origin = 0
         self.sharing = False
+        self.cost: CostModel | None = None
         self._ranks: list[_Rank] = []
         self._rank_of: dict[Lane, int] = {}
 
@@ -99,6 +104,8 @@ class _RankRecorder:
     def _recorded(self, tasks: Sequence[Task], *, trimmed: bool) -> Recording:
         recording = _record(tasks, self._ranks, self.origin, trimmed=trimmed)
         recording.costs = _costs(tasks, sharing=self.sharing)
+        if self.cost is not None:
+            recording.predictions = _predictions(tasks, self.cost)
         accesses = [
             accesses_of(number, pool) for number, rank in enumerate(self._ranks) for pool in rank.pools
         ]
@@ -258,8 +265,21 @@ def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
     costs = {}
     for work in works.values():
         demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())
-        costs[WorkKey(work.kind, work.resource, work.flops, work.nbytes)] = demand
+        costs[_key(work)] = demand
     return costs
+
+
+def _predictions(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
+    """The seconds of the works, alone; those without a cost are left out."""
+    predictions = {}
+    for work in {id(task.work): task.work for task in tasks}.values():
+        with suppress(BadInput):
+            predictions[_key(work)] = cost.work(work).seconds
+    return predictions
+
+
+def _key(work: Work) -> WorkKey:
+    return WorkKey(work.kind, work.resource, work.flops, work.nbytes)
 
 
 class _Numbers:

@@ -189,6 +189,7 @@ class Recording(msgspec.Struct):
         origin: time of the driver's clock at time 0, in nanoseconds.
         pools: the counts of pools over time.
         costs: the works' demands on the machine, where these were modelled.
+        predictions: the seconds that the works of a measured run should take, each alone on the machine.
         accesses: of the pools; of those with caches or rules only in recordings of whole runs.
         cancelled: tasks that the policy cancelled, in order of time.
     """
@@ -203,6 +204,7 @@ class Recording(msgspec.Struct):
     origin: int = 0
     pools: list[PoolSample] = []
     costs: dict[WorkKey, Demand] = {}
+    predictions: dict[WorkKey, float] = {}
     accesses: list[PoolAccesses] = []
     cancelled: list[Cancelled] = []
 

@@ -45,6 +45,7 @@ export class Timeline {
     listenToKeys(parts.lanes, this);
     listenToPointer(parts.canvas, this, () => this.gutter);
     parts.lanes.addEventListener("scroll", () => this.draw());
+    addEventListener("resize", () => this.resize());
     new ResizeObserver(() => this.resize()).observe(parts.lanes);
   }
 
