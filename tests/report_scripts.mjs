@@ -128,7 +128,7 @@ test("a task is told with its times, rates, place and line", () => {
     expert: "7", "waited for": "fetch (the lane)",
   });
   assert.deepEqual(Object.fromEntries(describe(run, 2)), {
-    lane: "gpu", starts: "0.000000080 s", takes: "20 ns", compute: "8 KFLOP, 400 GFLOP/s", step: "step 3", layer: "4",
+    lane: "gpu", starts: "0.000000080 s", takes: "20 ns", compute: "8 KFLOP, 400 GFLOP/s", step: "3", layer: "4",
     "micro-batch": "0", state: "failed", "waited for": "fetch (its data)", "submitted by": "policies/mine.py:12",
   });
   assert.deepEqual(Object.fromEntries(describeIdle(run, run.lanes[1], 2, 0)), {

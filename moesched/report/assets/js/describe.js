@@ -29,7 +29,8 @@ export function describe(run, index) {
   if (nbytes) found.push(["bytes", `${amount(nbytes, "B")}, ${rate(nbytes / took)} GB/s`]);
   if (flops) found.push(["compute", `${amount(flops, "FLOP")}, ${rate(flops / took)} GFLOP/s`]);
   if (tasks.pages[task]) found.push(["pages", whole(tasks.pages[task])]);
-  found.push(["step", stepName(slices.step[index])]);
+  const step = slices.step[index];
+  found.push(["step", step > 0 ? String(step) : stepName(step)]);
   for (const name of ["layer", "micro_batch", "expert"]) {
     if (tasks[name][task] >= 0) found.push([name.replace("_", "-"), whole(tasks[name][task])]);
   }
