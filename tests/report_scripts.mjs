@@ -168,7 +168,9 @@ test("the viewport zooms around a place and stays within the run", () => {
   assert.ok(view.span >= 50 - 1e-6);
   view.reveal(0, 10);
   assert.ok(view.start <= 0 && view.end >= 10);
+  assert.ok(!view.isWhole);
   view.whole();
+  assert.ok(view.isWhole);
   assert.deepEqual([view.start, view.end], [view.first, view.last]);
   assert.ok(changes > 200);
 });

@@ -54,6 +54,14 @@ def page(tmp_path: Path) -> Iterator[Page]:
 @pytest.mark.slow
 def test_a_page_zooms_by_key_selects_by_click_and_shows_what_a_task_depends_on(page: Page) -> None:
     canvas = page.locator("#lanes canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    middle = 200 + (box["width"] - 200) / 2
+    page.mouse.move(box["x"] + middle, box["y"] + 80)
+    page.mouse.wheel(0, 100)
+    wait_for(page, "scrollY > 0")
+    page.evaluate("scrollTo(0, 0)")
+    page.mouse.move(2, 2)
     before = canvas.screenshot()
     page.locator("#lanes").focus()
     page.keyboard.press("+")
@@ -71,11 +79,8 @@ def test_a_page_zooms_by_key_selects_by_click_and_shows_what_a_task_depends_on(p
     assert page.locator("#details h3").inner_text() == name
     page.locator("#lanes").focus()
     page.keyboard.press("Enter")
-    box = canvas.bounding_box()
-    assert box is not None
     page.keyboard.press("Escape")
     assert page.locator("#details h3").count() == 0
-    middle = 200 + (box["width"] - 200) / 2
     found = []
     for y in range(60, int(box["height"]), 12):
         canvas.click(position={"x": middle, "y": y})

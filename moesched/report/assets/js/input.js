@@ -47,9 +47,13 @@ export function listenToKeys(element, timeline) {
   });
 }
 
-/** Zoom with the wheel and move by dragging, where times begin `offset()` pixels right of an element's edge. */
-export function listenToPointer(element, timeline, offset) {
-  listenToWheel(element, timeline, offset);
+/**
+ * Zoom with the wheel and move by dragging, where times begin `offset()` pixels right of an element's edge.
+ *
+ * With `scrolls`, the wheel alone scrolls the page, and zooms with Ctrl.
+ */
+export function listenToPointer(element, timeline, offset, scrolls = false) {
+  listenToWheel(element, timeline, offset, scrolls);
   let last = null;
   let moved = 0;
   element.addEventListener("pointerdown", (event) => {
@@ -80,23 +84,22 @@ export function listenToPointer(element, timeline, offset) {
   element.addEventListener("pointerleave", () => timeline.hover(null));
 }
 
-function listenToWheel(element, timeline, offset) {
-  element.addEventListener(
-    "wheel",
-    (event) => {
-      const box = element.getBoundingClientRect();
-      const x = event.clientX - box.left - offset();
-      if (x < 0) return; // the names scroll
-      event.preventDefault();
-      const pixels = event.deltaMode === 1 ? 16 : 1;
-      const sideways = event.shiftKey ? event.deltaY : event.deltaX;
-      const width = box.width - offset();
-      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        timeline.view.pan((sideways * pixels) / width);
-      } else {
-        timeline.view.zoom(Math.exp(event.deltaY * pixels * WHEEL), x / width);
-      }
-    },
-    { passive: false },
-  );
+function listenToWheel(element, timeline, offset, scrolls) {
+  const turned = (event) => {
+    const { view } = timeline;
+    const box = element.getBoundingClientRect();
+    const x = event.clientX - box.left - offset();
+    const width = box.width - offset();
+    const pixels = event.deltaMode === 1 ? 16 : 1;
+    const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (sideways) {
+      view.pan(((event.deltaX || event.deltaY) * pixels) / width);
+    } else {
+      const leaves = x < 0 || (event.deltaY > 0 && view.isWhole) || (scrolls && !event.ctrlKey);
+      if (leaves) return; // the page scrolls, or the lanes do
+      view.zoom(Math.exp(event.deltaY * pixels * WHEEL), x / width);
+    }
+    event.preventDefault();
+  };
+  element.addEventListener("wheel", turned, { passive: false });
 }

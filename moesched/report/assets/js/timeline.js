@@ -40,7 +40,7 @@ export class Timeline {
     this.showPath = true;
     this.selected = null;
     this.cursor = null;
-    this.charts = new Charts(parts.charts, runs, this.view, (over) => listenToPointer(over, this, () => 0));
+    this.charts = new Charts(parts.charts, runs, this.view, (over) => listenToPointer(over, this, () => 0, true));
     this.#layOut();
     listenToKeys(parts.lanes, this);
     listenToPointer(parts.canvas, this, () => this.gutter);

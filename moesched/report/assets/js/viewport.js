@@ -28,6 +28,11 @@ export class Viewport {
     return this.end - this.start;
   }
 
+  /** Whether all of the time is shown. */
+  get isWhole() {
+    return this.span >= (this.last - this.first) * (1 - 1e-9);
+  }
+
   /** Show a part of the time, as much of it as there is. */
   show(start, end) {
     const span = Math.min(Math.max(end - start, LEAST), this.last - this.first);
