@@ -9,7 +9,7 @@ import { describe, describeIdle } from "./js/describe.js";
 import { press } from "./js/input.js";
 import { rectangles } from "./js/merge.js";
 import { rowAt, rowsOf } from "./js/rows.js";
-import { firstAfter, Run, row, sliceAt } from "./js/run.js";
+import { firstAfter, inTurn, Run, row, sliceAt } from "./js/run.js";
 import { inkOn } from "./js/theme.js";
 import { ticks } from "./js/ticks.js";
 import { amount, duration, moment, whole } from "./js/units.js";
@@ -114,6 +114,11 @@ test("edges are known in both directions", () => {
 
 test("the critical path follows the waits back from the end", () => {
   assert.deepEqual([...example().path.order], [0, 1, 2]);
+});
+
+test("slices that overlap are shown in turn", () => {
+  const found = inTurn(row([0, 5, 6, 30], [10, 20, 15, 40], [1, 2, 3, 4], Uint32Array.of(0, 1, 2, 3)));
+  assert.deepEqual([[...found.order], [...found.starts], [...found.ends], [...found.families]], [[0, 1, 3], [0, 10, 30], [10, 20, 40], [1, 2, 4]]);
 });
 
 test("a shifted run has all its times shifted", () => {

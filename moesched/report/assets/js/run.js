@@ -10,6 +10,23 @@ export function row(starts, ends, families, order) {
   };
 }
 
+/** The same slices, each from the end of those before it on: parts of a collective on several ranks overlap. */
+export function inTurn(slices) {
+  let free = -Infinity;
+  const kept = [];
+  slices.ends.forEach((end, place) => {
+    if (end > free) kept.push([place, Math.max(slices.starts[place], free)]);
+    free = Math.max(free, end);
+  });
+  const places = kept.map(([place]) => place);
+  return {
+    order: Uint32Array.from(places, (place) => slices.order[place]),
+    starts: Float64Array.from(kept, ([, start]) => start),
+    ends: Float64Array.from(places, (place) => slices.ends[place]),
+    families: Uint8Array.from(places, (place) => slices.families[place]),
+  };
+}
+
 /** The place in a row of the first slice that ends after a time. */
 export function firstAfter(slices, time) {
   let low = 0;
@@ -57,9 +74,10 @@ export class Run {
       lane.number = number;
       delete lane.indices;
     });
-    this.path = row(this.starts, this.ends, this.families, Uint32Array.from(this.#criticalPath()));
+    const path = this.#criticalPath();
+    this.path = inTurn(row(this.starts, this.ends, this.families, Uint32Array.from(path)));
     this.onPath = new Uint8Array(this.count);
-    for (const index of this.path.order) this.onPath[index] = 1;
+    for (const index of path) this.onPath[index] = 1;
   }
 
   label(index) {
