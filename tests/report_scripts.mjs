@@ -5,7 +5,7 @@ import test from "node:test";
 
 import { lastUpTo } from "./js/charts.js";
 import { revive } from "./js/data.js";
-import { describe, describeIdle } from "./js/describe.js";
+import { describe, describeCancelled, describeIdle } from "./js/describe.js";
 import { press } from "./js/input.js";
 import { rectangles } from "./js/merge.js";
 import { rowAt, rowsOf } from "./js/rows.js";
@@ -32,13 +32,18 @@ function example(shift = 0) {
       step: Int32Array.of(-1, 0, 3),
       line: Uint32Array.of(0, 0, 1),
       state: Uint8Array.of(0, 0, 1),
+      choice: Uint32Array.of(0, 0, 1),
     },
+    cancelled: { time: Float64Array.of(20, 40), lane: Uint16Array.of(0, 0), task: Uint32Array.of(0, 0) },
+    choices: ["", "E3: 2, E5: 1"],
     tasks: {
       label: ["fetch", "kernel"],
       family: Uint8Array.of(2, 1),
       bytes: Float64Array.of(600, 0),
       flops: Float64Array.of(0, 8000),
       pages: Uint32Array.of(1, 0),
+      page_names: ["L4 E7 #0", ""],
+      rows: Uint32Array.of(0, 3),
       layer: Int32Array.of(4, 4),
       micro_batch: Int32Array.of(-1, 0),
       expert: Int32Array.of(7, -1),
@@ -129,16 +134,23 @@ test("a shifted run has all its times shifted", () => {
 test("a task is told with its times, rates, place and line", () => {
   const run = example();
   assert.deepEqual(Object.fromEntries(describe(run, 1)), {
-    lane: "link", starts: "0.000000030 s", takes: "50 ns", bytes: "600 B, 12 GB/s", pages: "1", step: "prefill", layer: "4",
+    lane: "link", starts: "0.000000030 s", takes: "50 ns", bytes: "600 B, 12 GB/s", pages: "1 (L4 E7 #0)", step: "prefill", layer: "4",
     expert: "7", "waited for": "fetch (the lane)",
   });
   assert.deepEqual(Object.fromEntries(describe(run, 2)), {
-    lane: "gpu", starts: "0.000000080 s", takes: "20 ns", compute: "8 KFLOP, 400 GFLOP/s", step: "3", layer: "4",
+    lane: "gpu", starts: "0.000000080 s", takes: "20 ns", compute: "8 KFLOP, 400 GFLOP/s", rows: "3", "chosen experts and their rows": "E3: 2, E5: 1", step: "3", layer: "4",
     "micro-batch": "0", state: "failed", "waited for": "fetch (its data)", "submitted by": "policies/mine.py:12",
   });
   assert.deepEqual(Object.fromEntries(describeIdle(run, run.lanes[1], 2, 0)), {
     lane: "gpu", idle: "80 ns", until: "kernel", "which waited for": "fetch (its data)",
   });
+});
+
+test("a cancelled transfer is found near its time, on its lane", () => {
+  const run = example(100);
+  assert.deepEqual([run.cancelledAt(run.lanes[0], 118, 5), run.cancelledAt(run.lanes[0], 150, 5), run.cancelledAt(run.lanes[1], 120, 5)], [0, -1, -1]);
+  assert.equal(run.labelOfCancelled(1), "fetch");
+  assert.deepEqual(describeCancelled(run, 1), [["lane", "link"], ["cancelled", "before it started"], ["pages", "1 (L4 E7 #0)"]]);
 });
 
 test("rows of several runs follow each other without overlap", () => {

@@ -47,10 +47,17 @@ def page_of(recording: Recording, about: About, folder: Path, **more: Any) -> st
 
 RECORDINGS: dict[str, Callable[[], Recording]] = {
     "several memories and pools": lambda: virtual_run("cgopipe", budgets=FORTY_PERCENT).recording,
-    "awaits and choices": lambda: virtual_run("expert_cache", budgets=FORTY_PERCENT).recording,
+    "choices and cancelled transfers": lambda: with_cancelled(),
     "measured": lambda: realtime_run("layer_streaming", budgets=FORTY_PERCENT).recording,
     "several ranks": lambda: ranks_that_meet(10, 90),
 }
+
+
+def with_cancelled() -> Recording:
+    """A run whose policy cancels transfers."""
+    run = virtual_run("prefetch_gate", budgets=FORTY_PERCENT, requests=1, micro_batch_size=1)
+    assert run.recording.cancelled
+    return run.recording
 
 
 @pytest.mark.parametrize("case", RECORDINGS)
@@ -68,6 +75,16 @@ def test_a_page_holds_every_slice_edge_and_sample(case: str, tmp_path: Path) -> 
         assert tasks["label"][task] == each.task.label
         assert (tasks["bytes"][task], tasks["flops"][task]) == (each.task.nbytes, each.task.flops)
         assert (tasks["layer"][task], tasks["expert"][task]) == (each.task.layer, each.task.expert)
+        assert (tasks["rows"][task], tasks["page_names"][task]) == (each.task.rows, each.task.page_names)
+        chosen = dict(
+            part.split(": ") for part in filter(None, found["choices"][slices["choice"][index]].split(", "))
+        )
+        assert chosen == {f"E{expert}": str(rows) for expert, rows in (each.experts or {}).items()}
+    cancelled = found["cancelled"]
+    assert [
+        (time, recording.lanes[lane], tasks["label"][task])
+        for time, lane, task in zip(cancelled["time"], cancelled["lane"], cancelled["task"], strict=True)
+    ] == [(each.time, each.lane, each.task.label) for each in recording.cancelled]
     assert edges_of(found) == [list(producers) for producers in recording.producers]
     used = {(each.rank, each.memory) for each in recording.memory if each.reserved}
     assert samples_of(found["memory"], "reserved", "pages") == sorted(

@@ -5,7 +5,7 @@ Slices keep their order, which is that of their ends. Times are nanoseconds on t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moesched.analysis.families import COLOURS, family_of
@@ -16,7 +16,7 @@ from moesched.trace.waits import waits_of
 
 FAMILIES = tuple(COLOURS)
 WHY = ("start", "data", "room", "lane", "rank", "await")
-STATES = ("done", "failed", "cancelled")
+STATES = ("done", "failed")
 
 
 def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_columns(columns: Columns, title: str, recording: Recording, shift: int =
             {"step": each.step, "start": round(each.start * 1e9), "end": round(each.end * 1e9)}
             for each in summarize(recording).steps
         ],
-        **_slices(columns, recording),
+        **_tasks_and_slices(columns, recording),
         **_edges(columns, recording),
         **_waits(columns, recording),
         "memory": _memory(columns, recording),
@@ -60,33 +60,54 @@ class _Numbered:
         return list(self.numbers)
 
 
-def _slices(columns: Columns, recording: Recording) -> dict[str, Any]:
+class _NumberedTasks(_Numbered):
+    """Descriptions of tasks; most are known by their identity, which is faster than comparing all of their fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_identity: dict[int, int] = {}
+
+    def of(self, value: TaskInfo) -> int:
+        """The number of a description."""
+        number = self._by_identity.get(id(value))
+        if number is None:
+            number = self._by_identity[id(value)] = super().of(value)
+        return number
+
+
+def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
     slices = recording.slices
     lanes: dict[LaneName, int] = {lane: number for number, lane in enumerate(recording.lanes)}
-    tasks, lines, states = _Numbered(), _Numbered([""]), _Numbered(STATES)
-    by_identity: dict[int, int] = {}
-    task_numbers = []
-    for each in slices:
-        number = by_identity.get(id(each.task))
-        if number is None:
-            number = by_identity[id(each.task)] = tasks.of(each.task)
-        task_numbers.append(number)
+    tasks, lines, states, choices = _NumberedTasks(), _Numbered([""]), _Numbered(STATES), _Numbered([""])
     slice_columns = {
         "id": columns.add("i32", (each.id for each in slices)),
         "start": columns.add("f64", (each.start for each in slices)),
         "duration": columns.add("f64", (each.end - each.start for each in slices)),
         "lane": columns.add("u16", (lanes[each.lane] for each in slices)),
-        "task": columns.add("u32", task_numbers),
+        "task": columns.add("u32", (tasks.of(each.task) for each in slices)),
         "step": columns.add("i32", (each.step for each in slices)),
         "line": columns.add("u32", (lines.of(each.line) for each in slices)),
         "state": columns.add("u8", (states.of(each.state) for each in slices)),
+        "choice": columns.add("u32", (choices.of(_choice(each.experts)) for each in slices)),
+    }
+    cancelled = {
+        "time": columns.add("f64", (each.time for each in recording.cancelled)),
+        "lane": columns.add("u16", (lanes[each.lane] for each in recording.cancelled)),
+        "task": columns.add("u32", (tasks.of(each.task) for each in recording.cancelled)),
     }
     return {
         "slices": slice_columns,
+        "cancelled": cancelled,
         "lines": lines.values,
         "states": states.values,
+        "choices": choices.values,
         "tasks": _tasks(columns, tasks.values),
     }
+
+
+def _choice(experts: Mapping[int, int] | None) -> str:
+    """The experts that a router chose, with their rows."""
+    return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
@@ -101,6 +122,8 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
         "micro_batch": columns.add("i32", (each.micro_batch for each in tasks)),
         "expert": columns.add("i32", (each.expert for each in tasks)),
         "pages": columns.add("u32", (each.pages for each in tasks)),
+        "page_names": [each.page_names for each in tasks],
+        "rows": columns.add("u32", (each.rows for each in tasks)),
         "flops": columns.add("f64", (each.flops for each in tasks)),
         "bytes": columns.add("f64", (each.nbytes for each in tasks)),
         "verbs": verbs.values,

@@ -233,7 +233,12 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, rename={"ahead": "ahead_n
     error: int
 
 
-class Roof(msgspec.Struct, frozen=True, kw_only=True):
+class Roof(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"flops": "flops_per_second", "bandwidth": "bytes_per_second"},
+):
     """Limits of a processor: FLOP/s in the run's dtype, and bytes per second of the memory that it computes from."""
 
     flops: Annotated[float, Meta(gt=0)]

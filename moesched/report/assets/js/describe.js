@@ -17,7 +17,7 @@ export function stepName(step) {
 
 /** Pairs of a name and a text about a task. */
 export function describe(run, index) {
-  const { slices, tasks, lines, states, whys, waits } = run.data;
+  const { slices, tasks, lines, states, choices, whys, waits } = run.data;
   const task = slices.task[index];
   const took = slices.duration[index];
   const found = [
@@ -28,12 +28,15 @@ export function describe(run, index) {
   const [nbytes, flops] = [tasks.bytes[task], tasks.flops[task]];
   if (nbytes) found.push(["bytes", `${amount(nbytes, "B")}, ${rate(nbytes / took)} GB/s`]);
   if (flops) found.push(["compute", `${amount(flops, "FLOP")}, ${rate(flops / took)} GFLOP/s`]);
-  if (tasks.pages[task]) found.push(["pages", whole(tasks.pages[task])]);
+  if (tasks.pages[task]) found.push(["pages", pagesOf(tasks, task)]);
+  if (tasks.rows[task]) found.push(["rows", whole(tasks.rows[task])]);
   const step = slices.step[index];
   found.push(["step", step > 0 ? String(step) : stepName(step)]);
   for (const name of ["layer", "micro_batch", "expert"]) {
     if (tasks[name][task] >= 0) found.push([name.replace("_", "-"), whole(tasks[name][task])]);
   }
+  const choice = choices[slices.choice[index]];
+  if (choice) found.push(["chosen experts and their rows", choice]);
   const state = states[slices.state[index]];
   if (state !== "done") found.push(["state", state]);
   const before = waits.before[index];
@@ -42,6 +45,20 @@ export function describe(run, index) {
   const line = lines[slices.line[index]];
   if (line) found.push(["submitted by", shortPath(line)]);
   return found;
+}
+
+/** Pairs about a transfer that was cancelled. */
+export function describeCancelled(run, place) {
+  const { cancelled, tasks } = run.data;
+  const task = cancelled.task[place];
+  const found = [["lane", run.laneTitle(run.lanes[cancelled.lane[place]])], ["cancelled", "before it started"]];
+  if (tasks.pages[task]) found.push(["pages", pagesOf(tasks, task)]);
+  return found;
+}
+
+function pagesOf(tasks, task) {
+  const names = tasks.page_names[task];
+  return names ? `${whole(tasks.pages[task])} (${names})` : whole(tasks.pages[task]);
 }
 
 /** The last folder and the file of a path. */

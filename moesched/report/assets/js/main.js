@@ -44,6 +44,7 @@ function showLegend(families, runs) {
     if (!runs.some((run) => run.families.includes(number))) return;
     element("legend").append(make("li", "", swatch(family.colour), family.meaning));
   });
+  if (runs.some((run) => run.cancelled.length)) element("legend").append(make("li", "× cancelled transfer"));
 }
 
 start().catch((error) => {

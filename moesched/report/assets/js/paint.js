@@ -10,6 +10,7 @@ const BOLD = `600 ${FONT}`;
 const TICK_WIDTH = 110;
 const LABEL_WIDTH = 28;
 const PADDING = 4;
+const CROSS = 3;
 
 export class Painter {
   constructor(context, families) {
@@ -155,11 +156,31 @@ export class Painter {
       if (run.onPath[slices.order[place]]) onPath.push(left, right);
     });
     this.#labels(row, labelled, y + 2.5 + height / 2);
+    if (row.kind === "lane") this.#cancelled(row, y + 2 + height / 2);
     if (!scene.showPath || row.kind !== "lane") return;
     context.fillStyle = scene.colours.path;
     for (let at = 0; at < onPath.length; at += 2) {
       context.fillRect(scene.gutter + onPath[at], y + height + 0.5, Math.max(1, onPath[at + 1] - onPath[at] - 0.75), 2.5);
     }
+  }
+
+  /** A cross for each transfer that was cancelled. */
+  #cancelled({ run, lane }, y) {
+    const { context, scene } = this;
+    context.strokeStyle = scene.colours.ink;
+    context.lineWidth = 1.5;
+    context.beginPath();
+    let last = -CROSS;
+    run.cancelled.forEach((time, place) => {
+      const x = Math.round(this.x(time));
+      if (run.data.cancelled.lane[place] !== lane.number || x - last < 1 || x < scene.gutter || x > scene.width) return;
+      last = x;
+      context.moveTo(x - CROSS, y - CROSS);
+      context.lineTo(x + CROSS, y + CROSS);
+      context.moveTo(x - CROSS, y + CROSS);
+      context.lineTo(x + CROSS, y - CROSS);
+    });
+    context.stroke();
   }
 
   /** Labels of slices; `labelled` has the left, right, family and place of each. */

@@ -74,6 +74,7 @@ export class Run {
       lane.number = number;
       delete lane.indices;
     });
+    this.cancelled = data.cancelled.time.map((time) => time + shift);
     const path = this.#criticalPath();
     this.path = inTurn(row(this.starts, this.ends, this.families, Uint32Array.from(path)));
     this.onPath = new Uint8Array(this.count);
@@ -82,6 +83,19 @@ export class Run {
 
   label(index) {
     return this.data.tasks.label[this.data.slices.task[index]];
+  }
+
+  labelOfCancelled(place) {
+    return this.data.tasks.label[this.data.cancelled.task[place]];
+  }
+
+  /** The place of the transfer that was cancelled on a lane at a time, or the nearest one within `slack`; or -1. */
+  cancelledAt(lane, time, slack) {
+    const away = (place) => Math.abs(this.cancelled[place] - time);
+    const near = [...this.cancelled.keys()].filter(
+      (place) => this.data.cancelled.lane[place] === lane.number && away(place) <= slack,
+    );
+    return near.reduce((best, place) => (best < 0 || away(place) < away(best) ? place : best), -1);
   }
 
   laneOf(index) {

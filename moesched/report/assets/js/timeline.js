@@ -2,7 +2,7 @@
 
 import { drawSelected } from "./arrows.js";
 import { Charts } from "./charts.js";
-import { describe, describeIdle, stepName } from "./describe.js";
+import { describe, describeCancelled, describeIdle, stepName } from "./describe.js";
 import { showDetails, showTooltip } from "./details.js";
 import { listenToKeys, listenToPointer } from "./input.js";
 import { Painter } from "./paint.js";
@@ -229,9 +229,13 @@ export class Timeline {
     const time = this.#time(event, canvas);
     if (!row || time < this.view.start) return null;
     if (!row.slices) return { row, time, index: -1 };
-    const slack = (SLACK * this.view.span) / (this.width - this.gutter);
-    const place = sliceAt(row.slices, time, slack);
+    const place = sliceAt(row.slices, time, this.#slack());
     return { row, time, index: place < 0 ? -1 : row.slices.order[place] };
+  }
+
+  /** The time of a few pixels. */
+  #slack() {
+    return (SLACK * this.view.span) / (this.width - this.gutter);
   }
 
   #under(event) {
@@ -240,6 +244,10 @@ export class Timeline {
     const { row, time, index } = found;
     if (row.kind === "steps") return this.#step(row, time);
     if (!row.slices) return null;
+    if (row.lane) {
+      const place = row.run.cancelledAt(row.lane, time, this.#slack());
+      if (place >= 0) return { heading: row.run.labelOfCancelled(place), pairs: describeCancelled(row.run, place) };
+    }
     if (index >= 0) return { heading: row.run.label(index), pairs: describe(row.run, index) };
     const next = firstAfter(row.slices, time);
     if (row.kind !== "lane" || next >= row.slices.order.length) return null;
