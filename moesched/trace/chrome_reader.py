@@ -127,22 +127,27 @@ class PredictionEntry(NamedTuple):
     seconds: float
 
 
-class OtherData(msgspec.Struct):
-    """Metadata in the header of a trace."""
+class AboutData(msgspec.Struct, kw_only=True):
+    """The part of a trace's metadata that becomes its `About`; runs side by side have none of it."""
 
-    format: str
-    tasks: int
-    edges: int
     driver: str = ""
-    joins: int = 0
-    cancelled: int = 0
-    trimmed: bool = False
     policy: str = ""
     model: str = ""
     machine: str = ""
     plan: dict[str, Any] = {}
     clocks: dict[str, Clock] = {}
     roofs: dict[str, Roof] = {}
+
+
+class OtherData(AboutData, kw_only=True):
+    """Metadata in the header of a trace."""
+
+    format: str
+    tasks: int
+    edges: int
+    joins: int = 0
+    cancelled: int = 0
+    trimmed: bool = False
     costs: list[CostEntry] = []
     predictions: list[PredictionEntry] = []
     accesses: list[PoolAccesses] = []
