@@ -2,14 +2,14 @@
 
 import { firstAfter } from "./run.js";
 
-export const LEVELS = 4;
+const LEVELS = 8;
 const FAMILIES = 16;
 
 /**
  * Call `emit(left, right, family, cover, place)` for each rectangle between two times, in pixels from 0 to `width`.
  *
  * `place` is the place of the slice in the row. Merged slices have -1, the family that most of their time has, and in
- * `cover` the share of their pixels that they cover, in quarters.
+ * `cover` the share of their pixels that they cover, in eighths.
  */
 export function rectangles(slices, start, end, width, emit) {
   const { starts, ends, families } = slices;
@@ -35,7 +35,7 @@ export function rectangles(slices, start, end, width, emit) {
       if (covered[each] > covered[most]) most = each;
     }
     covered.fill(0);
-    const found = Math.max(1, Math.min(LEVELS, Math.ceil(total * LEVELS)));
+    const found = Math.min(LEVELS, Math.round(total * LEVELS));
     if (family !== most || level !== found || right !== column) {
       closeRectangle();
       left = column;

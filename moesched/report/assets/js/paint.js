@@ -1,6 +1,6 @@
 // Draws the rows that are in view.
 
-import { LEVELS, rectangles } from "./merge.js";
+import { rectangles } from "./merge.js";
 import { AXIS } from "./rows.js";
 import { inkOn, laidOver } from "./theme.js";
 import { ticks } from "./ticks.js";
@@ -11,6 +11,7 @@ const TICK_WIDTH = 110;
 const LABEL_WIDTH = 28;
 const PADDING = 4;
 const CROSS = 3;
+const TINT = 0.25;
 
 export class Painter {
   constructor(context, families) {
@@ -46,9 +47,7 @@ export class Painter {
 
   /** Use the colours of a theme. */
   recolour(colours) {
-    this.fills = this.families.map((colour) =>
-      Array.from({ length: LEVELS + 1 }, (_, level) => laidOver(colour, colours.page, 0.35 + (0.65 * level) / LEVELS)),
-    );
+    this.tints = this.families.map((colour) => laidOver(colour, colours.page, TINT));
   }
 
   /** The pixel of a time. */
@@ -138,19 +137,23 @@ export class Painter {
   }
 
   #slices(row, y) {
-    const { context, scene, fills } = this;
+    const { context, scene } = this;
     const { run, slices } = row;
     const height = row.height - 5;
     const labelled = [];
     const onPath = [];
-    let fill = "";
     rectangles(slices, scene.view.start, scene.view.end, scene.width - scene.gutter, (left, right, family, cover, place) => {
-      const colour = fills[family][cover * LEVELS];
-      if (fill !== colour) context.fillStyle = fill = colour;
       // Whole pixels are drawn much faster; a gap tells wide neighbours apart.
       const [from, to] = [Math.round(left), Math.round(right)];
       const width = to - from;
-      context.fillRect(scene.gutter + from, y + 2, width > 3 ? width - 1 : Math.max(width, 1), height);
+      const drawn = width > 3 && place >= 0 ? width - 1 : Math.max(width, 1);
+      if (cover < 1) {
+        context.fillStyle = this.tints[family];
+        context.fillRect(scene.gutter + from, y + 2, drawn, height);
+      }
+      context.fillStyle = this.families[family];
+      const filled = Math.max(2, Math.round(cover * height));
+      context.fillRect(scene.gutter + from, y + 2 + height - filled, drawn, filled);
       if (place < 0) return;
       if (width >= LABEL_WIDTH) labelled.push(left, right, family, place);
       if (run.onPath[slices.order[place]]) onPath.push(left, right);
