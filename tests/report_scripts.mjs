@@ -95,11 +95,11 @@ test("wide slices are drawn as they are, and only as far as they are in view", (
 });
 
 test("narrow slices are merged by pixel, with the family that takes most of it", () => {
-  const starts = Array.from({ length: 1000 }, (_, index) => 10 * index);
-  const ends = starts.map((start, index) => start + (index % 3 ? 9 : 3));
-  const families = starts.map((_, index) => (index % 3 ? 5 : 1));
+  const starts = Array.from({ length: 1600 }, (_, index) => 8 * index);
+  const ends = starts.map((start, index) => start + (index % 4 ? 7 : 2));
+  const families = starts.map((_, index) => (index % 4 ? 5 : 1));
   const found = [];
-  rectangles(row(starts, ends, families, Uint32Array.from(starts.keys())), 0, 10_000, 100, (...each) => found.push(each));
+  rectangles(row(starts, ends, families, Uint32Array.from(starts.keys())), 0, 12_800, 100, (...each) => found.push(each));
   assert.deepEqual(found, [[0, 100, 5, 0.75, -1]]);
 });
 

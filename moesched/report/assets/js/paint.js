@@ -142,18 +142,19 @@ export class Painter {
     const height = row.height - 5;
     const labelled = [];
     const onPath = [];
+    let last = "";
+    const fill = (colour, ...box) => {
+      if (colour !== last) context.fillStyle = last = colour;
+      context.fillRect(...box);
+    };
     rectangles(slices, scene.view.start, scene.view.end, scene.width - scene.gutter, (left, right, family, cover, place) => {
       // Whole pixels are drawn much faster; a gap tells wide neighbours apart.
       const [from, to] = [Math.round(left), Math.round(right)];
       const width = to - from;
       const drawn = width > 3 && place >= 0 ? width - 1 : Math.max(width, 1);
-      if (cover < 1) {
-        context.fillStyle = this.tints[family];
-        context.fillRect(scene.gutter + from, y + 2, drawn, height);
-      }
-      context.fillStyle = this.families[family];
       const filled = Math.max(2, Math.round(cover * height));
-      context.fillRect(scene.gutter + from, y + 2 + height - filled, drawn, filled);
+      if (filled < height) fill(this.tints[family], scene.gutter + from, y + 2, drawn, height - filled);
+      fill(this.families[family], scene.gutter + from, y + 2 + height - filled, drawn, filled);
       if (place < 0) return;
       if (width >= LABEL_WIDTH) labelled.push(left, right, family, place);
       if (run.onPath[slices.order[place]]) onPath.push(left, right);
