@@ -192,7 +192,10 @@ export class Painter {
     const { context, scene } = this;
     for (let at = 0; at < labelled.length; at += 4) {
       const [left, right, family, place] = labelled.slice(at, at + 4);
-      const label = this.#fitted(run.label(slices.order[place]), right - left - 2 * PADDING);
+      const whole = run.label(slices.order[place]);
+      const room = right - left - 2 * PADDING;
+      const short = whole.slice(whole.indexOf(" ") + 1); // layer, expert and micro-batch tell more than half a verb
+      const label = this.#width(whole) > room && this.#width(short) <= room ? short : this.#fitted(whole, room);
       context.fillStyle = this.inks[family];
       context.fillText(label, scene.gutter + left + PADDING, y);
     }
