@@ -181,7 +181,7 @@ CAUSES = {
         {"cause": "router"},
     ),
     "late router, measured": Cause(
-        lambda: measured(AfterTheRouter(), {"route": 0.02, "fetch": 0.002}), {"cause": "router"}
+        lambda: measured(AfterTheRouter(), {"route": 0.02, "fetch": 0.005}), {"cause": "router"}
     ),
     "starved host lane, simulated": Cause(
         lambda: simulated("cgopipe", dear={"cpu_attention": 2000.0}, requests=64),

@@ -31,6 +31,9 @@ OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
 LEAST_SHARE = 0.1
 """Share of the path from which on a relief is tried."""
 
+NEARLY = 0.9
+"""Share of the most that a relief saves from which on it counts as much."""
+
 MOST_TASKS = 5000
 """Tasks of a replay: those around the middle of the run's time."""
 
@@ -91,8 +94,9 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
     total = recording.end - recording.start
     large = [part for part in parts if part.nanoseconds >= LEAST_SHARE * total] or parts[:1]
     saved = _savings(recording, large, spared)
-    part, share = max(
-        zip(large, saved, strict=True), key=lambda each: (round(each[1], 2), each[0].nanoseconds)
+    # Where two lanes are equally busy, each would save nearly the same: the longer part of the path is named.
+    part, share = next(
+        (part, each) for part, each in zip(large, saved, strict=True) if each >= NEARLY * max(saved)
     )
     return Bottleneck(
         lane=_most(part.stretches, "lane"),
