@@ -46,7 +46,7 @@ class Sleepy(LayerStreaming):
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
-            time.sleep(0.02)
+            time.sleep(0.05)
             if i + 1 < len(step.layers) or not step.last:
                 self._fetch(step, (i + 1) % len(step.layers))
             for j in step.micro_batches:

@@ -111,11 +111,14 @@ class Dawdler:
 
     def ended(self, task: Task) -> None:
         """Sleep."""
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 def measured(
-    policy: Policy, slow: Mapping[str, float] | None = None, observers: Sequence[Observer] = ()
+    policy: Policy,
+    slow: Mapping[str, float] | None = None,
+    observers: Sequence[Observer] = (),
+    prompts: Sequence[Sequence[int]] = ((1, 2, 3, 4, 5, 6, 7, 8),) * 4,
 ) -> Recording:
     """A run of a small random model on worker threads."""
     with TemporaryDirectory() as folder:
@@ -131,10 +134,10 @@ def measured(
         write_random_model(config, Path(folder) / "model")
         checkpoint = open_checkpoint(Path(folder) / "model")
         device = SlowTorch(checkpoint, weight_layout(config), slow or {})
-        batch = split_batch([8] * 4, NEW_TOKENS, 2)
+        batch = split_batch([*map(len, prompts)], NEW_TOKENS, 2)
         plan = plan_run(TWO_MEMORIES, device.layout, batch, policy, slot_bytes=device.slot_bytes)
         recorder = Recorder()
-        run(plan, policy, device, [[1, 2, 3, 4, 5, 6, 7, 8]] * 4, observers=observers, recorder=recorder)
+        run(plan, policy, device, prompts, observers=observers, recorder=recorder)
     return recorder.recording()
 
 
@@ -181,7 +184,7 @@ CAUSES = {
         {"cause": "router"},
     ),
     "late router, measured": Cause(
-        lambda: measured(AfterTheRouter(), {"route": 0.02, "fetch": 0.005}), {"cause": "router"}
+        lambda: measured(AfterTheRouter(), {"route": 0.02, "fetch": 0.01}, prompts=[[1]]), {"cause": "router"}
     ),
     "starved host lane, simulated": Cause(
         lambda: simulated("cgopipe", dear={"cpu_attention": 2000.0}, requests=64),
