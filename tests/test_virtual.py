@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
+from moesched.drivers.pricing import FULL, MANY, no_garbage_collection
 from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
@@ -270,3 +273,25 @@ def test_each_rank_has_a_policy_of_its_own_on_one_clock() -> None:
         return driver.now
 
     assert driver.run(*(policy(rank) for rank in range(3))) == [1_000_000_000, 2_000_000_000, 3_000_000_000]
+
+
+def test_a_pause_of_the_garbage_collector_for_few_objects_does_not_set_its_counts_back() -> None:
+    gc.collect()
+    gc.collect(1)  # counts as one collection of the young before the next full one
+    before = gc.get_count()[2]
+    with no_garbage_collection():
+        [[] for _ in range(100)]
+    assert gc.get_count()[2] >= before > 0
+
+
+def test_garbage_is_collected_although_many_objects_become_old_at_once() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    gone = weakref.ref(Cycle())
+    for _ in range(FULL // MANY):
+        with no_garbage_collection():
+            made = [[] for _ in range(MANY + 1000)]
+        del made
+    assert gone() is None

@@ -186,5 +186,6 @@ class TorchDevice:
     def close(self) -> None:
         """Close the device where nothing can be awaited."""
         self._verbs = {}
+        self._global_weights = None
         self._store.close()
         self._compute.close()

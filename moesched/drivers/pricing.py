@@ -19,11 +19,21 @@ def nanoseconds(work: Work, cost: CostModel) -> int:
     return work.nanoseconds
 
 
+MANY = 20_000
+"""Objects that a run makes from which on they count as old at once."""
+
+FULL = 5_000_000
+"""Objects that have become old before all garbage is collected."""
+
+_made_old = 0
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Pause the garbage collector: a schedule is many small objects without cycles, so that collections only cost time.
 
-    Objects made meanwhile count as old afterwards; otherwise the next young collection would visit all of them.
+    Many objects made meanwhile count as old afterwards; otherwise the next young collection would visit all of them.
+    That sets the collector's counts back, so full collections are made here from time to time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -31,7 +41,18 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():
+            made = gc.get_count()[0]
+            if made >= MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
+                _collect_in_time(made)
             gc.enable()
+
+
+def _collect_in_time(made: int) -> None:
+    """Collect all garbage once enough objects have become old since the last time."""
+    global _made_old
+    _made_old += made
+    if _made_old >= FULL:
+        _made_old = 0
+        gc.collect()
