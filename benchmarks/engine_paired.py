@@ -4,8 +4,9 @@
 
 Each tree has a process, which measures a row when it is told to; the two take turns within a round, and the one that
 goes first changes from round to round. Both are started anew for every row and every five rounds, since where a process
-has its code and data in memory, and what it ran before, makes it some percent faster or slower for its whole life. A row's figure is the median over the rounds
-of (microseconds per task now / before), with a bootstrap interval of 95 %: 1.03 is 3 % slower.
+has its code and data in memory, and what it ran before, makes it some percent faster or slower for its whole life. A
+row's figure is the median over the rounds of (microseconds per task now / before), with a bootstrap interval of 95 %:
+1.03 is 3 % slower.
 """
 
 from __future__ import annotations
