@@ -292,6 +292,6 @@ def test_garbage_is_collected_although_many_objects_become_old_at_once() -> None
     gone = weakref.ref(Cycle())
     for _ in range(FULL // MANY):
         with no_garbage_collection():
-            made = [[] for _ in range(MANY + 1000)]
+            made: list[list[int]] = [[] for _ in range(MANY + 1000)]
         del made
     assert gone() is None
