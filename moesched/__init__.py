@@ -11,10 +11,12 @@ The names are loaded when they are first used, so that `import moesched` costs n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+"""True for type checkers; nothing is imported before a command has its handler of Ctrl-C."""
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from moesched.analysis.compare import compare as compare_runs
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
@@ -125,6 +127,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'moesched' has no attribute {name!r}")
+    from importlib import import_module
+
     module, _, original = _HOMES[name].partition(":")
     value = globals()[name] = getattr(import_module(module), original or name)
     return value
