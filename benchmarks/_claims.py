@@ -173,8 +173,8 @@ def expert_kernel(result: Result) -> Iterator[Claim]:
 
 def explaining(result: Result) -> Iterator[Claim]:
     """`explain` on large traces."""
-    for each in result["policies"]:
-        words = f"`explain` on {each['tasks']:,} tasks of {each['policy']}"
+    for each in result["runs"]:
+        words = f"`explain` on {each['tasks']:,} tasks of {each['run']}"
         yield at_most(words, each["seconds"], result["bar_seconds"], "{:.1f} s")
         yield at_most(f"{words}, memory", each["peak_bytes"] / 1e6, result["bar_bytes"] / 1e6, "{:,.0f} MB")
 
