@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 def missing() -> str:
-    """What there is not of a browser and its driver, and how to install it; empty if nothing is missing."""
+    """Names the missing one of browser and driver, and its installation; empty if none is missing."""
     if find_spec("playwright") is None:
         return "needs playwright, which is not installed: pip install playwright"
     if chromium() is None:

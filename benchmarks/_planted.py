@@ -1,4 +1,4 @@
-"""What `bottlenecks.py` plants: policies with one weakness, a slow device, and dear kinds of work."""
+"""Causes of slowness for `bottlenecks.py`: policies with one weakness, a slow device, and dear kinds of work."""
 
 from __future__ import annotations
 
@@ -40,21 +40,11 @@ class OneLayer(LayerStreaming):
 
 
 class Sleepy(LayerStreaming):
-    """Sleeps before each layer, while nothing is submitted."""
+    """Sleeps before each fetch, while nothing is submitted."""
 
-    def _schedule(self, step: Step) -> None:
-        for j in step.micro_batches:
-            step.embed(j)
-        for i in step.layers:
-            time.sleep(0.05)
-            if i + 1 < len(step.layers) or not step.last:
-                self._fetch(step, (i + 1) % len(step.layers))
-            for j in step.micro_batches:
-                step.pre_attention(i, j)
-                step.attention(i, j)
-                step.post_attention(i, j)
-        for j in step.micro_batches:
-            step.sample(j)
+    def _fetch(self, step: Step, i: int) -> None:
+        time.sleep(0.05)
+        super()._fetch(step, i)
 
 
 class AfterTheRouter:

@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def findings(name: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """What `explain` says of each run of a cause."""
+    """The bottleneck that `explain` names in each run of a cause."""
     planted, _, figures = name.rpartition(", ")
     cause = CAUSES[name]
     for _ in range(rounds):

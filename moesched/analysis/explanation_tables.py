@@ -26,7 +26,7 @@ RELIEFS = {
     "policy": "It is the time of the policy's own Python; half of it",
     "host": "It is the time of the driver and its threads; half of it",
 }
-"""What would relieve a bottleneck, by its cause."""
+"""The relief of a bottleneck, by its cause."""
 
 DECISIONS_HELD = (
     "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def told(explanation: Explanation) -> list[str]:
-    """What matters first: the run, and its bottleneck."""
+    """The first lines: the run, and its bottleneck."""
     lines = [
         f"{explanation.policy or 'run'} on {explanation.model or 'a graph'}, {explanation.figures} on "
         f"{explanation.machine or 'this machine'}: {format_seconds(explanation.seconds)} without loading, "

@@ -7,7 +7,7 @@ from typing import Literal
 from moesched.trace.recording import TaskInfo
 
 Family = Literal["attention", "experts", "weights", "activations", "exchange", "choices", "other"]
-"""What a task is part of.
+"""A kind of work.
 
 "experts": expert and dense FFNs. "weights": transfers of weight pages. "activations": transfers of hidden states, keys
 and values. "exchange": collectives between ranks. "choices": embedding, routers and sampling.
