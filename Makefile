@@ -9,7 +9,7 @@ TOOLS := $(VENV)/installed-dev
 FOR_DOCS := $(VENV)/installed-docs
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 # Compiled during the installation where there is a C compiler.
-KERNEL := $(wildcard devices/products/expert_*.[ch])
+KERNEL := $(wildcard devices/native/*.[ch])
 
 # Set in many containers; each of the many processes of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -61,7 +61,7 @@ clean: ## remove wheels, caches, traces and generated models (out/)
 	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv and the compiled CPU kernel, too
-	rm -rf $(VENV) devices/products/_expert_kernel*
+	rm -rf $(VENV) devices/native/_kernels*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -71,7 +71,7 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
 	$(PIP_INSTALL) -e .
-	@$(BIN)/python -c 'from moesched.devices.products.expert_kernel import availability; print(availability())'
+	@$(BIN)/python -c 'from moesched.devices.native.library import availability; print(availability())'
 	@touch $@
 
 $(TOOLS): $(INSTALLED)

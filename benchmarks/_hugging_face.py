@@ -16,7 +16,7 @@ import torch
 from _decoding import Model
 from _reading import warm
 
-from moesched.devices.products.team import usable_cores
+from moesched.system.cores import usable_cores
 
 EXPERT_SETTINGS = ("eager", "grouped_mm")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from _decoding import Model
 
-from moesched.devices.products.team import usable_cores
 from moesched.devices.shared.arena import Arena
 from moesched.devices.shared.page_reader import PageReader
+from moesched.system.cores import usable_cores
 
 
 def disk_bandwidth(model: Model) -> dict[str, float]:

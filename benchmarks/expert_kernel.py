@@ -30,15 +30,17 @@ from typing import Any
 import torch
 from _options import Benchmark, track
 
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.library import instruction_sets
 from moesched.devices.products.crossover import most_rows
-from moesched.devices.products.expert_kernel import ExpertKernel, variants
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
-from moesched.devices.products.team import Team, usable_cores, use_cores
+from moesched.devices.products.team import Team, use_cores
 from moesched.jobs.run_model import run_model
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
+from moesched.system.cores import usable_cores
 
 HIDDEN, WIDTH = 4096, 14336
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print what came out, write the result."""
     options = BENCHMARK.parse(arguments)
     few = [rows for rows in ROWS if rows <= MOST_ROWS_BY_STREAM]
-    best, *others = variants()
+    best, *others = instruction_sets()
     found: dict[str, Any] = {}
     with torch.inference_mode():
         if "alone" in options.only:
@@ -118,7 +120,7 @@ def measure_alone(
         else experts
     )
     figures = {}
-    with closing(ExpertKernel(max(ROWS), variant)) as kernel, closing(Team(usable_cores())) as team:
+    with closing(NativeKernels(max(ROWS), variant)) as kernel, closing(Team(usable_cores())) as team:
         for rows in track(numbers, "rows"):
             calls = contenders(kernel, team, rows, experts, kept)
             figures[str(rows)] = compare(calls, TORCHS if torchs else (), turns)
@@ -127,7 +129,7 @@ def measure_alone(
 
 
 def contenders(
-    kernel: ExpertKernel, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
+    kernel: NativeKernels, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
 ) -> dict[str, Callable[[], float]]:
     """Calls to measure: each gives its bandwidth in GB/s, and does as many experts as there are cores."""
     x_nD = torch.randn(rows, HIDDEN).bfloat16()

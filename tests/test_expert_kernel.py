@@ -16,22 +16,23 @@ import torch
 import torch.nn.functional as F
 from _small_runs import ONE_MEMORY, generate
 
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.library import availability, instruction_sets
 from moesched.devices.products import crossover
-from moesched.devices.products.expert_kernel import ExpertKernel, availability, variants
 from moesched.devices.products.products import Products
-from moesched.devices.products.team import affinity, usable_cores
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
+from moesched.system.cores import affinity, usable_cores
 
 Tensor = torch.Tensor
 
 MOST_ROWS = 32
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
-needs_kernel = pytest.mark.skipif(not variants(), reason=availability())
+needs_kernel = pytest.mark.skipif(not instruction_sets(), reason=availability())
 
 
 def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor:
@@ -39,7 +40,7 @@ def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor
     return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
 
 
-@pytest.fixture(params=variants() or ["none"])
+@pytest.fixture(params=instruction_sets() or ["none"])
 def variant(request: pytest.FixtureRequest) -> str:
     """Every instruction set that this processor has."""
     name: str = request.param
@@ -49,8 +50,8 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernel(variant: str) -> Iterator[ExpertKernel]:
-    with closing(ExpertKernel(MOST_ROWS, variant, threads=2)) as kernel:
+def kernel(variant: str) -> Iterator[NativeKernels]:
+    with closing(NativeKernels(MOST_ROWS, variant, threads=2)) as kernel:
         yield kernel
 
 
@@ -59,7 +60,7 @@ SHAPES = [(256, 4096), (100, 600), (33, 45), (8, 9000), (1, 1), (130, 1031)]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_product_is_right(kernel: ExpertKernel, outputs: int, inputs: int) -> None:
+def test_a_product_is_right(kernel: NativeKernels, outputs: int, inputs: int) -> None:
     x_TD, weight_ND = random(MOST_ROWS, inputs), random(outputs, inputs, 2)
     exact_TN = x_TD.double() @ weight_ND.double().T
     error = (kernel.linear(x_TD, [weight_ND]).double() - exact_TN).abs()
@@ -68,7 +69,7 @@ def test_a_product_is_right(kernel: ExpertKernel, outputs: int, inputs: int) -> 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_row_has_the_same_bits_whatever_the_other_rows(
-    kernel: ExpertKernel, outputs: int, inputs: int
+    kernel: NativeKernels, outputs: int, inputs: int
 ) -> None:
     x_TD, weight_ND = random(MOST_ROWS, inputs), random(outputs, inputs, 2)
     together = kernel.linear(x_TD, [weight_ND])
@@ -78,7 +79,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows(
 
 
 @pytest.mark.parametrize("cuts", [[1], [5, 6, 40], [16, 32, 48, 64, 80, 96]])
-def test_row_blocks_have_the_same_bits_as_the_whole_matrix(kernel: ExpertKernel, cuts: list[int]) -> None:
+def test_row_blocks_have_the_same_bits_as_the_whole_matrix(kernel: NativeKernels, cuts: list[int]) -> None:
     x_TD, weight_ND = random(7, 77), random(100, 77, 2)
     blocks = [block.clone() for block in weight_ND.tensor_split(cuts)]
     assert torch.equal(kernel.linear(x_TD, blocks), kernel.linear(x_TD, [weight_ND]))
@@ -89,7 +90,7 @@ def test_the_number_of_threads_does_not_show_in_the_bits(variant: str) -> None:
     gate, up, down = random(1500, 512, 2), random(1500, 512, 3), random(512, 1500, 4)
     outcomes = []
     for threads in (1, 2, 3, 8):
-        with closing(ExpertKernel(MOST_ROWS, variant, threads)) as kernel:
+        with closing(NativeKernels(MOST_ROWS, variant, threads)) as kernel:
             outcomes += [kernel.expert(x_TD, [gate], [up], [down]) for _ in range(5)]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
@@ -97,7 +98,7 @@ def test_the_number_of_threads_does_not_show_in_the_bits(variant: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 16, 32])
 @pytest.mark.parametrize(("hidden", "width"), [(96, 200), (33, 45), (512, 130)])
 def test_an_expert_is_as_close_to_exact_as_torch_is(
-    kernel: ExpertKernel, rows: int, hidden: int, width: int
+    kernel: NativeKernels, rows: int, hidden: int, width: int
 ) -> None:
     x_nD = random(rows, hidden)
     gate, up, down = (
@@ -111,7 +112,7 @@ def test_an_expert_is_as_close_to_exact_as_torch_is(
     assert ours.square().mean() <= theirs.square().mean() * 1.1
 
 
-def test_a_gate_far_out_gives_no_nan(kernel: ExpertKernel) -> None:
+def test_a_gate_far_out_gives_no_nan(kernel: NativeKernels) -> None:
     x_nD = torch.tensor([[1000.0, -1000.0], [0.0, 1e15], [-1e30, 0.0]]).bfloat16()
     one, up = torch.eye(2).bfloat16(), torch.full((2, 2), 1e-3).bfloat16()
     silu = F.silu(x_nD.double())
@@ -119,7 +120,7 @@ def test_a_gate_far_out_gives_no_nan(kernel: ExpertKernel) -> None:
     assert torch.allclose(kernel.expert(x_nD, [one], [up], [one]).double(), expected, rtol=0.01)
 
 
-def test_nan_and_infinity_stay_what_they_are(kernel: ExpertKernel) -> None:
+def test_nan_and_infinity_stay_what_they_are(kernel: NativeKernels) -> None:
     x_TD = torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0], [1.0, 2.0]]).bfloat16()
     got = kernel.linear(x_TD, [torch.eye(2).bfloat16()[:1] + 0.0, torch.ones(1, 2).bfloat16()])
     assert got[0].isnan().all()
@@ -127,7 +128,7 @@ def test_nan_and_infinity_stay_what_they_are(kernel: ExpertKernel) -> None:
     assert got[2].tolist() == [1.0, 3.0]
 
 
-def test_rows_of_x_may_lie_apart(kernel: ExpertKernel) -> None:
+def test_rows_of_x_may_lie_apart(kernel: NativeKernels) -> None:
     wide, weight_ND = random(6, 200), random(40, 90, 2)
     assert torch.equal(
         kernel.linear(wide[:, 7:97], [weight_ND]), kernel.linear(wide[:, 7:97].contiguous(), [weight_ND])
@@ -138,7 +139,7 @@ def test_rows_of_x_may_lie_apart(kernel: ExpertKernel) -> None:
     )
 
 
-def test_several_lanes_may_call_at_once(kernel: ExpertKernel) -> None:
+def test_several_lanes_may_call_at_once(kernel: NativeKernels) -> None:
     x_TD, weight_ND = random(3, 2048), random(900, 2048, 2)
     expected = kernel.linear(x_TD, [weight_ND])
     equal: list[bool] = []
@@ -166,7 +167,7 @@ def test_several_lanes_may_call_at_once(kernel: ExpertKernel) -> None:
     ],
 )
 def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None:
-    with closing(ExpertKernel(8, threads=1)) as kernel:
+    with closing(NativeKernels(8, threads=1)) as kernel:
         assert not kernel.takes(x_TD, blocks)
         products = Products(kernel)
         assert torch.equal(products.linear(x_TD, blocks), Products().linear(x_TD, blocks))
@@ -176,8 +177,8 @@ def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None
 def test_a_forked_process_does_the_work_alone() -> None:
     script = """
 import os, torch
-from moesched.devices.products.expert_kernel import ExpertKernel
-kernel = ExpertKernel(8, threads=2)
+from moesched.devices.native.kernels import NativeKernels
+kernel = NativeKernels(8, threads=2)
 x, weight = torch.ones(1, 1024).bfloat16(), torch.ones(1024, 1024).bfloat16()
 kernel.linear(x, [weight])
 child = os.fork()
@@ -197,7 +198,7 @@ kernel.close()
 def test_pinned_helpers_stay_on_a_core_each_and_the_caller_on_none() -> None:
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
-    with closing(ExpertKernel(8, threads=2, pin=True)):
+    with closing(NativeKernels(8, threads=2, pin=True)):
         [helper] = set(tasks.iterdir()) - before
         assert os.sched_getaffinity(int(helper.name)) == {affinity()[1]}
     assert usable_cores() > 1
@@ -216,7 +217,7 @@ def test_a_run_says_with_the_kernel_about_what_it_says_with_torch() -> None:
             new_tokens=2,
             micro_batch_size=2,
         ).logits_RSV[:, 0]
-        for kernel in (variants()[0], "torch")
+        for kernel in (instruction_sets()[0], "torch")
     )
     assert not torch.equal(ours, theirs), "the setting has no effect"
     assert (ours - theirs).abs().mean() < 0.03 * theirs.std()

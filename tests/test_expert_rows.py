@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesched import plugins, run_model
-from moesched.devices.products.expert_kernel import ExpertKernel, variants
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.library import instruction_sets
 from moesched.devices.products.products import Products
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.expert_parts import Part, apply_expert, apply_to_each, tiles_of
@@ -94,7 +95,7 @@ def test_each_row_s_activations_are_reported_once(small: Path) -> None:
 class Counted(Products):
     """Notes the rows of each product."""
 
-    def __init__(self, kernel: ExpertKernel | None = None) -> None:
+    def __init__(self, kernel: NativeKernels | None = None) -> None:
         super().__init__(kernel)
         self.rows: list[int] = []
 
@@ -109,8 +110,8 @@ def products(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Coun
         opened.enter_context(torch.inference_mode())
         if request.param != "the expert kernel":
             yield getattr(torch, request.param), Counted()
-        elif variants():
-            yield torch.bfloat16, opened.enter_context(closing(Counted(ExpertKernel(32, threads=1))))
+        elif instruction_sets():
+            yield torch.bfloat16, opened.enter_context(closing(Counted(NativeKernels(32, threads=1))))
         else:
             pytest.skip("the expert kernel is not built")
 

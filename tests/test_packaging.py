@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PLUGIN_FOLDERS = ("devices", "policies", "transports")
-COMPILED = "_expert_kernel*"
+COMPILED = "_kernels*.so"
 GENERATED = ("__pycache__", "*.pyc", "*.egg-info", COMPILED)
 COMPILER = sysconfig.get_config_var("CC").split()[0]
 OPTIONAL_LIBRARIES = ("mlx",)
@@ -130,7 +130,7 @@ for path in sorted(root.glob("moesched/**/*.py")):
             raise
     else:
         assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
-from moesched.devices.products.expert_kernel import availability
+from moesched.devices.native.library import availability
 print(availability())
 """
 
@@ -145,6 +145,6 @@ def test_every_module_of_an_installed_wheel_can_be_imported_and_the_kernel_is_th
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    built = any(tmp_path.glob(f"moesched/devices/products/{COMPILED}"))
-    said = "CPU expert kernel: " if built else "no CPU expert kernel, torch does without: it was not compiled"
+    built = any(tmp_path.glob(f"moesched/devices/native/{COMPILED}"))
+    said = "CPU kernels: " if built else "no CPU kernels, torch does without: it was not compiled"
     assert done.stdout.startswith(said)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moesched.devices.products.plain_weights import plain_linear
-from moesched.devices.products.team import one_core, usable_cores
+from moesched.devices.products.team import one_core
+from moesched.system.cores import usable_cores
 
 
 def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:

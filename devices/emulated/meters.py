@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from time import perf_counter, process_time
 
 from moesched.runs.outcome import Dilations, EmulatedLane, Emulation
-
-from ..products.team import usable_cores
+from moesched.system.cores import usable_cores
 
 REAL_SHARE = 1 / 3
 """Share of a task's dilated time that its real work may take before it counts as an overrun."""

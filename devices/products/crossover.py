@@ -21,13 +21,15 @@ from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
+from moesched.system.cores import usable_cores
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
 
-from .expert_kernel import ExpertKernel, build
+from ..native.kernels import NativeKernels
+from ..native.library import build
 from .linear import Blocks, Tensor, linear
 from .packed_weights import pack, packing_pays
-from .team import Team, usable_cores
+from .team import Team
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 OUTPUTS, INPUTS = 2048, 1024
@@ -41,23 +43,23 @@ Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
 
 @cache
-def most_rows(variant: str) -> int:
+def most_rows(instruction_set: str) -> int:
     """The number of rows up to which the kernel wins; read from the cache folder, or measured."""
     resident = _resident()
-    here = _here(variant)
+    here = _here(instruction_set)
     if here not in resident:
-        resident[here] = measure_most_rows(variant)
+        resident[here] = measure_most_rows(instruction_set)
         _keep(resident)
     return resident[here]
 
 
-def measure_again(variant: str) -> None:
+def measure_again(instruction_set: str) -> None:
     """Measure again, and save the result for later runs."""
-    _keep(_resident() | {_here(variant): measure_most_rows(variant)})
+    _keep(_resident() | {_here(instruction_set): measure_most_rows(instruction_set)})
     most_rows.cache_clear()
 
 
-def measure_most_rows(variant: str) -> int:
+def measure_most_rows(instruction_set: str) -> int:
     """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
     Each multiplies as many matrices as there are cores: the kernel one after the other on all cores; torch as on the
@@ -66,12 +68,12 @@ def measure_most_rows(variant: str) -> int:
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
-        return thread.submit(_measure, variant).result()
+        return thread.submit(_measure, instruction_set).result()
 
 
 @torch.inference_mode()
-def _measure(variant: str) -> int:
-    with closing(ExpertKernel(ROWS[-1], variant)) as kernel, closing(Team(usable_cores())) as team:
+def _measure(instruction_set: str) -> int:
+    with closing(NativeKernels(ROWS[-1], instruction_set)) as kernel, closing(Team(usable_cores())) as team:
         return most_saved({rows: _ratio(ours, theirs) for rows, ours, theirs in _contests(kernel, team)})
 
 
@@ -89,7 +91,7 @@ def most_saved(ratios: Mapping[int, float]) -> int:
 Call = Callable[[], object]
 
 
-def _contests(kernel: ExpertKernel, team: Team) -> Iterator[tuple[int, Call, Call]]:
+def _contests(kernel: NativeKernels, team: Team) -> Iterator[tuple[int, Call, Call]]:
     """Numbers of rows, and the same products by the kernel and by torch."""
     count = COLD_BYTES // (2 * OUTPUTS * INPUTS)
     matrices = [torch.full((OUTPUTS, INPUTS), 0.01, dtype=torch.bfloat16) for _ in range(count)]
@@ -121,8 +123,8 @@ def _seconds(call: Call) -> float:
     return perf_counter() - start
 
 
-def _here(variant: str) -> str:
-    return f"{variant}, {usable_cores()} cores, torch {version('torch')}, kernel {build()}"
+def _here(instruction_set: str) -> str:
+    return f"{instruction_set}, {usable_cores()} cores, torch {version('torch')}, kernels {build()}"
 
 
 def _file() -> Path:

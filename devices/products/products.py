@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..native.kernels import NativeKernels
+from ..native.library import AUTO, TORCH, check_choice, instruction_sets
 from .crossover import most_rows
-from .expert_kernel import AUTO, TORCH, ExpertKernel, check_choice, variants
 from .linear import Blocks, Tensor, expert_ffn, linear
 
 
@@ -13,7 +14,7 @@ class Products:
     kernel: multiplies few rows; None for torch alone.
     """
 
-    def __init__(self, kernel: ExpertKernel | None = None) -> None:
+    def __init__(self, kernel: NativeKernels | None = None) -> None:
         self._kernel = kernel
 
     @property
@@ -61,11 +62,11 @@ def rows_for_kernel(kernel: str, dtype: str) -> int:
         BadInput: there is no such kernel here.
     """
     check_choice(kernel)
-    if kernel == TORCH or dtype != "bfloat16" or not variants():
+    if kernel == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0
-    return most_rows(variants()[0] if kernel == AUTO else kernel)
+    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel)
 
 
-def make_kernel(kernel: str, rows: int, pin: bool) -> ExpertKernel | None:
+def make_kernel(kernel: str, rows: int, pin: bool) -> NativeKernels | None:
     """The kernel for up to `rows` rows, with its threads; None for 0 rows."""
-    return ExpertKernel(rows, None if kernel == AUTO else kernel, pin=pin) if rows else None
+    return NativeKernels(rows, None if kernel == AUTO else kernel, pin=pin) if rows else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,18 +12,6 @@ import torch
 Job = Callable[[], object]
 
 _own = threading.local()
-
-
-def affinity() -> list[int]:
-    """The numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def usable_cores() -> int:
-    """The number of cores."""
-    return len(affinity())
 
 
 def use_cores(count: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from moesched.models.layout import WeightLayout
+from moesched.system.cores import usable_cores
 
 from ..products.bfloat16_support import has_bfloat16
 from ..products.linear import Tensor
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.row_tiles import CODE_BYTES
-from ..products.team import Team, usable_cores
+from ..products.team import Team
 from ..shared.arena import copy_placed_alike
 from ..shared.page_reader import DTYPES
 from .cores import Cores

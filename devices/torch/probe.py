@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ..native.library import AUTO, instruction_sets
 from ..products.crossover import measure_again
-from ..products.expert_kernel import AUTO, variants
 from ..products.packed_weights import pack, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.team import Team
@@ -41,8 +41,8 @@ class TorchProbe:
         torch.set_num_threads(threads)
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
-        if variants():
-            measure_again(variants()[0])
+        if instruction_sets():
+            measure_again(instruction_sets()[0])
         self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16"), pin=False))
 
     def close(self) -> None:

@@ -39,10 +39,11 @@ from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
 from moesched.machines.cost import Surface
-from moesched.machines.local import calibrated_file, this_processor, unified_machine, usable_cores
+from moesched.machines.local import calibrated_file, this_processor, unified_machine
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
 from moesched.system.cache import cache_folder
+from moesched.system.cores import usable_cores
 from moesched.system.memory import available_memory
 from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file

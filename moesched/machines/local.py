@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier, parse_machine
 from moesched.machines.toml_library import MOST_BYTES
 from moesched.system.cache import cache_folder
+from moesched.system.cores import usable_cores
 from moesched.system.input_file import is_file, read_input
 from moesched.system.memory import available_memory, total_memory
 
@@ -108,10 +108,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

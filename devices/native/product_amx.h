@@ -1,4 +1,4 @@
-/* The inner loops of expert_kernel.c for AMX, whose registers are tiles: 16 lines of 64 bytes.
+/* The inner loops of products.c for AMX, whose registers are tiles: 16 lines of 64 bytes.
  *
  * A tile of weights is 16 rows by 32 inputs, as in memory; each line of a tile of x has the same two
  * inputs of all rows of x side by side. One instruction multiplies both, so that 16 rows of x cost little more than
@@ -99,7 +99,7 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
         memcpy(step + (pair * columns + column) * PAIR_BYTES, values + 2 * pair, PAIR_BYTES);
 }
 
-#include "expert_parts.h"
+#include "product_parts.h"
 
 #undef SUMS
 #undef WEIGHTS

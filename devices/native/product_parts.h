@@ -1,6 +1,6 @@
 /* The parts of products and experts, included once for each instruction set, after its inner loops.
  *
- * The including file defines, in addition to the macros of expert_tiles.h or instead of them,
+ * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
  *   panel      one panel: `columns` rows of x by `rows` rows of weights
  *   put        puts input k, counted within the step, of a row of x into its step
@@ -18,7 +18,6 @@ INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
     }
 }
 
-/* outputs [first, last) of a product for all rows of x: out[output - first][row of x]. */
 static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t last, float *out) {
     const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
     const int64_t block_steps = PANEL_BYTES / STEP_BYTES / panel_of(product, 0, COLUMNS).columns;
@@ -47,9 +46,8 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
     ISA(add_lanes)(sums, (last - first) * batch, out);
 }
 
-/* Puts inputs [first, last) of a row of x, `gap` elements apart at `values`, where `multiply` looks for them. */
-INLINE void ISA(place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values,
-                       int64_t gap) {
+static TARGET void ISA(place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values,
+                              int64_t gap) {
     const Panel panel = panel_of(product, row, COLUMNS);
     char *steps = product->x + panel.column * product->steps * STEP_BYTES;
     for (int64_t k = first; k < last; k++, values += gap)
@@ -66,27 +64,20 @@ static TARGET void ISA(place_row)(const Product *product, int row, const uint16_
     ISA(place)(product, row, whole * STEP, product->inputs, values + whole * STEP, 1);
 }
 
-static TARGET void ISA(project)(const Job *job, int64_t first, int64_t last) {
-    float out[MOST_OUTPUTS * MOST_BATCH];
-    const Product *product = &job->last;
-    ISA(multiply)(product, first, last, out);
-    for (int64_t m = 0; m < product->batch; m++)
-        for (int64_t n = first; n < last; n++)
-            job->y[m * product->outputs + n] = rounded(out[(n - first) * product->batch + m]);
-}
-
-static TARGET void ISA(gate)(const Job *job, int64_t first, int64_t last) {
-    float gate[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    float up[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    const int64_t batch = job->gate.batch, count = (last - first) * batch;
-    ISA(multiply)(&job->gate, first, last, gate);
-    ISA(multiply)(&job->up, first, last, up);
+static TARGET void ISA(gated)(const Product *gate, const Product *up, const Product *down, int64_t first,
+                              int64_t last) {
+    float gates[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
+    float ups[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
+    const int64_t batch = gate->batch, count = (last - first) * batch;
+    ISA(multiply)(gate, first, last, gates);
+    ISA(multiply)(up, first, last, ups);
     uint16_t hidden[MOST_OUTPUTS * MOST_BATCH];
-    for (int64_t i = 0; i < count; i++) hidden[i] = rounded(silu(gate[i]) * up[i]);
-    for (int64_t m = 0; m < batch; m++) ISA(place)(&job->last, (int)m, first, last, hidden + m, batch);
+    for (int64_t i = 0; i < count; i++) hidden[i] = rounded(silu(gates[i]) * ups[i]);
+    for (int64_t m = 0; m < batch; m++) ISA(place)(down, (int)m, first, last, hidden + m, batch);
 }
 
-static const Variant ISA(variant) = {STEP, STEP_BYTES, ISA(place_row), ISA(gate), ISA(project)};
+static const Multiplier ISA(multiplier) = {STEP,           STEP_BYTES,    ISA(place),
+                                           ISA(place_row), ISA(multiply), ISA(gated)};
 
 #undef INLINE
 #undef UNROLL

@@ -1,4 +1,4 @@
-/* The inner loops of expert_kernel.c, included once for each instruction set.
+/* The inner loops of products.c, included once for each instruction set.
  *
  * The including file defines
  *   ISA(name)        the name with the instruction set's ending
@@ -125,7 +125,7 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 }
 
 #define COLUMNS MOST_COLUMNS
-#include "expert_parts.h"
+#include "product_parts.h"
 
 #undef TILE_ROWS
 #undef Sums

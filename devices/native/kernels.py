@@ -1,0 +1,116 @@
+"""Kernels for a few rows by plain bfloat16 matrices, as fast as memory gives the weights."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from moesched.system.cores import affinity, usable_cores
+
+from .library import instruction_sets, library
+
+Tensor = torch.Tensor
+Blocks = Sequence[Tensor]
+
+
+class NativeKernels:
+    """The kernels of one instruction set, with threads of their own.
+
+    An output's float32 sum runs in an order that depends only on the instruction set: not on the other rows of the
+    call, the row blocks or the number of threads. Outputs are rounded to bfloat16, and so is the input of `expert`'s
+    down projection.
+
+    Args:
+        most_rows: most rows of a product for which `takes` is true.
+        instruction_set: by default the best one here.
+        threads: number of threads, the caller included.
+        pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
+            would stay on the same core.
+    """
+
+    def __init__(
+        self,
+        most_rows: int,
+        instruction_set: str | None = None,
+        threads: int | None = None,
+        pin: bool = False,
+    ) -> None:
+        self._library = library()
+        self.instruction_set = instruction_set or instruction_sets()[0]
+        self.most_rows = min(most_rows, self._library.moesched_most_batch())
+        helpers = (usable_cores() if threads is None else threads) - 1
+        cores = (ctypes.c_int * helpers)(*affinity()[1 : helpers + 1]) if pin else None
+        self._team = self._library.moesched_new_team(self.instruction_set.encode(), helpers, cores)
+        if not self._team:
+            raise MemoryError("no memory for the threads of the CPU kernels")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._library.moesched_free_team(self._team)
+        self._team = None
+
+    def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
+        """Whether the kernel takes a product: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
+        few = 0 < len(x_TD) <= self.most_rows
+        return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and _are_rows(blocks, x_TD.shape[1])
+
+    def takes_expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
+        """The same for a whole expert."""
+        return self.takes(x_nD, gate) and self.takes(x_nD, up) and _are_rows(down, _outputs(gate))
+
+    def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
+        """x times the transpose of the matrix that the row blocks make: (T, N)."""
+        x_TD = _with_plain_rows(x_TD)
+        y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
+        shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
+        rows = rows_of(blocks)
+        _check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
+        return y_TN
+
+    def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
+        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+        x_nD = _with_plain_rows(x_nD)
+        y_nD = x_nD.new_empty(x_nD.shape)
+        shape = (len(x_nD), x_nD.shape[1], _outputs(gate), x_nD.data_ptr(), x_nD.stride(0))
+        matrices = [rows_of(matrix) for matrix in (gate, up, down)]
+        weights = array("q", [address(rows) for rows in matrices])
+        _check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
+        return y_nD
+
+
+def _with_plain_rows(x_TD: Tensor) -> Tensor:
+    return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+
+
+def _are_rows(blocks: Blocks, inputs: int) -> bool:
+    return all(
+        block.dtype == torch.bfloat16
+        and block.is_cpu
+        and not block.is_mkldnn
+        and block.shape[1] == inputs
+        and block.is_contiguous()
+        for block in blocks
+    )
+
+
+def _outputs(blocks: Blocks) -> int:
+    return sum(len(block) for block in blocks)
+
+
+def rows_of(blocks: Blocks) -> array[int]:
+    """The row blocks of a matrix, as C reads them."""
+    return array("q", chain(*((each.data_ptr(), len(each)) for each in blocks)))
+
+
+def address(numbers: array[int]) -> int:
+    """Where C finds the numbers, as long as they live."""
+    return numbers.buffer_info()[0]
+
+
+def _check(result: int) -> None:
+    if result:
+        raise MemoryError("no memory for the rows that the CPU kernels multiply")

@@ -1,0 +1,96 @@
+"""The library of kernels, and the instruction sets that it can use here.
+
+It is compiled when the package is installed, if there is a C compiler; otherwise torch does its work. It is called with
+pointers through ctypes, which lets other Python threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+from moesched.errors import BadInput
+
+AUTO, TORCH = "auto", "torch"
+VERSION = 2
+"""Of the functions' signatures, as the library returns it."""
+
+_WHERE = Path(__file__).parent
+_REMEDY = "install GCC or Clang, then moesched again"
+
+
+def _built() -> list[Path]:
+    return sorted(_WHERE.glob("_kernels*.so"))
+
+
+@cache
+def build() -> str:
+    """The checksum of the compiled library; empty if it was not compiled."""
+    return "".join(f"{crc32(path.read_bytes()):08x}" for path in _built()[:1])
+
+
+@cache
+def _loaded() -> ctypes.CDLL | str:
+    """The compiled library, or the reason why there is none."""
+    for path in _built():
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            return f"{path.name} does not load ({error})"
+        try:
+            version = library.moesched_version()
+        except AttributeError:
+            version = 1
+        if version != VERSION:
+            return f"{path.name} has version {version} instead of {VERSION}"
+        _declare(library)
+        return library
+    return "it was not compiled when moesched was installed"
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    library.moesched_instruction_sets.restype = text
+    library.moesched_new_team.restype = pointer
+    library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer]
+    library.moesched_free_team.restype = None
+    library.moesched_free_team.argtypes = [pointer]
+    shape = [pointer, number, number, number, pointer, number]
+    library.moesched_product.argtypes = [*shape, pointer, pointer]
+    library.moesched_expert.argtypes = [*shape, pointer, pointer]
+
+
+def library() -> ctypes.CDLL:
+    """The library; only where there are `instruction_sets`."""
+    loaded = _loaded()
+    assert isinstance(loaded, ctypes.CDLL), loaded
+    return loaded
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets that the kernels can use on this processor, best first; none without a library."""
+    loaded = _loaded()
+    return () if isinstance(loaded, str) else tuple(loaded.moesched_instruction_sets().decode().split())
+
+
+def availability() -> str:
+    """A sentence on whether the kernels are installed."""
+    here = instruction_sets()
+    return (
+        f"CPU kernels: {here[0]}" if here else f"no CPU kernels, torch does without: {_loaded()}: {_REMEDY}"
+    )
+
+
+def check_choice(kernel: str) -> None:
+    """Check a choice of kernel: `auto`, `torch` for none, or an instruction set.
+
+    Raises:
+        BadInput: this machine has no such kernel.
+    """
+    here = instruction_sets()
+    if kernel not in (AUTO, TORCH, *here):
+        because = "" if here else f"; the CPU kernels cannot be used: {_loaded()}: {_REMEDY}"
+        raise BadInput(f"kernel is {kernel!r}: give one of {', '.join((AUTO, TORCH, *here))}{because}")

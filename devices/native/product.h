@@ -1,0 +1,59 @@
+/* Products with matrices that are given as row blocks: what all instruction sets share. */
+#ifndef MOESCHED_PRODUCT_H
+#define MOESCHED_PRODUCT_H
+
+#include <stdint.h>
+
+#include "team.h"
+
+enum {
+    MOST_BATCH = 32,         /* rows of x in one product */
+    WHOLE_TILES = 24,        /* a multiple of the rows of every tile, except AMX's */
+    MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
+};
+
+/* A row block of a matrix of bfloat16 numbers. */
+typedef struct {
+    const uint16_t *first;
+    int64_t count;
+} Rows;
+
+/* x times the transpose of a matrix given as row blocks, top to bottom. x is stored as panels of a few rows, as equal
+ * as possible: panel after panel, in each panel step after step, in each step row after row. */
+typedef struct {
+    int64_t batch, inputs, outputs;
+    int64_t steps; /* of all inputs, the last one filled up with zeros */
+    const Rows *blocks;
+    char *x;
+} Product;
+
+/* The inner loops of an instruction set. */
+typedef struct {
+    int64_t step, step_bytes;
+    /* Puts inputs [first, last) of a row of x, `gap` numbers apart at `values`, where `multiply` looks for them. */
+    void (*place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values, int64_t gap);
+    /* Puts a whole row of x there. */
+    void (*place_row)(const Product *product, int row, const uint16_t *values);
+    /* Outputs [first, last) for all rows of x: out[output - first][row of x]. */
+    void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
+    /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them. */
+    void (*gated)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last);
+} Multiplier;
+
+const Multiplier *multiplier_of(const Team *team);
+
+/* Without memory for its x. */
+Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, int64_t outputs, const Rows *blocks);
+
+/* Bytes of a product's x, in whole cache lines. */
+int64_t placed_bytes(const Multiplier *multiplier, const Product *product);
+
+void give_memory(const Multiplier *multiplier, Product *product, char *memory);
+
+/* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
+void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y);
+
+/* Outputs that a thread takes at a time: whole tiles, as long as there are any. */
+int64_t chunk_of(const Team *team, int64_t outputs);
+
+#endif

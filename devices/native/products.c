@@ -1,0 +1,235 @@
+/* Products of a few rows by bfloat16 matrices, and whole experts, as fast as memory gives the weights.
+ *
+ * Sums are float32. A row's bits depend on the instruction set alone: not on the other rows, the row blocks, or the
+ * number of threads.
+ */
+#include "product.h"
+
+#include <string.h>
+
+#include "numbers.h"
+#include "scratch.h"
+
+enum {
+    MOST_COLUMNS = 6,        /* rows of x that are multiplied at once, in vectors */
+    MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once, in vectors */
+    PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
+    AHEAD = 512,             /* inputs from a weight to the one that is prefetched meanwhile */
+    CHUNKS = 4,              /* of each thread, at least, if there is enough work: shortens the wait for the last one */
+};
+
+typedef struct {
+    int column, columns; /* its first row of x, and its number of rows */
+} Panel;
+
+/* The panel that a row of x is in: the first ones have a row more where the batch does not divide evenly. */
+static inline Panel panel_of(const Product *product, int row, int most) {
+    const int batch = (int)product->batch, panels = (batch + most - 1) / most;
+    const int fewer = batch / panels, edge = batch % panels * (fewer + 1);
+    if (row < edge) return (Panel){row / (fewer + 1) * (fewer + 1), fewer + 1};
+    return (Panel){edge + (row - edge) / fewer * fewer, fewer};
+}
+
+/* ---------------------------------------------------------------- the inner loops */
+
+/* Two neighbouring weights are one 32-bit word: the even one becomes a float by a shift, the odd one by a mask.
+ * So a step of x has its even inputs first, then its odd ones, as floats. */
+#define PLACE_WIDENED(step, k, bits)                                                                                  \
+    do {                                                                                                              \
+        const float placed = from_bits((uint32_t)(bits) << 16);                                                       \
+        memcpy((step) + ((k) % 2 * (STEP / 2) + (k) / 2) * (int64_t)sizeof(float), &placed, sizeof placed);           \
+    } while (0)
+#define PLACE_PLAIN(step, k, bits)                                                                                    \
+    do {                                                                                                              \
+        const uint16_t placed = (bits);                                                                               \
+        memcpy((step) + (k) * (int64_t)sizeof(uint16_t), &placed, sizeof placed);                                     \
+    } while (0)
+
+typedef float Float4 __attribute__((vector_size(16)));
+typedef uint32_t Word4 __attribute__((vector_size(16)));
+
+static inline Word4 words_at(const void *p) {
+    Word4 words;
+    memcpy(&words, p, sizeof words);
+    return words;
+}
+
+#define ISA(name) name##_portable
+#define TARGET
+#define LANES 4
+#define STEP 8
+#define STEP_BYTES 32
+#define TILE_ROWS(C) ((C) == 1 ? 4 : 2)
+#define Sums Float4
+#define HALVES 2
+#define Vector Float4
+#define WEIGHTS(p, half) ((Float4)((half) ? words_at(p) & 0xffff0000u : words_at(p) << 16))
+#define INPUTS(x, half) ((Float4)words_at((x) + (half) * 16))
+#define DOT(sums, w, x) sums += (w) * (x)
+#define PLACE PLACE_WIDENED
+#include "product_tiles.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Twelve sums, three rows of weights and one of x are all sixteen registers: the mask stays in memory, and the order
+ * of multiplications as it is written, or the compiler keeps sums in memory too. */
+static const uint32_t odd_mask[8] __attribute__((aligned(32))) = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+
+__attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx2(__m256i words) {
+    __asm__ volatile("vpand %1, %0, %0" : "+x"(words) : "m"(*(const __m256i *)odd_mask));
+    return words;
+}
+
+#define ISA(name) name##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#define STEP 16
+#define STEP_BYTES 64
+#define TILE_ROWS(C) ((C) <= 2 ? 4 : (C) <= 4 ? 3 : 2)
+#define Sums __m256
+#define HALVES 2
+#define Vector __m256
+#define WORDS(p) _mm256_loadu_si256((const __m256i *)(p))
+#define WEIGHTS(p, half) _mm256_castsi256_ps((half) ? odd_avx2(WORDS(p)) : _mm256_slli_epi32(WORDS(p), 16))
+#define INPUTS(x, half) _mm256_load_ps((const float *)(x) + (half) * 8)
+#define DOT(sums, w, x) __asm__ volatile("vfmadd231ps %1, %2, %0" : "+x"(sums) : "x"(w), "x"(x))
+#define PLACE PLACE_WIDENED
+#include "product_tiles.h"
+
+#define ISA(name) name##_avx512_bf16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define LANES 16
+#define STEP 32
+#define STEP_BYTES 64
+#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define Sums __m512
+#define HALVES 1
+#define Vector __m512i
+#define WEIGHTS(p, half) _mm512_loadu_si512(p)
+#define INPUTS(x, half) _mm512_load_si512(x)
+#define DOT(sums, w, x) sums = _mm512_dpbf16_ps(sums, (__m512bh)(w), (__m512bh)(x))
+#define PLACE PLACE_PLAIN
+#include "product_tiles.h"
+
+#if defined(HAS_AMX)
+#include "product_amx.h"
+
+#endif
+#endif
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#define ISA(name) name##_neon
+#define TARGET
+#define LANES 4
+#define STEP 8
+#define STEP_BYTES 32
+#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define Sums float32x4_t
+#define HALVES 2
+#define Vector float32x4_t
+#define WORDS(p) vreinterpretq_u32_u16(vld1q_u16(p))
+#define WEIGHTS(p, half)                                                                                              \
+    vreinterpretq_f32_u32((half) ? vandq_u32(WORDS(p), vdupq_n_u32(0xffff0000u)) : vshlq_n_u32(WORDS(p), 16))
+#define INPUTS(x, half) vld1q_f32((const float *)(x) + (half) * 4)
+#define DOT(sums, w, x) sums = vfmaq_f32(sums, w, x)
+#define PLACE PLACE_WIDENED
+#include "product_tiles.h"
+
+#define ISA(name) name##_neon_bf16
+#define TARGET __attribute__((target(BF16_TARGET)))
+#define LANES 4
+#define STEP 8
+#define STEP_BYTES 16
+#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define Sums float32x4_t
+#define HALVES 1
+#define Vector uint16x8_t
+#define WEIGHTS(p, half) vld1q_u16(p)
+#define INPUTS(x, half) vld1q_u16((const uint16_t *)(x))
+#define DOT(sums, w, x) sums = vbfdotq_f32(sums, vreinterpretq_bf16_u16(w), vreinterpretq_bf16_u16(x))
+#define PLACE PLACE_PLAIN
+#if defined(__clang__)
+#define BF16_TARGET "bf16"
+#else
+#define BF16_TARGET "arch=armv8.2-a+bf16"
+#endif
+#include "product_tiles.h"
+#endif
+
+
+static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
+    [PORTABLE] = &multiplier_portable,
+#if defined(__x86_64__)
+    [AVX2] = &multiplier_avx2,
+    [AVX512_BF16] = &multiplier_avx512_bf16,
+#if defined(HAS_AMX)
+    [AMX_BF16] = &multiplier_amx_bf16,
+#endif
+#elif defined(__aarch64__)
+    [NEON] = &multiplier_neon,
+    [NEON_BF16] = &multiplier_neon_bf16,
+#endif
+};
+
+const Multiplier *multiplier_of(const Team *team) { return multipliers[set_of(team)]; }
+
+API int moesched_most_batch(void) { return MOST_BATCH; }
+
+Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, int64_t outputs, const Rows *blocks) {
+    const int64_t steps = (inputs + multiplier->step - 1) / multiplier->step;
+    return (Product){batch, inputs, outputs, steps, blocks, NULL};
+}
+
+int64_t placed_bytes(const Multiplier *multiplier, const Product *product) {
+    const int64_t bytes = product->batch * product->steps * multiplier->step_bytes;
+    return (bytes + 63) / 64 * 64;
+}
+
+void give_memory(const Multiplier *multiplier, Product *product, char *memory) {
+    product->x = memory;
+    if (product->inputs % multiplier->step) memset(memory, 0, (size_t)placed_bytes(multiplier, product));
+}
+
+int64_t chunk_of(const Team *team, int64_t outputs) {
+    const int64_t share = outputs / (CHUNKS * threads_of(team)) / WHOLE_TILES * WHOLE_TILES;
+    return share < WHOLE_TILES ? WHOLE_TILES : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
+}
+
+typedef struct {
+    const Multiplier *multiplier;
+    Product product;
+    uint16_t *y;
+} Job;
+
+static void project(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    write_rounded(job->multiplier, &job->product, first, last, job->y);
+}
+
+void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y) {
+    float out[MOST_OUTPUTS * MOST_BATCH];
+    multiplier->multiply(product, first, last, out);
+    for (int64_t m = 0; m < product->batch; m++)
+        for (int64_t n = first; n < last; n++)
+            y[m * product->outputs + n] = rounded(out[(n - first) * product->batch + m]);
+}
+
+/* y (batch, outputs) = x (batch, inputs) times the transpose of the matrix (outputs, inputs) in row blocks.
+ * All are bfloat16; rows of x are `stride` numbers apart, those of y follow each other. Returns 0, or -1 without
+ * memory. */
+API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
+                     const Rows *blocks, uint16_t *y) {
+    const Multiplier *multiplier = multiplier_of(team);
+    Job job = {multiplier, product_of(multiplier, batch, inputs, outputs, blocks), y};
+    char *memory = scratch(placed_bytes(multiplier, &job.product));
+    if (!memory) return -1;
+    give_memory(multiplier, &job.product, memory);
+    for (int row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
+    Task task = {&job, 1, {{project, outputs, chunk_of(team, outputs), 0, 0}}};
+    run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
+    return 0;
+}

@@ -1,0 +1,43 @@
+/* Threads that share out the phases of a task. */
+#ifndef MOESCHED_TEAM_H
+#define MOESCHED_TEAM_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "instructions.h"
+
+/* A function that Python calls. */
+#define API __attribute__((visibility("default")))
+
+/* Does items [first, last) of a phase. */
+typedef void (*Part)(void *job, int64_t first, int64_t last);
+
+/* Items that threads take off a counter, `chunk` at a time, until none is left. A phase begins when the one before is
+ * done, and may have its `items` from there. */
+typedef struct {
+    Part part;
+    int64_t items, chunk;
+    _Atomic int64_t taken, done;
+} Phase;
+
+enum { MOST_PHASES = 8 };
+
+typedef struct {
+    void *job;
+    int phases;
+    Phase phase[MOST_PHASES];
+} Task;
+
+/* The calling thread and its helpers, which compute with one instruction set. */
+typedef struct Team Team;
+
+InstructionSet set_of(const Team *team);
+
+/* The number of threads, the caller included. */
+int threads_of(const Team *team);
+
+/* Does all phases; alone if `bytes`, which it will read, are few, or if the helpers work for another caller. */
+void run(Team *team, Task *task, int64_t bytes);
+
+#endif
