@@ -112,7 +112,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     compiled = {name for name in shipped if Path(name).match(COMPILED)}
     assert shipped - compiled == {inside.as_posix() for _, inside in files_to_ship()}
-    assert {Path(name).parent for name in compiled} <= {Path("moesched", "devices", "products")}
+    assert {Path(name).parent for name in compiled} <= {Path("moesched", "devices", "native")}
 
 
 IMPORT_EVERYTHING = f"""
