@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -56,11 +56,11 @@ class NativeKernels:
     def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
         """Whether the kernel takes a product: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
         few = 0 < len(x_TD) <= self.most_rows
-        return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and _are_rows(blocks, x_TD.shape[1])
+        return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and are_rows(blocks, x_TD.shape[1])
 
     def takes_expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
         """The same for a whole expert."""
-        return self.takes(x_nD, gate) and self.takes(x_nD, up) and _are_rows(down, _outputs(gate))
+        return self.takes(x_nD, gate) and self.takes(x_nD, up) and are_rows(down, _outputs(gate))
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
         """x times the transpose of the matrix that the row blocks make: (T, N)."""
@@ -81,12 +81,17 @@ class NativeKernels:
         _check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
         return y_nD
 
+    def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
+        """Call a function that takes the threads and a pointer to its arguments."""
+        _check(function(self._team, ctypes.byref(arguments)))
+
 
 def _with_plain_rows(x_TD: Tensor) -> Tensor:
     return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
 
 
-def _are_rows(blocks: Blocks, inputs: int) -> bool:
+def are_rows(blocks: Blocks, inputs: int) -> bool:
+    """Whether these are plain row blocks of bfloat16 numbers, `inputs` in each row, in memory that C can read."""
     return all(
         block.dtype == torch.bfloat16
         and block.is_cpu

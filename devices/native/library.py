@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from moesched.errors import BadInput
@@ -57,9 +58,13 @@ def _declare(library: ctypes.CDLL) -> None:
     library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer]
     library.moesched_free_team.restype = None
     library.moesched_free_team.argtypes = [pointer]
-    shape = [pointer, number, number, number, pointer, number]
+    shape: list[Any] = [pointer, number, number, number, pointer, number]
     library.moesched_product.argtypes = [*shape, pointer, pointer]
     library.moesched_expert.argtypes = [*shape, pointer, pointer]
+    for function in ("moesched_attention_inputs", "moesched_route", "moesched_moe_layer", "moesched_logits"):
+        getattr(library, function).argtypes = [pointer, pointer]
+    library.moesched_combine.restype = None
+    library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
 
 
 def library() -> ctypes.CDLL:

@@ -16,7 +16,7 @@ from .compute import Compute
 from .copies import indices, moved
 from .kernels import KVView
 from .micro_batch import MicroBatchState
-from .moe_layer import WeightsOf
+from .weights import WeightsOf
 
 
 class Attention:
@@ -43,6 +43,7 @@ class Attention:
         self._weights = weights
         self._embedding_VD = embedding_VD
         self._products = compute.products
+        self._native = compute.native
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
 
@@ -60,6 +61,9 @@ class Attention:
         """Project the hidden states to queries, keys and values."""
         config, state = self._config, self._states[task.micro_batch]
         weights = self._weights(task.operands)
+        if self._native and self._native.takes(state.hidden_TD, weights):
+            state.qkv = self._native.attention_inputs(state.hidden_TD, weights, state.angles)
+            return
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._use_cores_for(len(state.hidden_TD), config.hidden * width)
         state.qkv = kernels.project_qkv(state.hidden_TD, weights, state.angles, config, self._products.linear)

@@ -7,6 +7,7 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import usable_cores
 
+from ..native.layers import NativeLayers
 from ..products.bfloat16_support import has_bfloat16
 from ..products.linear import Tensor
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
@@ -33,6 +34,7 @@ class Compute:
         cores: their number.
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
+        native: runs whole tasks of few rows; None where torch does.
         team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
             each on all cores.
     """
@@ -45,6 +47,8 @@ class Compute:
         self.use_cores_for = Cores(self.cores, self.dtype).use_for
         self.products = Products()
         self.team: Team | None = None
+        self.native: NativeLayers | None = None
+        self._config = layout.config
         self._kernel = kernel
         self._kernel_rows = rows_for_kernel(kernel, layout.dtype)
         self._pin = pin
@@ -71,7 +75,9 @@ class Compute:
         if rows_an_expert <= self._kernel_rows:
             self._packs = False  # only torch multiplies by packed weights
         if not self._packs:
-            self.products = Products(make_kernel(self._kernel, self._kernel_rows, self._pin))
+            native = make_kernel(self._kernel, self._kernel_rows, self._pin)
+            self.products = Products(native)
+            self.native = NativeLayers(self._config, native) if native else None
         if self._shares:
             self.team = Team(self.cores)
 

@@ -12,8 +12,9 @@ from .copies import HOST, moved
 from .expert_parts import apply_to_each
 from .expert_rows import HostRows
 from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer, WeightsOf
+from .moe_layer import MoELayer
 from .observers import DeviceObservers
+from .weights import WeightsOf
 
 
 class HostExperts:

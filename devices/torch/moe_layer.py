@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,15 +12,17 @@ from moesched.models.config import ModelConfig
 from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
+from ..native.layers import LayerWeights
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
+from .attention import Attention
 from .compute import Compute
 from .expert_parts import apply_expert, apply_to_each, expert_weights
 from .expert_rows import ExpertRows
 from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
-from .resident_pages import Weights
+from .weights import WeightsOf
 
 MOST_UNGROUPED = 128
 """Up to this many tokens, reading an expert's weights takes a GPU at least as long as computing. So every expert
@@ -40,7 +42,6 @@ class Routed(NamedTuple):
 
 
 Group = Callable[[Tensor, int], kernels.Grouping]
-WeightsOf = Callable[[Any], Weights]
 
 
 class MoELayer:
@@ -48,7 +49,7 @@ class MoELayer:
 
     Args:
         weights: the tensors that a view shows.
-        residual: returns the residual of a micro-batch, which is added to the sum of its experts.
+        attention: runs the output projection, and knows the residual that is added to the sum of the experts.
         device_observers: receive the chosen experts, before they run.
         first_request: the number of requests in the batches before.
         scores: whether `route` and `preview_route` give router scores.
@@ -59,7 +60,7 @@ class MoELayer:
         config: ModelConfig,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
-        residual: Callable[[MicroBatchState], Tensor],
+        attention: Attention,
         compute: Compute,
         device_observers: DeviceObservers,
         first_request: int,
@@ -71,12 +72,25 @@ class MoELayer:
         self._on_cpu = compute.on_cpu
         self._states = states
         self._weights = weights
-        self._residual = residual
+        self._attention = attention
         self._use_cores_for = compute.use_cores_for
         self._team = compute.team
         self._products = compute.products
+        self._native = compute.native
         self._device_observers = device_observers
         self._first_request = first_request
+
+    def post_attention(self, task: Task) -> dict[int, int]:
+        """Run all that follows attention: output projection, router, experts, combine."""
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        native = self._native
+        if native is None or self._device_observers.activations or not native.takes(state.hidden_TD, weights):
+            self._attention.project_output(task)
+            return self.run_all(task)
+        state.hidden_TD, experts_Tk, counts = native.run(state.hidden_TD, state.attended_TX, weights)
+        del state.attended_TX
+        self._device_observers.routed(task.layer, state, self._first_request, experts_Tk)
+        return counts
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""
@@ -130,8 +144,11 @@ class MoELayer:
         counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
         return _with_scores({expert: count for expert, count in enumerate(counts) if count}, routed)
 
-    def _route(self, hidden_TD: Tensor, weights: Weights) -> Routed:
+    def _route(self, hidden_TD: Tensor, weights: LayerWeights) -> Routed:
         config = self._config
+        if self._native and self._native.takes(hidden_TD, weights):
+            x_TD, experts_Tk, weights_Tk, logits_TE = self._native.route(hidden_TD, weights)
+            return Routed(x_TD, experts_Tk, weights_Tk, logits_TE if self._scores else None)
         x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
@@ -174,9 +191,11 @@ class MoELayer:
         use_cores(1)
         state = self._states[task.micro_batch]
         rows = state.rows
-        state.hidden_TD = kernels.combine(
-            rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, self._residual(state)
-        )
+        residual_TD = self._attention.residual(state)
+        combine = kernels.combine
+        if self._native and self._native.takes_rows(residual_TD):
+            combine = self._native.combine
+        state.hidden_TD = combine(rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, residual_TD)
         del state.rows
 
     def _is_shared_out(self, rows: int) -> bool:
@@ -187,7 +206,7 @@ class MoELayer:
     def _use_cores_for_expert(self, tokens: int) -> None:
         self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
 
-    def _apply(self, rows: ExpertRows, expert: int, weights: Weights) -> None:
+    def _apply(self, rows: ExpertRows, expert: int, weights: LayerWeights) -> None:
         apply_expert(rows.part(expert), expert, weights, self._products)
 
 

@@ -14,6 +14,7 @@ from moesched.requests.beams import Standing
 from moesched.requests.sampling import Sampling, require_finite, sample, traced
 from moesched.tasks import Task
 
+from ..native.layers import LayerWeights
 from ..products.linear import Tensor, linear
 from . import kernels
 from .beams import BeamSearches
@@ -62,6 +63,8 @@ class NextTokens:
         self._use_cores_for = compute.use_cores_for
         self._team = compute.team
         self._products = compute.products
+        self._native = compute.native
+        self._native_head = LayerWeights({"lm_head": head.blocks})
         self._choice = choice
         self._beams = beams
         self._first_bad = first_bad
@@ -69,6 +72,13 @@ class NextTokens:
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config, head = self._config, self._head
+        native = self._native
+        if (
+            native
+            and native.takes_rows(state.hidden_TD[: len(state.last_S)])
+            and native.reads(self._native_head)
+        ):
+            return native.logits(state.hidden_TD, state.last_S, head.norm_D, self._native_head)
         last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:

@@ -55,7 +55,7 @@ def parts_of(
         config,
         states,
         store.weights,
-        attention.residual,
+        attention,
         compute,
         observers,
         choice.first_request,

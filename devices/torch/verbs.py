@@ -50,7 +50,7 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
         "attention": host.attention if host else attention.attention,
         "cpu_attention": host.cpu_attention if host else attention.attention,
         "output_projection": attention.project_output,
-        "post_attention": moe.run_all if rank else after(attention.project_output, moe.run_all),
+        "post_attention": moe.run_all if rank else moe.post_attention,
         "route": moe.choose_experts if rank else after(attention.project_output, moe.choose_experts),
         "preview_route": moe.preview_route,
         "run_expert": host_experts.run_expert if host_experts else moe.run_expert,

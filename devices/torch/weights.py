@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from moesched.steps.views import View
 from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
+from ..native.layers import LayerWeights
 from ..products.linear import Tensor
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
@@ -29,6 +31,9 @@ MOST_ARRANGING = 3
 READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
 
+
+WeightsOf = Callable[[Any], LayerWeights]
+"""Returns the tensors that a view shows."""
 
 _log = Log(__name__)
 
@@ -124,16 +129,16 @@ class WeightStore:
             self._reading = Team(READS_IN_FLIGHT)
         self._reading.run([partial(self.reader.read, page, self.bytes(slot)) for page, slot in pairs])
 
-    def weights(self, view: View[Any]) -> Weights:
+    def weights(self, view: View[Any]) -> LayerWeights:
         """The tensors that a view shows, by their names within the layer."""
         if view.bound is None:
-            merged: Weights = {}
+            merged = LayerWeights()
             for page, slot in zip(view.pages, view.slots, strict=True):
                 tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
                 for name, blocks in tensors.items():
                     merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
             view.bound = merged
-        bound: Weights = view.bound
+        bound: LayerWeights = view.bound
         return bound
 
     def bytes(self, slot: Slot) -> Tensor:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.machines.local import usable_cores
 from moesched.sweeps.axes import PRICES, Sweep, option_of
 from moesched.sweeps.figures import Figures
 from moesched.sweeps.found import Finder, Found, require_sensible
@@ -16,6 +15,7 @@ from moesched.sweeps.line import Line
 from moesched.sweeps.points import points_of, policies_of
 from moesched.sweeps.store import Store
 from moesched.sweeps.workers import Point, Workers
+from moesched.system.cores import usable_cores
 from moesched.system.signals import stopped_by
 
 

@@ -1,0 +1,104 @@
+/* Queries, keys and values of a layer: norm, projection and rotation, as one task. */
+#include "norm.h"
+#include "numbers.h"
+#include "product.h"
+#include "scratch.h"
+
+/* Numbers that Python prepares. Hidden states (tokens, hidden), queries (tokens, heads, head_dim), keys and values
+ * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, head_dim), float32.
+ * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; NULL for none. clip: 0 for
+ * none. */
+typedef struct {
+    int64_t tokens, hidden, heads, kv_heads, head_dim;
+    const uint16_t *x;
+    Norm norm;
+    const Rows *weights;
+    const uint16_t *query_norm, *key_norm;
+    int64_t query_normed, key_normed;
+    double clip;
+    const float *cosines, *sines;
+    uint16_t *queries, *keys, *values;
+} Inputs;
+
+typedef struct {
+    const Inputs *inputs;
+    const Multiplier *multiplier;
+    Product product;
+    uint16_t *normed, *projected;
+} Job;
+
+static void norm_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const int64_t hidden = job->inputs->hidden;
+    for (int64_t t = first; t < last; t++) {
+        normalise(&job->inputs->norm, hidden, job->inputs->x + t * hidden, job->normed + t * hidden);
+        job->multiplier->place_row(&job->product, (int)t, job->normed + t * hidden);
+    }
+}
+
+static void project_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    write_rounded(job->multiplier, &job->product, first, last, job->projected);
+}
+
+static void normalise_heads(const Inputs *inputs, const uint16_t *weight, int64_t normed, int64_t count, uint16_t *x) {
+    const Norm norm = {weight, inputs->norm.epsilon, 0};
+    for (int64_t i = 0; weight && i + normed <= count; i += normed) normalise(&norm, normed, x + i, x + i);
+}
+
+static void clip(double most, int64_t count, uint16_t *x) {
+    const float limit = (float)most;
+    for (int64_t i = 0; i < count; i++) {
+        const float value = widened(x[i]);
+        x[i] = rounded(value > limit ? limit : value < -limit ? -limit : value);
+    }
+}
+
+/* Numbers i and i + head_dim / 2 of a head make a pair. */
+static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
+    const int64_t size = inputs->head_dim, half = size / 2;
+    const float *cosines = inputs->cosines + token * size, *sines = inputs->sines + token * size;
+    for (int64_t head = 0; head < heads; head++, x += size, y += size)
+        for (int64_t i = 0; i < half; i++) {
+            const float low = widened(x[i]), high = widened(x[i + half]);
+            y[i] = rounded(low * cosines[i] + high * sines[i]);
+            y[i + half] = rounded(high * cosines[i + half] + low * sines[i + half]);
+        }
+}
+
+static void finish_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Inputs *inputs = job->inputs;
+    const int64_t queries = inputs->heads * inputs->head_dim, keys = inputs->kv_heads * inputs->head_dim;
+    for (int64_t t = first; t < last; t++) {
+        uint16_t *row = job->projected + t * (queries + 2 * keys);
+        normalise_heads(inputs, inputs->query_norm, inputs->query_normed, queries, row);
+        normalise_heads(inputs, inputs->key_norm, inputs->key_normed, keys, row + queries);
+        if (inputs->clip > 0) clip(inputs->clip, queries + 2 * keys, row);
+        rotate(inputs, t, inputs->heads, row, inputs->queries + t * queries);
+        rotate(inputs, t, inputs->kv_heads, row + queries, inputs->keys + t * keys);
+        memcpy(inputs->values + t * keys, row + queries + keys, (size_t)keys * sizeof *row);
+    }
+}
+
+/* Returns 0, or -1 without memory. */
+API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
+    const Multiplier *multiplier = multiplier_of(team);
+    const int64_t tokens = inputs->tokens, outputs = (inputs->heads + 2 * inputs->kv_heads) * inputs->head_dim;
+    Job job = {.inputs = inputs,
+               .multiplier = multiplier,
+               .product = product_of(multiplier, tokens, inputs->hidden, outputs, inputs->weights)};
+    const int64_t placed = placed_bytes(multiplier, &job.product);
+    char *memory = scratch(placed + tokens * (inputs->hidden + outputs) * (int64_t)sizeof(uint16_t));
+    if (!memory) return -1;
+    give_memory(multiplier, &job.product, memory);
+    job.normed = (uint16_t *)(memory + placed);
+    job.projected = job.normed + tokens * inputs->hidden;
+    Task task = {&job,
+                 3,
+                 {{norm_part, tokens, 1, 0, 0},
+                  {project_part, outputs, chunk_of(team, outputs), 0, 0},
+                  {finish_part, tokens, 1, 0, 0}}};
+    run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));
+    return 0;
+}
