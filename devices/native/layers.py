@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -44,6 +44,18 @@ class LayerWeights(dict[str, list[Tensor]]):
 
 class _Norm(ctypes.Structure):
     _fields_ = (("weight", _POINTER), ("epsilon", _REAL), ("subtracts_mean", _NUMBER))
+
+
+class _Tokens(ctypes.Structure):
+    """As in embedding.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("tokens", "hidden", "head_dim")),
+        *(
+            (name, _POINTER)
+            for name in ("ids", "positions", "embedding", "frequencies", "x", "cosines", "sines")
+        ),
+    )
 
 
 class _Inputs(ctypes.Structure):
@@ -108,10 +120,12 @@ class NativeLayers:
         self._kernels = kernels
         self._call = kernels.call
         self._library = library()
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self._frequencies = 1.0 / config.rope_theta**exponents
 
     def takes(self, x_TD: Tensor, weights: LayerWeights) -> bool:
         """Whether the kernels take these rows, and can read these weights."""
-        return self.takes_rows(x_TD) and self.reads(weights)
+        return self.takes_rows(len(x_TD)) and self.reads(weights)
 
     def reads(self, weights: LayerWeights) -> bool:
         """Whether the kernels can read these weights: plain row blocks."""
@@ -121,16 +135,39 @@ class NativeLayers:
             weights.plain = rows and not self._config.transposed_down
         return weights.plain
 
-    def takes_rows(self, x_TD: Tensor) -> bool:
-        """Whether the kernels take these rows."""
-        return 0 < len(x_TD) <= self._kernels.most_rows and x_TD.dtype == torch.bfloat16
+    def takes_rows(self, rows: int) -> bool:
+        """Whether the kernels take that many rows."""
+        return 0 < rows <= self._kernels.most_rows
+
+    def embed(
+        self, ids: Sequence[int], positions: Sequence[int], embedding_VD: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The tokens' embeddings (T, D), and the cosines and signed sines (T, d) that rotate queries and keys."""
+        config, tokens = self._config, len(ids)
+        x_TD = embedding_VD.new_empty(tokens, config.hidden)
+        cosines_Td, sines_Td = torch.empty(2, tokens, config.head_dim)
+        numbers = array("q", (*ids, *positions))
+        arguments = _Tokens(
+            tokens=tokens,
+            hidden=config.hidden,
+            head_dim=config.head_dim,
+            ids=address(numbers),
+            positions=address(numbers) + tokens * numbers.itemsize,
+            embedding=embedding_VD.data_ptr(),
+            frequencies=self._frequencies.data_ptr(),
+            x=x_TD.data_ptr(),
+            cosines=cosines_Td.data_ptr(),
+            sines=sines_Td.data_ptr(),
+        )
+        self._call(self._library.moesched_embed, arguments)
+        return x_TD, (cosines_Td, sines_Td)
 
     def attention_inputs(
         self, x_TD: Tensor, weights: LayerWeights, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d).
 
-        angles: cosines and signed sines (T, 1, d), float32.
+        angles: cosines and signed sines of T * d numbers, float32.
         """
         config, tokens = self._config, len(x_TD)
         q_THd = x_TD.new_empty(tokens, config.heads, config.head_dim)

@@ -18,6 +18,9 @@ AUTO, TORCH = "auto", "torch"
 VERSION = 2
 """Of the functions' signatures, as the library returns it."""
 
+_CALLS = tuple(f"moesched_{name}" for name in ("embed", "attention_inputs", "route", "moe_layer", "logits"))
+"""Functions that take the threads and a pointer to their arguments."""
+
 _WHERE = Path(__file__).parent
 _REMEDY = "install GCC or Clang, then moesched again"
 
@@ -61,7 +64,7 @@ def _declare(library: ctypes.CDLL) -> None:
     shape: list[Any] = [pointer, number, number, number, pointer, number]
     library.moesched_product.argtypes = [*shape, pointer, pointer]
     library.moesched_expert.argtypes = [*shape, pointer, pointer]
-    for function in ("moesched_attention_inputs", "moesched_route", "moesched_moe_layer", "moesched_logits"):
+    for function in _CALLS:
         getattr(library, function).argtypes = [pointer, pointer]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]

@@ -52,10 +52,18 @@ class Attention:
         use_cores(1)
         config, state = self._config, self._states[task.micro_batch]
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
+        ids = [token for tokens in state.new for token in tokens]
+        if self._native and self._native.takes_rows(len(ids)):
+            positions = [
+                past + i
+                for past, new in zip(state.step.past, state.step.new, strict=True)
+                for i in range(new)
+            ]
+            state.hidden_TD, state.angles = self._native.embed(ids, positions, self._embedding_VD)
+            return
         positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
-        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
-        state.hidden_TD = kernels.embed(ids_T, self._embedding_VD)
+        state.hidden_TD = kernels.embed(indices(ids, self._accelerator), self._embedding_VD)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""

@@ -193,7 +193,7 @@ class MoELayer:
         rows = state.rows
         residual_TD = self._attention.residual(state)
         combine = kernels.combine
-        if self._native and self._native.takes_rows(residual_TD):
+        if self._native and self._native.takes_rows(len(residual_TD)):
             combine = self._native.combine
         state.hidden_TD = combine(rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, residual_TD)
         del state.rows

@@ -73,11 +73,7 @@ class NextTokens:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config, head = self._config, self._head
         native = self._native
-        if (
-            native
-            and native.takes_rows(state.hidden_TD[: len(state.last_S)])
-            and native.reads(self._native_head)
-        ):
+        if native and native.takes_rows(len(state.last_S)) and native.reads(self._native_head):
             return native.logits(state.hidden_TD, state.last_S, head.norm_D, self._native_head)
         last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)

@@ -1,0 +1,38 @@
+/* The start of a step: embeddings of tokens, and the angles that rotate queries and keys by their positions. */
+#include <math.h>
+#include <stddef.h>
+
+#include "numbers.h"
+#include "team.h"
+
+/* Numbers that Python prepares. embedding (any, hidden) and x (tokens, hidden), bfloat16; frequencies (head_dim / 2),
+ * cosines and signed sines (tokens, head_dim), float32. */
+typedef struct {
+    int64_t tokens, hidden, head_dim;
+    const int64_t *ids, *positions;
+    const uint16_t *embedding;
+    const float *frequencies;
+    uint16_t *x;
+    float *cosines, *sines;
+} Tokens;
+
+static void embed_part(void *argument, int64_t first, int64_t last) {
+    const Tokens *tokens = argument;
+    const int64_t hidden = tokens->hidden, size = tokens->head_dim, half = size / 2;
+    for (int64_t t = first; t < last; t++) {
+        memcpy(tokens->x + t * hidden, tokens->embedding + tokens->ids[t] * hidden, (size_t)hidden * sizeof(uint16_t));
+        float *cosines = tokens->cosines + t * size, *sines = tokens->sines + t * size;
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = (float)tokens->positions[t] * tokens->frequencies[i];
+            cosines[i] = cosines[i + half] = cosf(angle);
+            sines[i + half] = sinf(angle);
+            sines[i] = -sines[i + half];
+        }
+    }
+}
+
+API int moesched_embed(Team *team, const Tokens *tokens) {
+    Task task = {(void *)tokens, 1, {{embed_part, tokens->tokens, 1, 0, 0}}};
+    run(team, &task, tokens->tokens * tokens->hidden * (int64_t)sizeof(uint16_t));
+    return 0;
+}

@@ -1,0 +1,251 @@
+"""Native calls for whole tasks of few rows: as close to exact as torch, and a row's bits depend on no other row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.layers import LayerWeights, NativeLayers
+from moesched.devices.native.library import availability, instruction_sets
+from moesched.devices.products.linear import expert_ffn
+from moesched.devices.torch import kernels
+from moesched.models.config import ModelConfig
+from small_models import SMALL
+
+Tensor = torch.Tensor
+
+MOST_ROWS = 16
+PLAIN = replace(
+    SMALL, hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
+)
+MODELS = {
+    "Mixtral": PLAIN,
+    "norms of heads": replace(PLAIN, qk_norm="head"),
+    "norms of projections": replace(PLAIN, qk_norm="projection"),
+    "LayerNorm and clipping": replace(PLAIN, norm="layer", clip_qkv=0.5),
+    "weights of all experts": replace(PLAIN, weights_sum_to_one=False, top_k=4),
+    "one expert": replace(PLAIN, experts=1, top_k=1),
+}
+
+Weights = dict[str, list[Tensor]]
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+
+
+def weights_of(config: ModelConfig) -> LayerWeights:
+    """A layer's weights; every matrix is two row blocks."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    normed = {None: (1, 1), "head": (config.head_dim,) * 2, "projection": (queries, keys)}[config.qk_norm]
+    shapes = {
+        "attention_norm": (config.hidden,),
+        "ffn_norm": (config.hidden,),
+        "q": (queries, config.hidden),
+        "k": (keys, config.hidden),
+        "v": (keys, config.hidden),
+        "q_norm": (normed[0],),
+        "k_norm": (normed[1],),
+        "o": (config.hidden, queries),
+        "router": (config.experts, config.hidden),
+        "lm_head": (config.vocabulary, config.hidden),
+    }
+    for expert in range(config.experts):
+        for part in ("gate", "up"):
+            shapes[f"experts.{expert}.{part}"] = (config.intermediate, config.hidden)
+        shapes[f"experts.{expert}.down"] = (config.hidden, config.intermediate)
+    return LayerWeights(
+        {
+            name: _blocks(random(*shape, seed=seed, scale=0.2))
+            for seed, (name, shape) in enumerate(shapes.items())
+        }
+    )
+
+
+def _blocks(tensor: Tensor) -> list[Tensor]:
+    return (
+        [tensor]
+        if tensor.dim() == 1 or len(tensor) < 2
+        else [each.clone() for each in tensor.tensor_split([len(tensor) // 3])]
+    )
+
+
+def doubled(weights: Weights) -> Weights:
+    return {name: [block.double() for block in blocks] for name, blocks in weights.items()}
+
+
+def torch_inputs(
+    config: ModelConfig, weights: Weights, x_TD: Tensor, angles: tuple[Tensor, Tensor]
+) -> Tensor:
+    parts = kernels.project_qkv(x_TD, weights, angles, config)
+    return torch.cat([part.flatten(1) for part in parts], dim=1).double()
+
+
+def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attended_TX: Tensor) -> Tensor:
+    """All after attention, by torch, in the dtype of the weights."""
+    hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
+    x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+    logits_TE = torch.cat([x_TD @ block.T for block in weights["router"]], dim=1).double()
+    experts_Tk, weights_Tk = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+    rows = []
+    for x_D, experts_k, weights_k, residual_D in zip(x_TD, experts_Tk, weights_Tk, hidden_TD, strict=True):
+        total_D = residual_D.double()
+        for expert, weight in zip(experts_k.tolist(), weights_k.tolist(), strict=True):
+            matrices = [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
+            total_D = total_D + weight * expert_ffn(x_D[None], *matrices)[0].double()
+        rows.append(total_D.to(hidden_TD.dtype).double())
+    return torch.stack(rows)
+
+
+def squared_error(values: Tensor, exact: Tensor) -> float:
+    return (values.double() - exact).square().mean().item()
+
+
+@pytest.fixture(params=instruction_sets() or ["none"])
+def native(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    """Every instruction set that this processor has."""
+    if request.param == "none":
+        pytest.skip(availability())
+    with closing(NativeKernels(MOST_ROWS, request.param, threads=2)) as native:
+        yield native
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    model: ModelConfig = request.param
+    return model
+
+
+def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKernels) -> None:
+    embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
+    ids, positions = [7, 100, 0], [0, 31, 4000]
+    x_TD, (cosines, sines) = NativeLayers(PLAIN, native).embed(ids, positions, embedding_VD)
+    assert torch.equal(x_TD, embedding_VD[ids])
+    expected = kernels.rotary(torch.tensor(positions), PLAIN.head_dim, PLAIN.rope_theta)
+    for ours, theirs in zip((cosines, sines), expected, strict=True):
+        assert torch.allclose(ours, theirs[:, 0], atol=1e-6)
+
+
+def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
+    native: NativeKernels, config: ModelConfig
+) -> None:
+    weights, x_TD = weights_of(config), random(5, config.hidden, seed=50)
+    angles = kernels.rotary(torch.arange(5) * 7, config.head_dim, config.rope_theta)
+    exact_angles = angles[0].double(), angles[1].double()
+    exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
+    parts = NativeLayers(config, native).attention_inputs(x_TD, weights, angles)
+    ours = torch.cat([part.flatten(1) for part in parts], dim=1)
+    theirs = torch_inputs(config, weights, x_TD, angles)
+    assert squared_error(ours, exact) <= 1.1 * squared_error(theirs, exact)
+
+
+def test_what_follows_attention_is_as_close_to_exact_as_torch(
+    native: NativeKernels, config: ModelConfig
+) -> None:
+    weights, hidden_TD = weights_of(config), random(9, config.hidden, seed=51)
+    attended_TX = random(9, config.heads * config.head_dim, seed=52)
+    exact = torch_layer(config, doubled(weights), hidden_TD.double(), attended_TX.double())
+    ours, _, _ = NativeLayers(config, native).run(hidden_TD, attended_TX, weights)
+    theirs = torch_layer(config, weights, hidden_TD, attended_TX)
+    assert squared_error(ours, exact) <= 1.2 * squared_error(theirs, exact)
+
+
+def test_logits_are_those_of_the_chosen_rows(native: NativeKernels, config: ModelConfig) -> None:
+    weights, hidden_TD = weights_of(config), random(6, config.hidden, seed=53)
+    norm_D, head = weights["ffn_norm"][0], LayerWeights({"lm_head": weights["lm_head"]})
+    last_S = torch.tensor([5, 0, 3])
+    ours = NativeLayers(config, native).logits(hidden_TD, last_S, norm_D, head)
+    blocks = [block.double() for block in weights["lm_head"]]
+    exact = kernels.lm_head(hidden_TD[last_S].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
+    assert torch.allclose(ours.double(), exact.double(), atol=0.02, rtol=0.02)
+
+
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, config: ModelConfig) -> None:
+    layers, weights = NativeLayers(config, native), weights_of(config)
+    hidden_TD, attended_TX = (
+        random(7, config.hidden, seed=54),
+        random(7, config.heads * config.head_dim, seed=55),
+    )
+    together, chosen_Tk, counts = layers.run(hidden_TD, attended_TX, weights)
+
+    projected_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
+    x_TD, experts_Tk, weights_Tk, _ = layers.route(projected_TD, weights)
+    grouping = kernels.group_by_expert(experts_Tk, config.experts)
+    x_nD = x_TD[grouping.tokens_n]
+    parts = [
+        native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
+        for expert, rows in enumerate(x_nD.split(grouping.counts))
+        if len(rows)
+    ]
+    apart = layers.combine(torch.cat(parts), grouping.rows_Tk, weights_Tk, projected_TD)
+
+    assert torch.equal(together, apart)
+    assert torch.equal(chosen_Tk, experts_Tk)
+    assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
+
+
+def test_a_token_has_the_same_bits_whatever_the_other_tokens(
+    native: NativeKernels, config: ModelConfig
+) -> None:
+    layers, weights = NativeLayers(config, native), weights_of(config)
+    hidden_TD = random(MOST_ROWS, config.hidden, seed=56)
+    attended_TX = random(MOST_ROWS, config.heads * config.head_dim, seed=57)
+    angles = kernels.rotary(torch.arange(MOST_ROWS), config.head_dim, config.rope_theta)
+    inputs = layers.attention_inputs(hidden_TD, weights, angles)
+    out_TD, *_ = layers.run(hidden_TD, attended_TX, weights)
+    for start, stop in ((0, 1), (3, 8), (15, 16)):
+        rows = slice(start, stop)
+        own_angles = angles[0][rows], angles[1][rows]
+        for all_rows, some in zip(
+            inputs, layers.attention_inputs(hidden_TD[rows], weights, own_angles), strict=True
+        ):
+            assert torch.equal(all_rows[rows], some)
+        assert torch.equal(out_TD[rows], layers.run(hidden_TD[rows], attended_TX[rows], weights)[0])
+
+
+@pytest.mark.skipif(not instruction_sets(), reason=availability())
+def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
+    config = replace(PLAIN, hidden=256, intermediate=512)  # large enough that helpers are called
+    weights, hidden_TD = weights_of(config), random(7, config.hidden, seed=58)
+    attended_TX = random(7, config.heads * config.head_dim, seed=59)
+    outcomes = []
+    for threads in (1, 2, 5):
+        with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
+            outcomes += [
+                NativeLayers(config, native).run(hidden_TD, attended_TX, weights)[0] for _ in range(20)
+            ]
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
+    layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
+    hidden_TD, attended_TX = (
+        random(3, PLAIN.hidden, seed=60),
+        random(3, PLAIN.heads * PLAIN.head_dim, seed=61),
+    )
+    clean, *_ = layers.run(hidden_TD, attended_TX, weights)
+    hidden_TD[1, 5] = torch.nan
+    out_TD, experts_Tk, _ = layers.run(hidden_TD, attended_TX, weights)
+    assert out_TD[1].isnan().all()
+    assert torch.equal(out_TD[[0, 2]], clean[[0, 2]])
+    assert len(set(experts_Tk[1].tolist())) == PLAIN.top_k
+
+
+@pytest.mark.skipif(not instruction_sets(), reason=availability())
+def test_rows_beyond_the_limit_and_packed_weights_are_left_to_torch() -> None:
+    weights = weights_of(PLAIN)
+    with closing(NativeKernels(4, threads=1)) as native:
+        layers = NativeLayers(PLAIN, native)
+        assert layers.takes(random(4, PLAIN.hidden, seed=1), weights)
+        assert not layers.takes(random(5, PLAIN.hidden, seed=1), weights)
+        columns = {
+            name: [block.T.contiguous().T if block.dim() > 1 else block for block in blocks]
+            for name, blocks in weights.items()
+        }
+        assert not layers.takes(random(4, PLAIN.hidden, seed=1), LayerWeights(columns))
