@@ -190,6 +190,17 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
 
 
+def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native: NativeKernels) -> None:
+    y_nD, residual_TD = random(6, 700, seed=62), random(2, 700, seed=63)
+    rows_Tk, weights_Tk = (
+        torch.tensor([[4, 0, 2], [1, 5, 3]]),
+        torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]),
+    )
+    ours = NativeLayers(PLAIN, native).combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+    exact = residual_TD.double() + (y_nD[rows_Tk].double() * weights_Tk[..., None].double()).sum(dim=1)
+    assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
 def test_a_token_has_the_same_bits_whatever_the_other_tokens(
     native: NativeKernels, config: ModelConfig
 ) -> None:
