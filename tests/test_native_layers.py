@@ -116,7 +116,7 @@ def native(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
         yield native
 
 
-@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
+@pytest.fixture(params=list(MODELS.values()), ids=list(MODELS))
 def config(request: pytest.FixtureRequest) -> ModelConfig:
     model: ModelConfig = request.param
     return model
