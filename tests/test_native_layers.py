@@ -9,8 +9,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from moesched.devices.native.arguments import LayerWeights
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.layers import LayerWeights, NativeLayers
+from moesched.devices.native.layers import NativeLayers
 from moesched.devices.native.library import availability, instruction_sets
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch import kernels
@@ -103,6 +104,26 @@ def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attend
     return torch.stack(rows)
 
 
+def inputs(
+    layers: NativeLayers, hidden_TD: Tensor, weights: LayerWeights, angles: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Queries, keys and values, side by side."""
+    buffers = layers.buffers(len(hidden_TD))
+    for ours, given in zip(buffers.angles, angles, strict=True):
+        ours.copy_(given)
+    layers.attention_inputs(buffers, hidden_TD, weights)
+    return torch.cat([part.flatten(1) for part in buffers.qkv], dim=1)
+
+
+def after_attention(
+    layers: NativeLayers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
+) -> tuple[Tensor, Tensor, dict[int, int]]:
+    """The new hidden states, the experts of each token, the rows of each expert."""
+    buffers = layers.buffers(len(hidden_TD))
+    counts = layers.run(buffers, hidden_TD, attended_TX, weights)
+    return buffers.hidden_TD, buffers.choices.experts_Tk, counts
+
+
 def squared_error(values: Tensor, exact: Tensor) -> float:
     return (values.double() - exact).square().mean().item()
 
@@ -125,11 +146,13 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
 def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKernels) -> None:
     embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
     ids, positions = [7, 100, 0], [0, 31, 4000]
-    x_TD, (cosines, sines) = NativeLayers(PLAIN, native).embed(ids, positions, embedding_VD)
-    assert torch.equal(x_TD, embedding_VD[ids])
+    layers = NativeLayers(PLAIN, native)
+    buffers = layers.buffers(3)
+    layers.embed(buffers, ids, positions, embedding_VD)
+    assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
     expected = kernels.rotary(torch.tensor(positions), PLAIN.head_dim, PLAIN.rope_theta)
-    for ours, theirs in zip((cosines, sines), expected, strict=True):
-        assert torch.allclose(ours, theirs[:, 0], atol=1e-6)
+    for ours, theirs in zip(buffers.angles, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
@@ -139,8 +162,7 @@ def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
     angles = kernels.rotary(torch.arange(5) * 7, config.head_dim, config.rope_theta)
     exact_angles = angles[0].double(), angles[1].double()
     exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
-    parts = NativeLayers(config, native).attention_inputs(x_TD, weights, angles)
-    ours = torch.cat([part.flatten(1) for part in parts], dim=1)
+    ours = inputs(NativeLayers(config, native), x_TD, weights, angles)
     theirs = torch_inputs(config, weights, x_TD, angles)
     assert squared_error(ours, exact) <= 1.1 * squared_error(theirs, exact)
 
@@ -151,19 +173,32 @@ def test_what_follows_attention_is_as_close_to_exact_as_torch(
     weights, hidden_TD = weights_of(config), random(9, config.hidden, seed=51)
     attended_TX = random(9, config.heads * config.head_dim, seed=52)
     exact = torch_layer(config, doubled(weights), hidden_TD.double(), attended_TX.double())
-    ours, _, _ = NativeLayers(config, native).run(hidden_TD, attended_TX, weights)
+    ours, _, _ = after_attention(NativeLayers(config, native), hidden_TD, attended_TX, weights)
     theirs = torch_layer(config, weights, hidden_TD, attended_TX)
     assert squared_error(ours, exact) <= 1.2 * squared_error(theirs, exact)
 
 
-def test_logits_are_those_of_the_chosen_rows(native: NativeKernels, config: ModelConfig) -> None:
+def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(
+    native: NativeKernels, config: ModelConfig
+) -> None:
     weights, hidden_TD = weights_of(config), random(6, config.hidden, seed=53)
-    norm_D, head = weights["ffn_norm"][0], LayerWeights({"lm_head": weights["lm_head"]})
-    last_S = torch.tensor([5, 0, 3])
-    ours = NativeLayers(config, native).logits(hidden_TD, last_S, norm_D, head)
+    norm_D, last_S = weights["final_norm"][0], torch.tensor([5, 0, 3])
+    logits_SV, likeliest = NativeLayers(config, native).logits(hidden_TD, last_S, weights)
     blocks = [block.double() for block in weights["lm_head"]]
     exact = kernels.lm_head(hidden_TD[last_S].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
-    assert torch.allclose(ours.double(), exact.double(), atol=0.02, rtol=0.02)
+    assert torch.allclose(logits_SV.double(), exact.double(), atol=0.02, rtol=0.02)
+    assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(("value", "token"), [(torch.nan, -1), (torch.inf, -1), (7.0, 0)])
+def test_of_equal_logits_the_first_is_the_likeliest_and_bad_ones_have_none(
+    native: NativeKernels, value: float, token: int
+) -> None:
+    config = replace(PLAIN, hidden=1)
+    ones = torch.ones(1).bfloat16()
+    weights = LayerWeights({"final_norm": [ones], "lm_head": [torch.full((500, 1), value).bfloat16()]})
+    _, likeliest = NativeLayers(config, native).logits(ones[None], torch.tensor([0]), weights)
+    assert likeliest == [token]
 
 
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, config: ModelConfig) -> None:
@@ -172,7 +207,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
         random(7, config.hidden, seed=54),
         random(7, config.heads * config.head_dim, seed=55),
     )
-    together, chosen_Tk, counts = layers.run(hidden_TD, attended_TX, weights)
+    together, chosen_Tk, counts = after_attention(layers, hidden_TD, attended_TX, weights)
 
     projected_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
     x_TD, experts_Tk, weights_Tk, _ = layers.route(projected_TD, weights)
@@ -208,16 +243,15 @@ def test_a_token_has_the_same_bits_whatever_the_other_tokens(
     hidden_TD = random(MOST_ROWS, config.hidden, seed=56)
     attended_TX = random(MOST_ROWS, config.heads * config.head_dim, seed=57)
     angles = kernels.rotary(torch.arange(MOST_ROWS), config.head_dim, config.rope_theta)
-    inputs = layers.attention_inputs(hidden_TD, weights, angles)
-    out_TD, *_ = layers.run(hidden_TD, attended_TX, weights)
+    together = inputs(layers, hidden_TD, weights, angles)
+    out_TD, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
     for start, stop in ((0, 1), (3, 8), (15, 16)):
         rows = slice(start, stop)
         own_angles = angles[0][rows], angles[1][rows]
-        for all_rows, some in zip(
-            inputs, layers.attention_inputs(hidden_TD[rows], weights, own_angles), strict=True
-        ):
-            assert torch.equal(all_rows[rows], some)
-        assert torch.equal(out_TD[rows], layers.run(hidden_TD[rows], attended_TX[rows], weights)[0])
+        assert torch.equal(together[rows], inputs(layers, hidden_TD[rows], weights, own_angles))
+        assert torch.equal(
+            out_TD[rows], after_attention(layers, hidden_TD[rows], attended_TX[rows], weights)[0]
+        )
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
@@ -229,7 +263,8 @@ def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
     for threads in (1, 2, 5):
         with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
             outcomes += [
-                NativeLayers(config, native).run(hidden_TD, attended_TX, weights)[0] for _ in range(20)
+                after_attention(NativeLayers(config, native), hidden_TD, attended_TX, weights)[0]
+                for _ in range(20)
             ]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
@@ -240,9 +275,9 @@ def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
         random(3, PLAIN.hidden, seed=60),
         random(3, PLAIN.heads * PLAIN.head_dim, seed=61),
     )
-    clean, *_ = layers.run(hidden_TD, attended_TX, weights)
+    clean, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
     hidden_TD[1, 5] = torch.nan
-    out_TD, experts_Tk, _ = layers.run(hidden_TD, attended_TX, weights)
+    out_TD, experts_Tk, _ = after_attention(layers, hidden_TD, attended_TX, weights)
     assert out_TD[1].isnan().all()
     assert torch.equal(out_TD[[0, 2]], clean[[0, 2]])
     assert len(set(experts_Tk[1].tolist())) == PLAIN.top_k

@@ -59,7 +59,9 @@ class Attention:
                 for past, new in zip(state.step.past, state.step.new, strict=True)
                 for i in range(new)
             ]
-            state.hidden_TD, state.angles = self._native.embed(ids, positions, self._embedding_VD)
+            buffers = state.buffers = self._native.buffers(len(ids), state.buffers)
+            self._native.embed(buffers, ids, positions, self._embedding_VD)
+            state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return
         positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
@@ -70,7 +72,9 @@ class Attention:
         config, state = self._config, self._states[task.micro_batch]
         weights = self._weights(task.operands)
         if self._native and self._native.takes(state.hidden_TD, weights):
-            state.qkv = self._native.attention_inputs(state.hidden_TD, weights, state.angles)
+            assert state.buffers is not None, "embed made them"
+            self._native.attention_inputs(state.buffers, state.hidden_TD, weights)
+            state.qkv = state.buffers.qkv
             return
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._use_cores_for(len(state.hidden_TD), config.hidden * width)

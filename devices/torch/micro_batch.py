@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..native.layers import StepBuffers
 from ..products.linear import Tensor
 from .expert_rows import ExpertRows
 from .kv_cache import BlockedKV, KVStep
@@ -23,6 +24,7 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; else None.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
+        buffers: those of native calls; None before the first one.
         cache: the KV cache that has its requests.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """
@@ -35,6 +37,7 @@ class MicroBatchState:
         self.chunk_of: MicroBatchState | None = None
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
+        self.buffers: StepBuffers | None = None
         self.cache: BlockedKV
         self.step: KVStep
         self.angles: tuple[Tensor, Tensor]

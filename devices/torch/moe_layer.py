@@ -12,7 +12,7 @@ from moesched.models.config import ModelConfig
 from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
-from ..native.layers import LayerWeights
+from ..native.arguments import LayerWeights
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
@@ -87,9 +87,11 @@ class MoELayer:
         if native is None or self._device_observers.activations or not native.takes(state.hidden_TD, weights):
             self._attention.project_output(task)
             return self.run_all(task)
-        state.hidden_TD, experts_Tk, counts = native.run(state.hidden_TD, state.attended_TX, weights)
+        buffers = state.buffers = native.buffers(len(state.hidden_TD), state.buffers)
+        counts = native.run(buffers, state.hidden_TD, state.attended_TX, weights)
+        state.hidden_TD = buffers.hidden_TD
         del state.attended_TX
-        self._device_observers.routed(task.layer, state, self._first_request, experts_Tk)
+        self._device_observers.routed(task.layer, state, self._first_request, buffers.choices.experts_Tk)
         return counts
 
     def run_all(self, task: Task) -> dict[int, int]:

@@ -14,7 +14,7 @@ from moesched.requests.beams import Standing
 from moesched.requests.sampling import Sampling, require_finite, sample, traced
 from moesched.tasks import Task
 
-from ..native.layers import LayerWeights
+from ..native.arguments import LayerWeights
 from ..products.linear import Tensor, linear
 from . import kernels
 from .beams import BeamSearches
@@ -64,7 +64,7 @@ class NextTokens:
         self._team = compute.team
         self._products = compute.products
         self._native = compute.native
-        self._native_head = LayerWeights({"lm_head": head.blocks})
+        self._native_head = LayerWeights({"final_norm": [head.norm_D], "lm_head": head.blocks})
         self._choice = choice
         self._beams = beams
         self._first_bad = first_bad
@@ -72,9 +72,8 @@ class NextTokens:
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config, head = self._config, self._head
-        native = self._native
-        if native and native.takes_rows(len(state.last_S)) and native.reads(self._native_head):
-            return native.logits(state.hidden_TD, state.last_S, head.norm_D, self._native_head)
+        if self._by_native(state):
+            return self._native_logits(state)[0]
         last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:
@@ -111,14 +110,40 @@ class NextTokens:
             require_finite(logits_SV.numpy(), requests, positions)
             return self._beams.advance(whole, places, logits_SV)
         tokens = sample(logits_SV.numpy(), self._choice.sampling, requests, positions)
-        for place, token in zip(places, tokens, strict=True):
-            whole.new[place] = [token]
+        self._hand_on(state, tokens)
         return tokens
 
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
+        if self._is_greedy and self._by_native(state):
+            logits_SV, tokens = self._native_logits(state)
+            if -1 in tokens:
+                return self.draw(task, logits_SV)  # raises
+            self._hand_on(state, tokens)
+            return tokens
         return self.draw(task, self.logits(state))
+
+    @property
+    def _is_greedy(self) -> bool:
+        """Whether only the likeliest tokens are wanted."""
+        return self._beams is None and self._choice.kept is None and self._choice.sampling.temperature == 0
+
+    def _by_native(self, state: MicroBatchState) -> bool:
+        native = self._native
+        return native is not None and native.takes_rows(len(state.last_S)) and native.reads(self._native_head)
+
+    def _native_logits(self, state: MicroBatchState) -> tuple[Tensor, list[int]]:
+        assert self._native is not None
+        into = state.buffers if self._is_greedy else None
+        return self._native.logits(state.hidden_TD, state.last_S, self._native_head, into)
+
+    def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
+        """Give each request its token for the next step."""
+        whole = state.whole
+        mine = state.requests if state.ends is None else [state.requests[end] for end in state.ends]
+        for request, token in zip(mine, tokens, strict=True):
+            whole.new[whole.requests.index(request)] = [token]
 
 
 def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:

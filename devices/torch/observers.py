@@ -28,7 +28,7 @@ class DeviceObservers:
             TokenSpan(first_request + request, past, new)
             for request, past, new in zip(state.requests, step.past, step.new, strict=True)
         ]
-        self.routing.routed(layer, spans, experts_Tk.cpu().numpy())
+        self.routing.routed(layer, spans, experts_Tk.cpu().numpy().copy())
 
     def applied(self, layer: int, parts: Iterable[Part], expert: int, weights: Weights) -> None:
         """Report the activations of an expert that is about to run; they are computed a second time for that."""

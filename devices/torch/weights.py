@@ -15,7 +15,7 @@ from moesched.steps.views import View
 from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
-from ..native.layers import LayerWeights
+from ..native.arguments import LayerWeights
 from ..products.linear import Tensor
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes

@@ -1,0 +1,169 @@
+"""Arguments of the native calls, with pointers to a layer's weights that are prepared once and kept with them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Mapping
+from itertools import count
+from types import MappingProxyType
+from typing import TypeVar
+
+from moesched.models.config import ModelConfig
+
+from .kernels import Blocks, Tensor, address, rows_of
+
+_NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+_numbers = count()
+
+
+class Norm(ctypes.Structure):
+    """As in norm.h."""
+
+    _fields_ = (("weight", _POINTER), ("epsilon", _REAL), ("subtracts_mean", _NUMBER))
+
+
+class Tokens(ctypes.Structure):
+    """As in embedding.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("tokens", "hidden", "head_dim")),
+        *(
+            (name, _POINTER)
+            for name in ("ids", "positions", "embedding", "frequencies", "x", "cosines", "sines")
+        ),
+    )
+
+
+class Inputs(ctypes.Structure):
+    """As in attention_inputs.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
+        ("x", _POINTER),
+        ("norm", Norm),
+        *((name, _POINTER) for name in ("weights", "query_norm", "key_norm")),
+        *((name, _NUMBER) for name in ("query_normed", "key_normed")),
+        ("clip", _REAL),
+        *((name, _POINTER) for name in ("cosines", "sines", "queries", "keys", "values")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """As in moe_layer.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
+        ("sum_to_one", _NUMBER),
+        *((name, _POINTER) for name in ("attended", "residual", "output_weights")),
+        ("norm", Norm),
+        *((name, _POINTER) for name in ("router", "expert_weights", "projected", "x", "logits", "chosen")),
+        *((name, _POINTER) for name in ("weights", "counts", "out")),
+    )
+
+
+class Head(ctypes.Structure):
+    """As in logits.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),
+        *((name, _POINTER) for name in ("x", "chosen")),
+        ("norm", Norm),
+        *((name, _POINTER) for name in ("weights", "logits", "likeliest")),
+    )
+
+
+A = TypeVar("A", bound=ctypes.Structure)
+Held = list["array[int]"]
+"""Arrays that arguments point to."""
+
+
+class LayerWeights(dict[str, list[Tensor]]):
+    """The tensors of a layer by name, as row blocks, with what the kernels keep of them.
+
+    Attributes:
+        number: of no other weights.
+        plain: whether all matrices are plain row blocks; None until a kernel asks.
+    """
+
+    def __init__(self, blocks: Mapping[str, Blocks] = MappingProxyType({})) -> None:
+        super().__init__({name: list(each) for name, each in blocks.items()})
+        self.number = next(_numbers)
+        self.plain: bool | None = None
+        self._prepared: dict[type[ctypes.Structure], tuple[ctypes.Structure, Held]] = {}
+
+    def arguments(self, kind: type[A], prepare: Callable[[LayerWeights, Held], A]) -> A:
+        """A copy of the arguments of one kind, which are prepared when they are first asked for."""
+        if kind not in self._prepared:
+            held: Held = []
+            self._prepared[kind] = prepare(self, held), held
+        return kind.from_buffer_copy(self._prepared[kind][0])
+
+
+class Preparation:
+    """Fills in what depends on the model and its weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def inputs(self, weights: LayerWeights, held: Held) -> Inputs:
+        """Of `moesched_attention_inputs`."""
+        config = self._config
+        inputs = Inputs(
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            norm=self._norm(weights["attention_norm"][0]),
+            weights=_held([*weights["q"], *weights["k"], *weights["v"]], held),
+            clip=config.clip_qkv or 0.0,
+        )
+        if config.qk_norm:
+            query, key = weights["q_norm"][0], weights["k_norm"][0]
+            inputs.query_norm, inputs.query_normed = query.data_ptr(), len(query)
+            inputs.key_norm, inputs.key_normed = key.data_ptr(), len(key)
+        return inputs
+
+    def layer(self, weights: LayerWeights, held: Held) -> Layer:
+        """Of `moesched_route` and `moesched_moe_layer`."""
+        config = self._config
+        layer = Layer(
+            hidden=config.hidden,
+            attended_width=config.heads * config.head_dim,
+            experts=config.experts,
+            top_k=config.top_k,
+            width=config.intermediate,
+            sum_to_one=config.weights_sum_to_one,
+            norm=self._norm(weights["ffn_norm"][0]),
+        )
+        if "o" in weights:
+            layer.output_weights = _held(weights["o"], held)
+        if "router" in weights:
+            layer.router = _held(weights["router"], held)
+        names = [
+            f"experts.{expert}.{part}" for expert in range(config.experts) for part in ("gate", "up", "down")
+        ]
+        if all(name in weights for name in names):
+            held.append(array("q", [_held(weights[name], held) for name in names]))
+            layer.expert_weights = address(held[-1])
+        return layer
+
+    def head(self, weights: LayerWeights, held: Held) -> Head:
+        """Of `moesched_logits`."""
+        blocks = weights["lm_head"]
+        vocabulary = sum(len(block) for block in blocks)
+        return Head(
+            hidden=self._config.hidden,
+            vocabulary=vocabulary,
+            norm=self._norm(weights["final_norm"][0]),
+            weights=_held(blocks, held),
+        )
+
+    def _norm(self, weight_D: Tensor) -> Norm:
+        return Norm(weight_D.data_ptr(), self._config.norm_eps, self._config.norm == "layer")
+
+
+def _held(blocks: Blocks, held: Held) -> int:
+    """Where C finds the row blocks, as long as they are held."""
+    held.append(rows_of(blocks))
+    return address(held[-1])
