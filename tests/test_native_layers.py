@@ -61,6 +61,7 @@ def weights_of(config: ModelConfig) -> LayerWeights:
         for part in ("gate", "up"):
             shapes[f"experts.{expert}.{part}"] = (config.intermediate, config.hidden)
         shapes[f"experts.{expert}.down"] = (config.hidden, config.intermediate)
+    shapes["final_norm"] = (config.hidden,)
     return LayerWeights(
         {
             name: _blocks(random(*shape, seed=seed, scale=0.2))

@@ -62,8 +62,8 @@ def measure_most_rows(instruction_set: str) -> int:
     """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
     Each multiplies as many matrices as there are cores: the kernel one after the other on all cores; torch as on the
-    device, each on a core of its own and packed where that pays. They take turns, and the median of the turns' ratios
-    counts: on a shared machine the seconds themselves say little.
+    device, each on a core of its own and packed where that pays. They take turns, and the fastest of
+    each counts, which other processes disturbed the least.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
