@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[f"decode_{batch}"] = measure_decode(batch, max(1, options.rounds // 3))
     figures = {
         "instructions": best,
-        "most_rows": most_rows(best),
+        "most_rows": most_rows(best, usable_cores()),
         "expert": {"hidden": HIDDEN, "width": WIDTH, "bytes": EXPERT_BYTES},
         "bars": {
             "share_of_stream_up_to_4_rows": LEAST_SHARE_OF_STREAM,

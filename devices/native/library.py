@@ -7,6 +7,7 @@ pointers through ctypes, which lets other Python threads run meanwhile.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,12 @@ def build() -> str:
 
 @cache
 def _loaded() -> ctypes.CDLL | str:
-    """The compiled library, or the reason why there is none."""
-    for path in _built():
+    return load(_built())
+
+
+def load(paths: Sequence[Path]) -> ctypes.CDLL | str:
+    """The first of these libraries, or the reason why it cannot be used."""
+    for path in paths:
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:

@@ -20,7 +20,6 @@ from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
-from moesched.system.cores import usable_cores
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
 
@@ -42,23 +41,23 @@ Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
 
 @cache
-def most_rows(instruction_set: str) -> int:
-    """The number of rows up to which the kernel wins; read from the cache folder, or measured."""
+def most_rows(instruction_set: str, cores: int) -> int:
+    """The number of rows up to which the kernel wins on that many cores; read from the cache folder, or measured."""
     resident = _resident()
-    here = _here(instruction_set)
+    here = _here(instruction_set, cores)
     if here not in resident:
-        resident[here] = measure_most_rows(instruction_set)
+        resident[here] = measure_most_rows(instruction_set, cores)
         _keep(resident)
     return resident[here]
 
 
-def measure_again(instruction_set: str) -> None:
+def measure_again(instruction_set: str, cores: int) -> None:
     """Measure again, and save the result for later runs."""
-    _keep(_resident() | {_here(instruction_set): measure_most_rows(instruction_set)})
+    _keep(_resident() | {_here(instruction_set, cores): measure_most_rows(instruction_set, cores)})
     most_rows.cache_clear()
 
 
-def measure_most_rows(instruction_set: str) -> int:
+def measure_most_rows(instruction_set: str, cores: int) -> int:
     """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
     Each multiplies as many matrices as there are cores: the kernel one after the other on all cores; torch as on the
@@ -67,12 +66,12 @@ def measure_most_rows(instruction_set: str) -> int:
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
-        return thread.submit(_measure, instruction_set).result()
+        return thread.submit(_measure, instruction_set, cores).result()
 
 
 @torch.inference_mode()
-def _measure(instruction_set: str) -> int:
-    with closing(NativeKernels(ROWS[-1], instruction_set)) as kernel, closing(Team(usable_cores())) as team:
+def _measure(instruction_set: str, cores: int) -> int:
+    with closing(NativeKernels(ROWS[-1], instruction_set, cores)) as kernel, closing(Team(cores)) as team:
         return most_saved({rows: _ratio(ours, theirs) for rows, ours, theirs in _contests(kernel, team)})
 
 
@@ -124,8 +123,8 @@ def _seconds(call: Call) -> float:
     return perf_counter() - start
 
 
-def _here(instruction_set: str) -> str:
-    return f"{instruction_set}, {usable_cores()} cores, torch {version('torch')}, kernels {build()}"
+def _here(instruction_set: str, cores: int) -> str:
+    return f"{instruction_set}, {cores} cores, torch {version('torch')}, kernels {build()}"
 
 
 def _file() -> Path:

@@ -52,7 +52,7 @@ class Products:
         return y_nD if kept is None else y_nD[kept]
 
 
-def rows_for_kernel(kernel: str, dtype: str) -> int:
+def rows_for_kernel(kernel: str, dtype: str, cores: int) -> int:
     """The most rows for which a chosen kernel is used; 0 where it is not used at all.
 
     Args:
@@ -64,9 +64,9 @@ def rows_for_kernel(kernel: str, dtype: str) -> int:
     check_choice(kernel)
     if kernel == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0
-    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel)
+    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, cores)
 
 
-def make_kernel(kernel: str, rows: int, pin: bool) -> NativeKernels | None:
+def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False) -> NativeKernels | None:
     """The kernel for up to `rows` rows, with its threads; None for 0 rows."""
-    return NativeKernels(rows, None if kernel == AUTO else kernel, pin=pin) if rows else None
+    return NativeKernels(rows, None if kernel == AUTO else kernel, cores, pin) if rows else None

@@ -26,7 +26,7 @@ class Compute:
 
     Args:
         accelerator: such as "cuda:0".
-        kernel, pin: as for `TorchDevice`.
+        kernel, pin, threads: as for `TorchDevice`.
 
     Attributes:
         accelerator: where the accelerator's tensors are.
@@ -39,18 +39,20 @@ class Compute:
             each on all cores.
     """
 
-    def __init__(self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool) -> None:
+    def __init__(
+        self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool, threads: int | None
+    ) -> None:
         transposed = layout.config.transposed_down
         self.accelerator = torch.device(accelerator)
         self.dtype = DTYPES[layout.dtype]
-        self.cores = usable_cores()
+        self.cores = threads or usable_cores()
         self.use_cores_for = Cores(self.cores, self.dtype).use_for
         self.products = Products()
         self.team: Team | None = None
         self.native: NativeLayers | None = None
         self._config = layout.config
         self._kernel = kernel
-        self._kernel_rows = rows_for_kernel(kernel, layout.dtype)
+        self._kernel_rows = rows_for_kernel(kernel, layout.dtype, self.cores)
         self._pin = pin
         self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
@@ -75,7 +77,7 @@ class Compute:
         if rows_an_expert <= self._kernel_rows:
             self._packs = False  # only torch multiplies by packed weights
         if not self._packs:
-            native = make_kernel(self._kernel, self._kernel_rows, self._pin)
+            native = make_kernel(self._kernel, self._kernel_rows, self.cores, self._pin)
             self.products = Products(native)
             self.native = NativeLayers(self._config, native) if native else None
         if self._shares:

@@ -31,6 +31,8 @@ from .states import states_of
 from .verbs import verbs_of
 from .weights import WeightStore
 
+MOST_THREADS = 1024
+
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
 """The lanes of a CUDA machine that are streams; the paths between memories in its profile have these names."""
 
@@ -49,7 +51,8 @@ class TorchDevice:
             itself if the system and the files allow that, and else copied from it.
         kernel: the kernel for few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
             instruction set here, the name of another instruction set, or `torch`.
-        pin: pin each of the expert kernel's threads to a core of its own.
+        pin: pin each helper of the native kernels to a core of its own.
+        threads: threads of the kernels; by default one for each core that this process may use.
     """
 
     gives_scores = True
@@ -64,12 +67,15 @@ class TorchDevice:
         direct: bool = True,
         kernel: str = "auto",
         pin: bool = False,
+        threads: int | None = None,
     ) -> None:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self.tell: Progress = nobody_hears
         self._keep_logits = keep_logits
-        self._compute = Compute(accelerator, layout, kernel, pin)
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
+        self._compute = Compute(accelerator, layout, kernel, pin, threads)
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct)
         self._global_weights: GlobalWeights | None = None
         self._observers = DeviceObservers()

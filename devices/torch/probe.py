@@ -42,8 +42,8 @@ class TorchProbe:
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
         if instruction_sets():
-            measure_again(instruction_sets()[0])
-        self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16"), pin=False))
+            measure_again(instruction_sets()[0], threads)
+        self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16", threads), threads))
 
     def close(self) -> None:
         """End the threads, and close the files."""

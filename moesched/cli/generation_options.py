@@ -128,6 +128,13 @@ class DeviceArguments:
             help="Setting of the device, such as dilation=64 of the emulated one; repeatable.",
         ),
     ] = ()
+    threads: Annotated[
+        int | None,
+        Parameter(
+            metavar="N",
+            help="Threads of the kernels on the CPU. By default one for each core that this process may use.",
+        ),
+    ] = None
     machine: Annotated[
         str,
         Parameter(
@@ -196,11 +203,15 @@ class GenerationArguments(
             "dtype": self.dtype,
             "sampling": self._sampling(),
             "device": self.device,
-            "device_settings": parse_settings(self.device_settings, "--device-set"),
+            "device_settings": parse_settings(self._device_settings(), "--device-set"),
             "machine": self.machine,
             "trace": self.trace,
             "html": self.html,
         }
+
+    def _device_settings(self) -> tuple[str, ...]:
+        threads = () if self.threads is None else (f"threads={self.threads}",)
+        return (*self.device_settings, *threads)
 
     def _sampling(self) -> Sampling:
         from moesched.requests.sampling import Sampling
