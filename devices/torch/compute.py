@@ -94,6 +94,7 @@ class Compute:
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""
         self.products.close()
+        self.native = None
         if self.team is not None:
             self.team.close()
         torch.set_num_threads(self._threads_before)
