@@ -19,7 +19,7 @@ class Unread:
 
     path, caching = FILE, "bypassed"
 
-    def read(self, into: memoryview, offset: int, needed: int) -> int:
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         raise AssertionError("a location is computed")
 
     def require(self, offset: int, needed: int) -> None: ...

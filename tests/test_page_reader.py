@@ -280,6 +280,32 @@ def test_a_failing_device_is_told_with_file_and_place(tmp_path: Path) -> None:
         directory.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs reads that do not wait for the disk")
+@pytest.mark.parametrize("dropped", ["nothing", "the second half", "everything"])
+def test_what_the_page_cache_has_is_taken_from_there_and_the_rest_from_the_disk(
+    tmp_path: Path, dropped: str
+) -> None:
+    path, blocks = tmp_path / "file", 256
+    contents = bytes(number % 251 for number in range(blocks * ALIGNMENT))
+    with path.open("wb") as written:
+        written.write(contents)
+        written.flush()
+        os.fsync(written.fileno())
+        if dropped != "nothing":
+            first = 0 if dropped == "everything" else len(contents) // 2
+            os.posix_fadvise(written.fileno(), first, 0, os.POSIX_FADV_DONTNEED)
+    file = DirectFile(path)
+    try:
+        memory = Arena(1, len(contents)).slot(0)
+        assert file.read(memory.numpy().data, 0, len(contents), cached=True) == len(contents)
+        assert memory.numpy().tobytes() == contents
+        os.truncate(path, ALIGNMENT)
+        with pytest.raises(MoeschedError, match="it was cut short since it was opened"):
+            file.read(memory.numpy().data, 0, len(contents), cached=True)
+    finally:
+        file.close()
+
+
 def test_a_slot_that_does_not_fit_is_told(model: Path) -> None:
     checkpoint = open_checkpoint(model)
     layout = weight_layout(checkpoint.config)

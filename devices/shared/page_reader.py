@@ -108,15 +108,20 @@ class PageReader:
             blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)
         return blocks
 
-    def read(self, page: Page, slot: torch.Tensor) -> int:
+    def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
         """Read the page into the slot (uint8, CPU, at a multiple of 4096) and return the bytes read.
+
+        cached: take what the page cache has from there.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
         """
         location = self._locations[page.id]
         _require_fit(slot, location.nbytes)
-        nbytes = _read_runs(location.runs, slot) if location.runs else self._read_converted(page, slot)
+        if location.runs:
+            nbytes = _read_runs(location.runs, slot, cached)
+        else:
+            nbytes = self._read_converted(page, slot)
         self._count(nbytes)
         return nbytes
 
@@ -153,9 +158,12 @@ class PageReader:
             self.bytes_read += nbytes
 
 
-def _read_runs(runs: Sequence[Run], slot: torch.Tensor) -> int:
+def _read_runs(runs: Sequence[Run], slot: torch.Tensor, cached: bool) -> int:
     memory = slot.numpy().data
-    return sum(run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed) for run in runs)
+    return sum(
+        run.file.read(memory[run.at : run.at + run.nbytes], run.offset, run.needed, cached=cached)
+        for run in runs
+    )
 
 
 def _convert(

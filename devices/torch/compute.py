@@ -83,6 +83,11 @@ class Compute:
         if self._shares:
             self.team = Team(self.cores)
 
+    @property
+    def arranges(self) -> bool:
+        """Whether tensors that stay are not kept as they were read."""
+        return self._packs or not self.on_cpu
+
     def arranged(self, matrix_ND: Tensor) -> Tensor:
         """A copy on the accelerator of a tensor that stays, packed for oneDNN where that pays."""
         if self._packs and matrix_ND.dim() == 2:

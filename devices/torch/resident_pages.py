@@ -1,9 +1,9 @@
-"""The pages that stay for the whole run, rearranged for oneDNN where that pays."""
+"""The pages that stay for the whole run: as they were read, or rearranged for oneDNN or another device."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -11,24 +11,26 @@ import torch
 from moesched.models.layout import Page
 
 from ..products.team import use_cores
+from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
 
 Weights = dict[str, list[torch.Tensor]]
+Arrange = Callable[[torch.Tensor], torch.Tensor]
+
+READERS = 2
+"""Threads that read pages in place; one waits for the system to clear memory while the other reads."""
 
 
 class ResidentPages:
-    """Reads pages one after the other, on the calling thread, while its own threads rearrange the previous ones.
+    """Reads pages one after the other, on threads of its own."""
 
-    arrange: returns the copy of a tensor that is kept.
-    """
-
-    def __init__(self, reader: PageReader, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, reader: PageReader) -> None:
         self._reader = reader
-        self._arrange = arrange
+        self._arrange: Arrange | None = None
         self._awaited = 0
         self._pages: dict[int, Weights] = {}
         self._free: deque[torch.Tensor] = deque()
-        self._busy: deque[tuple[int, torch.Tensor, Future[Weights]]] = deque()
+        self._busy: deque[tuple[int, Future[Weights]]] = deque()
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Iterable[Page]) -> int:
@@ -37,24 +39,33 @@ class ResidentPages:
         self._pages = {number: weights for number, weights in self._pages.items() if number in wanted}
         return len(wanted) - len(self._pages)
 
-    def expect(self, count: int, staging: list[torch.Tensor]) -> None:
-        """Prepare to load `count` pages; the last `load` returns when all of them are rearranged.
+    def expect(
+        self, count: int, arrange: Arrange | None = None, staging: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Prepare to load `count` pages; the last `load` returns when all of them are there.
 
-        staging: buffers that pages are read into; with n buffers, n - 1 pages are rearranged at a time.
+        Args:
+            arrange: returns the copy of a tensor that is kept; None keeps pages where they are read to.
+            staging: buffers that pages to be rearranged are read into; with n buffers, n - 1 pages are rearranged at a
+                time.
         """
         self._awaited = count
+        self._arrange = arrange
         self._free = deque(staging)
-        self._threads = ThreadPoolExecutor(max(1, len(staging) - 1), "arranging")
+        self._threads = ThreadPoolExecutor(max(1, len(staging) - 1) if arrange else READERS, "loading")
 
     def load(self, page: Page) -> None:
-        """Read a page that is not here yet; on return it may still be rearranged, unless it is the last one."""
+        """Load a page that is not here yet; on return it may still be on its way, unless it is the last one."""
         if page.id in self._pages:
             return
-        if not self._free:
-            self._settle_oldest()
-        staging = self._free.popleft()
-        self._reader.read(page, staging)
-        self._busy.append((page.id, staging, self._threads.submit(self._rearranged, page, staging)))
+        if self._arrange is None:
+            while len(self._busy) >= READERS:
+                self._settle_oldest()
+            self._busy.append((page.id, self._threads.submit(self._read_in_place, page)))
+        else:
+            staging = self._free_staging()
+            self._reader.read(page, staging, cached=True)
+            self._busy.append((page.id, self._threads.submit(self._rearranged, page, staging, self._arrange)))
         self._awaited -= 1
         if not self._awaited:
             while self._busy:
@@ -71,15 +82,26 @@ class ResidentPages:
         """The tensors of a page by their canonical names, as row blocks from top to bottom."""
         return self._pages[page.id]
 
-    def _settle_oldest(self) -> None:
-        number, staging, arranged = self._busy.popleft()
-        self._pages[number] = arranged.result()
-        self._free.append(staging)
+    def _free_staging(self) -> torch.Tensor:
+        while not self._free:
+            self._settle_oldest()
+        return self._free.popleft()
 
-    def _rearranged(self, page: Page, staging: torch.Tensor) -> Weights:
+    def _settle_oldest(self) -> None:
+        number, loaded = self._busy.popleft()
+        self._pages[number] = loaded.result()
+
+    def _read_in_place(self, page: Page) -> Weights:
+        memory = aligned_bytes(self._reader.bytes_in_slot(page))
+        self._reader.read(page, memory, cached=True)
+        return self._reader.views(memory, page)
+
+    def _rearranged(self, page: Page, staging: torch.Tensor, arrange: Arrange) -> Weights:
         use_cores(1)
         with torch.inference_mode():
-            return {
-                name: [self._arrange(block) for block in blocks]
+            weights = {
+                name: [arrange(block) for block in blocks]
                 for name, blocks in self._reader.views(staging, page).items()
             }
+        self._free.append(staging)
+        return weights

@@ -61,7 +61,7 @@ class WeightStore:
         self._compute = compute
         self._mapping = compute.on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
-        self._resident = ResidentPages(self.reader, compute.arranged)
+        self._resident = ResidentPages(self.reader)
         self._arenas: dict[Pool, Arena] = {}
         self._host = ""
         self._reading: Team | None = None
@@ -82,7 +82,12 @@ class WeightStore:
         if self._mapped is None:
             self._allocate(plan, tell)
         if missing:
-            self._resident.expect(missing, self._staging(missing, plan.weights.load_buffers))
+            compute = self._compute
+            self._resident.expect(
+                missing,
+                compute.arranged if compute.arranges else None,
+                self._staging(missing, plan.weights.load_buffers) if compute.arranges else (),
+            )
         self._host = "" if plan.machine.unified else plan.memory("host").name
         if self._host:
             self.home.begin(plan)

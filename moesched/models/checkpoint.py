@@ -60,8 +60,11 @@ class Blocks(Protocol):
     def caching(self) -> str:
         """Effect of reads on the page cache: "bypassed", "dropped" or "kept"."""
 
-    def read(self, into: memoryview, offset: int, needed: int) -> int:
-        """Fill `into` from `offset` on, both multiples of 4096; returns the number of bytes read, at least `needed`."""
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
+        """Fill `into` from `offset` on, both multiples of 4096; returns the number of bytes read, at least `needed`.
+
+        cached: take what the page cache has from there, even where reads bypass it.
+        """
 
     def require(self, offset: int, needed: int) -> None:
         """Raise MoeschedError unless the file holds `needed` bytes from `offset` on."""

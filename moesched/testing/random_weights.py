@@ -56,7 +56,7 @@ class Repeated:
         self.path = path
         self._bytes = pattern
 
-    def read(self, into: memoryview, offset: int, needed: int) -> int:
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Fill `into` with the bytes at `offset`; returns its length."""
         target = np.frombuffer(into, dtype=np.uint8)
         done = 0
