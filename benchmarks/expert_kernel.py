@@ -32,7 +32,7 @@ from _options import Benchmark, track
 
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.library import instruction_sets
-from moesched.devices.products.crossover import most_rows
+from moesched.devices.products.crossover import Shape, most_rows
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, use_cores
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[f"decode_{batch}"] = measure_decode(batch, max(1, options.rounds // 3))
     figures = {
         "instructions": best,
-        "most_rows": most_rows(best, usable_cores()),
+        "most_rows": most_rows(best, Shape(WIDTH, HIDDEN)),
         "expert": {"hidden": HIDDEN, "width": WIDTH, "bytes": EXPERT_BYTES},
         "bars": {
             "share_of_stream_up_to_4_rows": LEAST_SHARE_OF_STREAM,

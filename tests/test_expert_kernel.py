@@ -247,14 +247,17 @@ def test_a_disturbed_ratio_does_not_decide_when_the_kernel_is_used(
 @needs_kernel
 def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
-    crossover.measure_again("portable", 2)
+    shape = crossover.Shape(100, 600)
+    crossover.most_rows.cache_clear()
+    crossover.most_rows("portable", shape)
     [file] = (tmp_path / "cache").iterdir()
     [(here, rows)] = msgspec.json.decode(file.read_bytes()).items()
-    assert here.startswith("portable, ")
+    assert here.startswith("portable, 512 x 1024, ")
     assert rows in (0, *crossover.ROWS)
     file.write_bytes(msgspec.json.encode({here: 7}))
-    assert crossover.most_rows("portable", 2) == 7
+    crossover.most_rows.cache_clear()
+    assert crossover.most_rows("portable", shape) == 7
     file.write_bytes(b"{broken")
     crossover.most_rows.cache_clear()
-    assert crossover.most_rows("portable", 2) in (0, *crossover.ROWS)
+    assert crossover.most_rows("portable", shape) in (0, *crossover.ROWS)
     crossover.most_rows.cache_clear()

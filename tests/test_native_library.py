@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moesched.devices.native.library import TORCH, VERSION, availability, check_choice, instruction_sets, load
+from moesched.devices.products.crossover import Shape
 from moesched.devices.products.products import rows_for_kernel
 from moesched.errors import BadInput
 
@@ -58,4 +59,4 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused_with_those_it_ha
     ):
         check_choice("avx9")
     check_choice(TORCH)
-    assert rows_for_kernel(TORCH, "bfloat16", 2) == 0
+    assert rows_for_kernel(TORCH, "bfloat16", Shape(512, 512)) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..native.kernels import NativeKernels
 from ..native.library import AUTO, TORCH, check_choice, instruction_sets
-from .crossover import most_rows
+from .crossover import Shape, most_rows
 from .linear import Blocks, Tensor, expert_ffn, linear
 
 
@@ -52,11 +52,12 @@ class Products:
         return y_nD if kept is None else y_nD[kept]
 
 
-def rows_for_kernel(kernel: str, dtype: str, cores: int) -> int:
+def rows_for_kernel(kernel: str, dtype: str, shape: Shape) -> int:
     """The most rows for which a chosen kernel is used; 0 where it is not used at all.
 
     Args:
         kernel: `auto`, `torch`, or an instruction set.
+        shape: of the matrices that most weights are in.
 
     Raises:
         BadInput: there is no such kernel here.
@@ -64,7 +65,7 @@ def rows_for_kernel(kernel: str, dtype: str, cores: int) -> int:
     check_choice(kernel)
     if kernel == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0
-    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, cores)
+    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, shape)
 
 
 def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False) -> NativeKernels | None:

@@ -9,6 +9,7 @@ from moesched.system.cores import usable_cores
 
 from ..native.layers import NativeLayers
 from ..products.bfloat16_support import has_bfloat16
+from ..products.crossover import Shape
 from ..products.linear import Tensor
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
@@ -52,7 +53,9 @@ class Compute:
         self.native: NativeLayers | None = None
         self._config = layout.config
         self._kernel = kernel
-        self._kernel_rows = rows_for_kernel(kernel, layout.dtype, self.cores)
+        self._kernel_rows = rows_for_kernel(
+            kernel, layout.dtype, Shape(layout.config.intermediate, layout.config.hidden)
+        )
         self._pin = pin
         self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)

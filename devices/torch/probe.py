@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..native.library import AUTO, instruction_sets
-from ..products.crossover import measure_again
+from ..native.library import AUTO
+from ..products.crossover import Shape, forget
 from ..products.packed_weights import pack, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.team import Team
@@ -24,6 +24,10 @@ Call = Callable[[], object]
 
 COLD_BYTES = 96 << 20  # used between two uses of the same bytes, so that no cache still holds them
 MOST_COPIES = 128
+
+
+PRODUCT = Shape(2048, 1024)
+"""A matrix of medium size, for which kernel and torch are compared."""
 
 
 class TorchProbe:
@@ -41,9 +45,9 @@ class TorchProbe:
         torch.set_num_threads(threads)
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
-        if instruction_sets():
-            measure_again(instruction_sets()[0], threads)
-        self._products = Products(make_kernel(AUTO, rows_for_kernel(AUTO, "bfloat16", threads), threads))
+        forget()
+        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT)
+        self._products = Products(make_kernel(AUTO, rows, threads))
 
     def close(self) -> None:
         """End the threads, and close the files."""
