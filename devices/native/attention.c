@@ -15,9 +15,11 @@
 
 enum {
     QUAD = 4,          /* query heads that are computed together */
-    TILE = 64,         /* tokens whose scores are computed together: their keys and values stay in the first caches */
+    TILE = 32,         /* tokens whose scores are computed together: their keys and values stay in the first caches */
     LEAST_SPAN = 256,  /* tokens */
     MOST_SPANS = 32,   /* of a sequence */
+    STREAMS = 8,       /* see `Ahead` */
+    LINE = 64,         /* bytes of a cache line */
     CHUNKS = 4,        /* of each thread, at least, if there is enough work */
 };
 
@@ -29,14 +31,9 @@ typedef struct {
     const int64_t *blocks;
 } Sequence;
 
-/* The inner loops of an instruction set and a type of numbers. */
-typedef struct {
-    int64_t step; /* numbers */
-    Part place, attend, merge;
-} Loops;
-
 typedef struct {
     const Attend *attend;
+    const struct Loops *loops;
     int64_t quads;        /* of a key-value head's group; the last one is filled up with zeros */
     int64_t steps;        /* of a head; the last one is filled up with zeros */
     int64_t quad_floats;  /* of the queries of a quad */
@@ -52,18 +49,35 @@ typedef struct {
     float sums[]; /* of values, weighted: head after head */
 } Part4;
 
-/* A tile of a span of a key-value head. Items are the key-value heads of the first span, then of the second one ... */
-typedef struct {
-    int64_t item, head;
-    const Sequence *sequence;
-    int64_t first, token, last; /* of the span; the tile's first */
-} Cursor;
-
-/* The keys and values of a tile; up to TILE, its last token again. */
+/* The slots of neighbouring tokens in one sequence: their first keys and values. Up to TILE, the last one again. */
 typedef struct {
     int64_t count;
     const char *keys[TILE], *values[TILE];
 } Tile;
+
+/* The keys or the values of the next tile, which are prefetched while this one is computed: STREAMS lines at a time,
+ * from places so far apart that the processor follows each of them on its own. One stream has half the bandwidth. */
+typedef struct {
+    const char *const *slots;
+    int64_t token;           /* of each stream */
+    int64_t at, first, last; /* bytes in a slot */
+} Ahead;
+
+/* A tile's place. */
+typedef struct {
+    const Sequence *sequence;
+    int64_t span;        /* of all */
+    int64_t token, last; /* its first token; where the span ends */
+} Place;
+
+/* The inner loops of an instruction set and a type of numbers. */
+typedef struct Loops {
+    int64_t step; /* numbers */
+    Part place;
+    void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at, const float *queries,
+                        Part4 *part);
+    Part merge;
+} Loops;
 
 typedef struct {
     int64_t spans, tokens;
@@ -86,24 +100,20 @@ static inline void clear(const Job *job, Part4 *part) {
     }
 }
 
-static Cursor cursor_at(const Job *job, int64_t item) {
-    const int64_t kv_heads = job->attend->kv_heads, span = item / kv_heads;
+/* The beginning of a span. */
+static Place place_of(const Job *job, int64_t span) {
     const Sequence *sequence = job->sequences;
     while (span >= sequence->spans_before + sequence->spans) sequence++;
     const int64_t first = sequence->first + (span - sequence->spans_before) * sequence->span;
-    return (Cursor){item, item % kv_heads, sequence, first, first, smaller(first + sequence->span, sequence->last)};
+    return (Place){sequence, span, first, smaller(first + sequence->span, sequence->last)};
 }
 
-/* To the next tile; beyond the last item, too. */
-static void advance(const Job *job, int64_t end, Cursor *cursor) {
-    cursor->token += TILE;
-    if (cursor->token < cursor->last) return;
-    if (++cursor->item < end) *cursor = cursor_at(job, cursor->item);
-}
-
-static inline const float *queries_of(const Job *job, const Cursor *cursor) {
-    const int64_t sequence = cursor->sequence - job->sequences;
-    return job->queries + (sequence * job->attend->kv_heads + cursor->head) * job->quads * job->quad_floats;
+/* To the next tile; beyond the span before `end`, too. */
+static Place next_place(const Job *job, Place place, int64_t end) {
+    place.token += TILE;
+    if (place.token < place.last) return place;
+    place.span++;
+    return place.span < end ? place_of(job, place.span) : place;
 }
 
 /* The byte of a head in a slot. */
@@ -115,12 +125,12 @@ static inline int64_t slot_of(const Attend *attend, const Sequence *sequence, in
     return sequence->blocks[token / attend->block_size] * attend->block_size + token % attend->block_size;
 }
 
-static void find_tile(const Attend *attend, const Cursor *cursor, Tile *tile) {
-    const int64_t slot_bytes = in_slot(attend, 1, 0), count = smaller(TILE, cursor->last - cursor->token);
+static void find_tile(const Attend *attend, const Place *place, Tile *tile) {
+    const int64_t slot_bytes = in_slot(attend, 1, 0), count = smaller(TILE, place->last - place->token);
     tile->count = count;
     for (int64_t i = 0; i < count;) {
-        const int64_t token = cursor->token + i, rest = attend->block_size - token % attend->block_size;
-        int64_t at = in_slot(attend, slot_of(attend, cursor->sequence, token), cursor->head);
+        const int64_t token = place->token + i, rest = attend->block_size - token % attend->block_size;
+        int64_t at = in_slot(attend, slot_of(attend, place->sequence, token), 0);
         for (const int64_t end = smaller(count, i + rest); i < end; i++, at += slot_bytes) {
             tile->keys[i] = attend->keys + at;
             tile->values[i] = attend->values + at;
@@ -132,15 +142,33 @@ static void find_tile(const Attend *attend, const Cursor *cursor, Tile *tile) {
     }
 }
 
-/* Stores a head of the new token in the cache. */
-static void store_new(const Job *job, const Cursor *cursor) {
+/* Stores a head of a sequence's new token in the cache. */
+static void store_new(const Job *job, const Sequence *sequence, int64_t head) {
     const Attend *attend = job->attend;
-    const int64_t bytes = in_slot(attend, 0, 1), slot = slot_of(attend, cursor->sequence, cursor->sequence->last - 1);
-    const int64_t to = in_slot(attend, slot, cursor->head);
-    const int64_t from = (cursor->sequence - job->sequences) * attend->new_stride * attend->number_bytes +
-                         cursor->head * bytes;
+    const int64_t bytes = in_slot(attend, 0, 1), to = in_slot(attend, slot_of(attend, sequence, sequence->last - 1), head);
+    const int64_t from = (sequence - job->sequences) * attend->new_stride * attend->number_bytes + head * bytes;
     memcpy(attend->keys + to, attend->new_keys + from, (size_t)bytes);
     memcpy(attend->values + to, attend->new_values + from, (size_t)bytes);
+}
+
+static inline Ahead ahead_of(const char *const *slots, int64_t first, int64_t last) {
+    return (Ahead){slots, slots ? 0 : TILE, first, first, last};
+}
+
+/* The lines of each stream, of all that many bytes. */
+static inline int64_t lines_of(int64_t bytes) { return (bytes + LINE * STREAMS - 1) / (LINE * STREAMS); }
+
+/* Prefetches the next lines of each stream, `lines` of them. */
+static inline void fetch(Ahead *ahead, int64_t lines) {
+    for (; lines && ahead->token < TILE / STREAMS; lines--) {
+        const char *const *slots = ahead->slots + ahead->token;
+        for (int64_t stream = 0; stream < STREAMS; stream++)
+            __builtin_prefetch(slots[stream * (TILE / STREAMS)] + ahead->at, 0, 2);
+        ahead->at += LINE;
+        if (ahead->at < ahead->last) continue;
+        ahead->at = ahead->first;
+        ahead->token++;
+    }
 }
 
 /* ---------------------------------------------------------------- the inner loops */
@@ -336,10 +364,45 @@ static Seen seen_by(const Attend *attend) {
     return seen;
 }
 
-/* Heads of spans that a thread takes at a time: all heads of a span, which are neighbours in memory, if there are
- * enough spans for all threads. */
-static int64_t heads_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
-    return spans >= CHUNKS * threads_of(team) ? kv_heads : 1;
+/* Heads [first, last) of the span that begins at `place`, tile by tile; spans before `end` will follow. */
+static void attend_span(const Job *job, Place place, int64_t first, int64_t last, int64_t end) {
+    const int64_t kv_heads = job->attend->kv_heads, span = place.span, begin = place.token;
+    const int64_t sequence = place.sequence - job->sequences, head_bytes = in_slot(job->attend, 0, 1);
+    Tile tiles[2];
+    find_tile(job->attend, &place, &tiles[0]);
+    for (int side = 0; place.span == span; side = !side) {
+        const Place next = next_place(job, place, end);
+        Tile *ahead = next.span < end ? &tiles[!side] : NULL;
+        if (ahead) find_tile(job->attend, &next, ahead);
+        Ahead keys = ahead_of(ahead ? ahead->keys : NULL, head_bytes * first, head_bytes * last);
+        Ahead values = ahead_of(ahead ? ahead->values : NULL, head_bytes * first, head_bytes * last);
+        for (int64_t head = first; head < last; head++) {
+            Part4 *part = part_of(job, span * kv_heads + head);
+            if (place.token == begin) clear(job, part);
+            if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
+            job->loops->attend_head(job, &tiles[side], &keys, &values, head_bytes * head,
+                                    job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, part);
+        }
+        place = next;
+    }
+}
+
+/* Items are the key-value heads of the first span, then those of the second one, and so on. */
+static void attend_items(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const int64_t kv_heads = job->attend->kv_heads, end = (last + kv_heads - 1) / kv_heads;
+    while (first < last) {
+        const int64_t span = first / kv_heads, stop = smaller((span + 1) * kv_heads, last);
+        attend_span(job, place_of(job, span), first - span * kv_heads, stop - span * kv_heads, end);
+        first = stop;
+    }
+}
+
+/* Items that a thread takes at a time: whole spans, whose heads are neighbours in memory, if there are enough of them
+ * for all threads; else single heads. */
+static int64_t items_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
+    const int64_t share = spans / (CHUNKS * threads_of(team));
+    return share ? share * kv_heads : 1;
 }
 
 /* Stores the new tokens, and attends. Returns 0, or -1 without memory. */
@@ -347,7 +410,7 @@ API int moesched_attend(Team *team, const Attend *attend) {
     const Loops *inner = loops[set_of(team)][attend->number_bytes == sizeof(uint16_t)];
     const int64_t kv_heads = attend->kv_heads, groups = attend->sequences * kv_heads;
     const Seen seen = seen_by(attend);
-    Job job = {.attend = attend, .quads = (attend->heads / kv_heads + QUAD - 1) / QUAD};
+    Job job = {.attend = attend, .loops = inner, .quads = (attend->heads / kv_heads + QUAD - 1) / QUAD};
     job.steps = (attend->head_dim + inner->step - 1) / inner->step;
     job.quad_floats = QUAD * job.steps * inner->step;
     job.part_floats = job.quad_floats + (int64_t)(sizeof(Part4) / sizeof(float));
@@ -362,7 +425,7 @@ API int moesched_attend(Team *team, const Attend *attend) {
     Task task = {&job,
                  3,
                  {{inner->place, groups, 1, 0, 0},
-                  {inner->attend, items, heads_at_once(team, seen.spans, kv_heads), 0, 0},
+                  {attend_items, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
                   {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}}};
     run(team, &task, 2 * seen.tokens * in_slot(attend, 1, 0));
     return 0;

@@ -10,11 +10,12 @@
 
 /* ---------------------------------------------------------------- queries */
 
-/* Puts queries where `score` looks for them: of each quad, step after step, in each step head after head. */
+/* Puts queries, scaled, where `score` looks for them: of each quad, step after step, in each step head after head. */
 static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Attend *attend = job->attend;
     const int64_t kv_heads = attend->kv_heads, group = attend->heads / kv_heads, size = attend->head_dim;
+    const float scale = (float)attend->scale;
     for (int64_t item = first; item < last; item++) {
         float *placed = job->queries + item * job->quads * job->quad_floats;
         const Number *query = (const Number *)attend->queries + item / kv_heads * attend->query_stride +
@@ -25,8 +26,8 @@ static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
                 Number numbers[STEP] = {0};
                 if (left) memcpy(numbers, query + head * size + step * STEP, (size_t)left * sizeof *numbers);
                 float *to = placed + ((head / QUAD * job->steps + step) * QUAD + head % QUAD) * STEP;
-                STORE(to, VALUES(numbers, 0));
-                STORE(to + LANES, VALUES(numbers, 1));
+                STORE(to, VALUES(numbers, 0) * scale);
+                STORE(to + LANES, VALUES(numbers, 1) * scale);
             }
     }
 }
@@ -48,13 +49,13 @@ INLINE void NAME(score_step)(const Number *const keys[TOKENS], const float *quer
     }
 }
 
-/* Scores of some tokens for a quad: out[token][head]. */
-INLINE void NAME(score_tokens)(const char *const *heads, int64_t size, const float *query, float scale, float *out) {
+/* Scores of some tokens for a quad: out[token][head]. at: of the head, in the slots. */
+INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t size, const float *query, float *out) {
     const Number *keys[TOKENS];
     Floats sums[TOKENS][QUAD];
     UNROLL
     for (int t = 0; t < TOKENS; t++) {
-        keys[t] = (const Number *)heads[t];
+        keys[t] = (const Number *)(slots[t] + at);
         UNROLL
         for (int c = 0; c < QUAD; c++) sums[t][c] = EVERY(0.0f);
     }
@@ -73,24 +74,19 @@ INLINE void NAME(score_tokens)(const char *const *heads, int64_t size, const flo
         NAME(score_step)(keys, query, sums);
     }
     ADD_LANES((const Floats(*)[QUAD])sums, out);
-    for (int i = 0; i < TOKENS * QUAD; i++) out[i] *= scale;
 }
 
-/* Prefetches a head of some tokens. */
-INLINE void NAME(fetch)(const char *const *heads, int64_t bytes) {
-    for (int t = 0; t < TOKENS; t++)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(heads[t] + at, 0, 3);
-}
-
-/* Scores of a tile for a quad: scores[token][head]. Those after the last one are -infinity, up to TILE. */
-INLINE void NAME(score)(const Attend *attend, const Tile *tile, const Tile *next, const float *query,
-                        float scores[TILE * QUAD]) {
-    const int64_t size = attend->head_dim, bytes = size * (int64_t)sizeof(Number);
+/* Scores of a tile for `quads` quads: scores[quad][token][head]. After the last token they are -infinity. */
+INLINE void NAME(score)(const int quads, const Job *job, const Tile *tile, Ahead *ahead, int64_t at,
+                        const float *queries, float scores[][TILE * QUAD]) {
+    const int64_t size = job->attend->head_dim, lines = lines_of(TOKENS * size * (int64_t)sizeof(Number));
     for (int64_t t = 0; t < tile->count; t += TOKENS) {
-        if (next) NAME(fetch)(next->keys + t, bytes);
-        NAME(score_tokens)(tile->keys + t, size, query, (float)attend->scale, scores + t * QUAD);
+        fetch(ahead, lines);
+        for (int q = 0; q < quads; q++)
+            NAME(score_tokens)(tile->keys + t, at, size, queries + q * job->quad_floats, scores[q] + t * QUAD);
     }
-    for (int64_t i = tile->count * QUAD; i < TILE * QUAD; i++) scores[i] = -INFINITY;
+    for (int q = 0; q < quads; q++)
+        for (int64_t i = tile->count * QUAD; i < TILE * QUAD; i++) scores[q][i] = -INFINITY;
 }
 
 /* Turns scores into weights, and sets `scaling` to what sums so far are multiplied by. */
@@ -124,7 +120,7 @@ INLINE void NAME(weigh)(Part4 *part, float scores[TILE * QUAD], float scaling[QU
 /* ---------------------------------------------------------------- values */
 
 /* One step of the weighted sums of values, for `quads` quads at once. */
-INLINE void NAME(add_step)(const int quads, const Tile *tile, const Tile *next, int64_t at, int64_t numbers,
+INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int64_t at, int64_t numbers,
                            float weights[][TILE * QUAD], float scaling[][QUAD], float *sums[], int64_t stride) {
     Floats total[MOST_QUADS * QUAD][2];
     UNROLL
@@ -136,9 +132,9 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, const Tile *next, 
                         LOADED(sums[i / QUAD] + i % QUAD * stride + half * LANES));
         }
     for (int64_t t = 0; t < tile->count; t++) {
-        const Number *values = (const Number *)tile->values[t] + at;
+        const Number *values = (const Number *)(tile->values[t] + at);
         Number padded[STEP];
-        if (next) __builtin_prefetch((const Number *)next->values[t] + at, 0, 3);
+        if (t % STREAMS == 0) fetch(ahead, lines_of(STREAMS * STEP * (int64_t)sizeof(Number)));
         if (numbers < STEP) {
             memset(padded, 0, sizeof padded);
             memcpy(padded, values, (size_t)numbers * sizeof *padded);
@@ -159,55 +155,38 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, const Tile *next, 
             STORE(sums[i / QUAD] + i % QUAD * stride + half * LANES, total[i][half]);
 }
 
-/* Adds a tile to the parts of `quads` quads, from `quad` on. */
-INLINE void NAME(attend_tile)(const int quads, const Job *job, const Tile *tile, const Tile *next, const float *queries,
-                              Part4 *part) {
+/* Adds a tile to the parts of `quads` quads. at: of the head, in the slots. */
+INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+                               const float *queries, Part4 *part) {
     float scores[MOST_QUADS][TILE * QUAD] __attribute__((aligned(64))), scaling[MOST_QUADS][QUAD];
     float *sums[MOST_QUADS];
-    const int64_t size = job->attend->head_dim, stride = job->steps * STEP;
-    for (int q = 0; q < quads; q++) {
-        Part4 *one = (Part4 *)((float *)part + q * job->part_floats);
-        NAME(score)(job->attend, tile, q ? NULL : next, queries + q * job->quad_floats, scores[q]);
-        NAME(weigh)(one, scores[q], scaling[q]);
-        sums[q] = one->sums;
+    NAME(score)(quads, job, tile, keys, at, queries, scores);
+    for (int q = 0; q < quads; q++, part = parts_after(job, part, 1)) {
+        NAME(weigh)(part, scores[q], scaling[q]);
+        sums[q] = part->sums;
     }
-    for (int64_t at = 0; at < size; at += STEP) {
-        const int64_t numbers = size - at;
-        if (numbers < STEP)
-            NAME(add_step)(quads, tile, next, at, numbers, scores, scaling, sums, stride);
+    for (int64_t left = job->attend->head_dim; left > 0; left -= STEP, at += STEP * (int64_t)sizeof(Number)) {
+        if (left < STEP)
+            NAME(add_step)(quads, tile, values, at, left, scores, scaling, sums, job->steps * STEP);
         else
-            NAME(add_step)(quads, tile, next, at, STEP, scores, scaling, sums, stride);
+            NAME(add_step)(quads, tile, values, at, STEP, scores, scaling, sums, job->steps * STEP);
         for (int q = 0; q < quads; q++) sums[q] += STEP;
     }
 }
 
-static TARGET void NAME(attend)(void *argument, int64_t first, int64_t last) {
-    const Job *job = argument;
-    Tile tiles[2];
-    Cursor here = cursor_at(job, first);
-    find_tile(job->attend, &here, &tiles[0]);
-    for (int side = 0; here.item < last; side = !side) {
-        const Tile *next = NULL;
-        Cursor then = here;
-        advance(job, last, &then);
-        if (then.item < last) {
-            find_tile(job->attend, &then, &tiles[!side]);
-            next = &tiles[!side];
-        }
-        Part4 *part = part_of(job, here.item);
-        const float *queries = queries_of(job, &here);
-        if (here.token == here.first) clear(job, part);
-        if (here.token + TILE >= here.sequence->last) store_new(job, &here);
-        for (int64_t quad = 0; quad < job->quads; next = NULL) {
-            if (MOST_QUADS > 1 && quad + MOST_QUADS <= job->quads) {
-                NAME(attend_tile)(MOST_QUADS, job, &tiles[side], next, queries, part);
-                quad += MOST_QUADS, queries += MOST_QUADS * job->quad_floats, part = parts_after(job, part, MOST_QUADS);
-            } else {
-                NAME(attend_tile)(1, job, &tiles[side], next, queries, part);
-                quad++, queries += job->quad_floats, part = parts_after(job, part, 1);
-            }
-        }
-        here = then;
+/* Adds a tile to a head's parts. */
+static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+                                     const float *queries, Part4 *part) {
+    int64_t left = job->quads;
+    for (; MOST_QUADS > 1 && left >= MOST_QUADS; left -= MOST_QUADS) {
+        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, at, queries, part);
+        queries += MOST_QUADS * job->quad_floats;
+        part = parts_after(job, part, MOST_QUADS);
+    }
+    for (; left; left--) {
+        NAME(attend_quads)(1, job, tile, keys, values, at, queries, part);
+        queries += job->quad_floats;
+        part = parts_after(job, part, 1);
     }
 }
 
@@ -257,7 +236,7 @@ static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
     }
 }
 
-static const Loops NAME(loops) = {STEP, NAME(place), NAME(attend), NAME(merge)};
+static const Loops NAME(loops) = {STEP, NAME(place), NAME(attend_head), NAME(merge)};
 
 #undef NAME
 #undef Number
