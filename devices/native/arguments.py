@@ -49,6 +49,21 @@ class Inputs(ctypes.Structure):
     )
 
 
+class Attend(ctypes.Structure):
+    """As in attention.h."""
+
+    _fields_ = (
+        *(
+            (name, _NUMBER)
+            for name in ("number_bytes", "sequences", "heads", "kv_heads", "head_dim", "window")
+        ),
+        *((name, _NUMBER) for name in ("block_size", "query_stride", "new_stride")),
+        ("scale", _REAL),
+        *((name, _POINTER) for name in ("lengths", "blocks", "keys", "values", "queries", "new_keys")),
+        *((name, _POINTER) for name in ("new_values", "out")),
+    )
+
+
 class Layer(ctypes.Structure):
     """As in moe_layer.c."""
 

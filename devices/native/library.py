@@ -19,7 +19,9 @@ AUTO, TORCH = "auto", "torch"
 VERSION = 2
 """Of the functions' signatures, as the library returns it."""
 
-_CALLS = tuple(f"moesched_{name}" for name in ("embed", "attention_inputs", "route", "moe_layer", "logits"))
+_CALLS = tuple(
+    f"moesched_{name}" for name in ("embed", "attention_inputs", "attend", "route", "moe_layer", "logits")
+)
 """Functions that take the threads and a pointer to their arguments."""
 
 _WHERE = Path(__file__).parent

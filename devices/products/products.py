@@ -69,5 +69,7 @@ def rows_for_kernel(kernel: str, dtype: str, shape: Shape) -> int:
 
 
 def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False) -> NativeKernels | None:
-    """The kernel for up to `rows` rows, with its threads; None for 0 rows."""
-    return NativeKernels(rows, None if kernel == AUTO else kernel, cores, pin) if rows else None
+    """The kernels, with their threads, for products of up to `rows` rows; None where torch does everything."""
+    if kernel == TORCH or not instruction_sets():
+        return None
+    return NativeKernels(rows, None if kernel == AUTO else kernel, cores, pin)

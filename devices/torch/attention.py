@@ -9,6 +9,7 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
+from ..native.attention import NativeAttention
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
@@ -44,6 +45,7 @@ class Attention:
         self._embedding_VD = embedding_VD
         self._products = compute.products
         self._native = compute.native
+        self._native_attention = compute.native_attention
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
 
@@ -83,10 +85,23 @@ class Attention:
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
         state = self._states[task.micro_batch]
-        q_THd, k_TKd, v_TKd = state.qkv
-        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
-        state.attended_TX = self.attend(state, q_THd, state.cache.views(task.layer, state.step))
+        state.attended_TX = self.attend_cached(task, state, *state.qkv)
         del state.qkv
+
+    def attend_cached(
+        self, task: Task, state: MicroBatchState, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor
+    ) -> Tensor:
+        """Store the new tokens' keys and values in the cache, and attend over it: (T, H * d)."""
+        native = self.native_for(task, state, q_THd)
+        if native:
+            return native.attend(q_THd, k_TKd, v_TKd, state.cache.layer(task.layer), state.step.in_blocks)
+        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
+        return self.attend(state, q_THd, state.cache.views(task.layer, state.step))
+
+    def native_for(self, task: Task, state: MicroBatchState, q_THd: Tensor) -> NativeAttention | None:
+        """What attends natively: in decode steps on the CPU, wherever the policy keeps the cache."""
+        one_each = len(q_THd) == len(state.step.sequences)
+        return self._native_attention if task.step and one_each and q_THd.is_cpu else None
 
     def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         """Attention of new queries over the keys and values of any views: (T, H * d)."""

@@ -7,6 +7,7 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import usable_cores
 
+from ..native.attention import NativeAttention
 from ..native.layers import NativeLayers
 from ..products.bfloat16_support import has_bfloat16
 from ..products.crossover import Shape
@@ -36,6 +37,7 @@ class Compute:
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
         native: runs whole tasks of few rows; None where torch does.
+        native_attention: attends in decode steps on the CPU; None where torch does.
         team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
             each on all cores.
     """
@@ -51,6 +53,7 @@ class Compute:
         self.products = Products()
         self.team: Team | None = None
         self.native: NativeLayers | None = None
+        self.native_attention: NativeAttention | None = None
         self._config = layout.config
         self._kernel = kernel
         self._kernel_rows = rows_for_kernel(
@@ -79,10 +82,12 @@ class Compute:
         self._started = True
         if rows_an_expert <= self._kernel_rows:
             self._packs = False  # only torch multiplies by packed weights
-        if not self._packs:
-            native = make_kernel(self._kernel, self._kernel_rows, self.cores, self._pin)
-            self.products = Products(native)
-            self.native = NativeLayers(self._config, native) if native else None
+        rows = 0 if self._packs else self._kernel_rows
+        native = make_kernel(self._kernel, rows, self.cores, self._pin)
+        self.products = Products(native)
+        if native:
+            self.native = NativeLayers(self._config, native) if rows else None
+            self.native_attention = NativeAttention(native, self._config.sliding_window)
         if self._shares:
             self.team = Team(self.cores)
 
@@ -102,7 +107,7 @@ class Compute:
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""
         self.products.close()
-        self.native = None
+        self.native = self.native_attention = None
         if self.team is not None:
             self.team.close()
         torch.set_num_threads(self._threads_before)

@@ -13,6 +13,7 @@ from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
+from ..native.attention import CachedLayer, SequencesInBlocks, one_after_the_other
 from ..products.linear import Tensor
 from .attention import Attention
 from .compute import Compute
@@ -75,11 +76,11 @@ class HostSide:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
         state = self._states[task.micro_batch]
         views = state.cache.views(task.layer, state.step)
-        memory = self._kv_slots[task.operands]
+        keys_memory, values_memory = self._kv_slots[task.operands].chunk(2)
         loaded = []
         for keys, values, new in views:
-            keys_there, memory = _carved(memory, keys)
-            values_there, memory = _carved(memory, values)
+            keys_there, keys_memory = _carved(keys_memory, keys)
+            values_there, values_memory = _carved(values_memory, values)
             for there, here in ((keys_there, keys), (values_there, values)):
                 there[:, :-new].copy_(self._ready(here[:, :-new]), non_blocking=True)
             loaded.append(KVView(keys_there, values_there, new))
@@ -97,6 +98,14 @@ class HostSide:
         """Attention over loaded keys and values, and those of the new tokens."""
         state = self._states[task.micro_batch]
         q_THd, k_TKd, v_TKd = state.qkv
+        native = self._there.native_for(task, state, q_THd)
+        if native:
+            keys, values = (half.data_ptr() for half in self._kv_slots[task.operands].chunk(2))
+            lengths, blocks = state.step.in_blocks
+            loaded = CachedLayer(keys, values, KV_BLOCK_TOKENS)
+            in_blocks = SequencesInBlocks(lengths, one_after_the_other(len(blocks)))
+            state.attended_TX = native.attend(q_THd, k_TKd, v_TKd, loaded, in_blocks)
+            return
         views = self._loaded[task.operands]
         start = 0
         for keys_SLKd, values_SLKd, new in views:
@@ -140,9 +149,7 @@ class HostSide:
 
     def cpu_attention(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        q_THd, k_TKd, v_TKd = self._offloaded_qkv.pop(task.micro_batch)
-        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
-        attended_TX = self._attend(state, q_THd, state.cache.views(task.layer, state.step))
+        attended_TX = self._there.attend_cached(task, state, *self._offloaded_qkv.pop(task.micro_batch))
         self._attended[task.micro_batch] = self._ready(attended_TX)
 
     def load_hidden(self, task: Task) -> None:

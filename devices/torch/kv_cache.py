@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
+from ..native.attention import CachedLayer, SequencesInBlocks
 from .block_table import BlockTable, SequenceBlocks
 from .copies import indices
 from .kernels import KVView
@@ -44,7 +46,8 @@ class KVStep(NamedTuple):
     """The new tokens of some sequences, with their places in the cache.
 
     past, new: tokens of each sequence before the step, and in it. positions_T: of the new tokens in their
-    sequences. slots_T: of the new tokens in the arena. last_S: each sequence's last token among the T.
+    sequences. slots_T: of the new tokens in the arena. last_S: each sequence's last token among the T. in_blocks: all
+    tokens' blocks.
     """
 
     sequences: tuple[int, ...]
@@ -54,6 +57,7 @@ class KVStep(NamedTuple):
     slots_T: Tensor
     last_S: Tensor
     parts: tuple[_Run | _Gather, ...]
+    in_blocks: SequencesInBlocks
 
 
 class BlockedKV:
@@ -84,6 +88,7 @@ class BlockedKV:
         self.block_size = block_size
         self.slots = torch.empty(shape, dtype=dtype, device=device)
         self.table = BlockTable(blocks, block_size)
+        self._half_bytes = self.slots.nbytes // (2 * config.layers)
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +117,7 @@ class BlockedKV:
             indices(slots, device),
             indices(last, device),
             tuple(self._parts(extended, new)),
+            self._in_blocks(extended),
         )
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
@@ -138,6 +144,17 @@ class BlockedKV:
         Views of the arena if a sequence's blocks are contiguous, otherwise copies.
         """
         return [self._view(self.slots[layer], part) for part in step.parts]
+
+    def layer(self, layer: int) -> CachedLayer:
+        """A layer's keys and values, for native attention."""
+        keys = self.slots.data_ptr() + 2 * layer * self._half_bytes
+        return CachedLayer(keys, keys + self._half_bytes, self.block_size)
+
+    def _in_blocks(self, extended: Sequence[SequenceBlocks]) -> SequencesInBlocks:
+        blocks = array("q")
+        for held in extended:
+            blocks.extend(held.blocks[: self.table.blocks_for(held.length)])
+        return SequencesInBlocks(array("q", [held.length for held in extended]), blocks)
 
     def _slots_of(self, blocks: Sequence[int]) -> list[int]:
         """The slots of whole blocks."""

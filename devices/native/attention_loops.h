@@ -1,0 +1,245 @@
+/* The inner loops of attention.c for one instruction set and one type of numbers; see attention_types.h.
+ *
+ * In addition it defines
+ *   NAME(name)           the name with the ending of the set and the type
+ *   Number               the type of numbers
+ *   VALUES(p, half)      that half of a step's numbers at p, as float32
+ *   PLACE_OF(k)          where number k of a step comes to be then
+ *   FROM_FLOAT(x)        x as a number
+ */
+
+/* ---------------------------------------------------------------- queries */
+
+/* Puts queries, scaled, where `score` looks for them: of each quad, step after step, in each step head after head. */
+static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Attend *attend = job->attend;
+    const int64_t kv_heads = attend->kv_heads, group = attend->heads / kv_heads, size = attend->head_dim;
+    const float scale = (float)attend->scale;
+    for (int64_t item = first; item < last; item++) {
+        float *placed = job->queries + item * job->quads * job->quad_floats;
+        const Number *query = (const Number *)attend->queries + item / kv_heads * attend->query_stride +
+                              item % kv_heads * group * size;
+        for (int64_t head = 0; head < job->quads * QUAD; head++)
+            for (int64_t step = 0; step < job->steps; step++) {
+                const int64_t left = head < group ? smaller(STEP, size - step * STEP) : 0;
+                Number numbers[STEP] = {0};
+                if (left) memcpy(numbers, query + head * size + step * STEP, (size_t)left * sizeof *numbers);
+                float *to = placed + ((head / QUAD * job->steps + step) * QUAD + head % QUAD) * STEP;
+                STORE(to, VALUES(numbers, 0) * scale);
+                STORE(to + LANES, VALUES(numbers, 1) * scale);
+            }
+    }
+}
+
+/* ---------------------------------------------------------------- scores */
+
+INLINE void NAME(score_step)(const Number *const keys[TOKENS], const float *query, Floats sums[TOKENS][QUAD]) {
+    UNROLL
+    for (int half = 0; half < 2; half++) {
+        Floats rows[TOKENS];
+        UNROLL
+        for (int t = 0; t < TOKENS; t++) rows[t] = VALUES(keys[t], half);
+        UNROLL
+        for (int c = 0; c < QUAD; c++) {
+            const Floats column = LOADED(query + c * STEP + half * LANES);
+            UNROLL
+            for (int t = 0; t < TOKENS; t++) ADD_PRODUCT(sums[t][c], rows[t], column);
+        }
+    }
+}
+
+/* Scores of some tokens for a quad: out[token][head]. at: of the head, in the slots. */
+INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t size, const float *query, float *out) {
+    const Number *keys[TOKENS];
+    Floats sums[TOKENS][QUAD];
+    UNROLL
+    for (int t = 0; t < TOKENS; t++) {
+        keys[t] = (const Number *)(slots[t] + at);
+        UNROLL
+        for (int c = 0; c < QUAD; c++) sums[t][c] = EVERY(0.0f);
+    }
+    int64_t k = 0;
+    for (; k + STEP <= size; k += STEP, query += QUAD * STEP) {
+        NAME(score_step)(keys, query, sums);
+        UNROLL
+        for (int t = 0; t < TOKENS; t++) keys[t] += STEP;
+    }
+    if (k < size) {
+        Number padded[TOKENS][STEP] = {{0}};
+        for (int t = 0; t < TOKENS; t++) {
+            memcpy(padded[t], keys[t], (size_t)(size - k) * sizeof(Number));
+            keys[t] = padded[t];
+        }
+        NAME(score_step)(keys, query, sums);
+    }
+    ADD_LANES((const Floats(*)[QUAD])sums, out);
+}
+
+/* Scores of a tile for `quads` quads: scores[quad][token][head]. After the last token they are -infinity. */
+INLINE void NAME(score)(const int quads, const Job *job, const Tile *tile, Ahead *ahead, int64_t at,
+                        const float *queries, float scores[][TILE * QUAD]) {
+    const int64_t size = job->attend->head_dim, lines = lines_of(TOKENS * size * (int64_t)sizeof(Number));
+    for (int64_t t = 0; t < tile->count; t += TOKENS) {
+        fetch(ahead, lines);
+        for (int q = 0; q < quads; q++)
+            NAME(score_tokens)(tile->keys + t, at, size, queries + q * job->quad_floats, scores[q] + t * QUAD);
+    }
+    for (int q = 0; q < quads; q++)
+        for (int64_t i = tile->count * QUAD; i < TILE * QUAD; i++) scores[q][i] = -INFINITY;
+}
+
+/* Turns scores into weights, and sets `scaling` to what sums so far are multiplied by. */
+INLINE void NAME(weigh)(Part4 *part, float scores[TILE * QUAD], float scaling[QUAD]) {
+    float lanes[LANES] __attribute__((aligned(64))), total[LANES] __attribute__((aligned(64))) = {0};
+    Floats most[2] = {LOADED(scores), LOADED(scores + LANES)};
+    for (int i = 2 * LANES; i < TILE * QUAD; i += 2 * LANES) {
+        most[0] = LARGER(LOADED(scores + i), most[0]);
+        most[1] = LARGER(LOADED(scores + i + LANES), most[1]);
+    }
+    STORE(lanes, LARGER(most[0], most[1]));
+    for (int c = 0; c < QUAD; c++) {
+        float highest = part->highest[c];
+        for (int i = c; i < LANES; i += QUAD) highest = lanes[i] > highest ? lanes[i] : highest;
+        scaling[c] = exponential(part->highest[c] - highest);
+        part->highest[c] = highest;
+    }
+    for (int i = 0; i < LANES; i++) lanes[i] = part->highest[i % QUAD];
+    for (int i = 0; i < TILE * QUAD; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            scores[i + lane] = exponential(scores[i + lane] - lanes[lane]);
+            total[lane] += scores[i + lane];
+        }
+    for (int c = 0; c < QUAD; c++) {
+        float sum = 0.0f;
+        for (int i = c; i < LANES; i += QUAD) sum += total[i];
+        part->total[c] = part->total[c] * scaling[c] + sum;
+    }
+}
+
+/* ---------------------------------------------------------------- values */
+
+/* One step of the weighted sums of values, for `quads` quads at once. */
+INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int64_t at, int64_t numbers,
+                           float weights[][TILE * QUAD], float scaling[][QUAD], float *sums[], int64_t stride) {
+    Floats total[MOST_QUADS * QUAD][2];
+    UNROLL
+    for (int i = 0; i < quads * QUAD; i++)
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            total[i][half] = EVERY(0.0f);
+            ADD_PRODUCT(total[i][half], EVERY(scaling[i / QUAD][i % QUAD]),
+                        LOADED(sums[i / QUAD] + i % QUAD * stride + half * LANES));
+        }
+    for (int64_t t = 0; t < tile->count; t++) {
+        const Number *values = (const Number *)(tile->values[t] + at);
+        Number padded[STEP];
+        if (t % STREAMS == 0) fetch(ahead, lines_of(STREAMS * STEP * (int64_t)sizeof(Number)));
+        if (numbers < STEP) {
+            memset(padded, 0, sizeof padded);
+            memcpy(padded, values, (size_t)numbers * sizeof *padded);
+            values = padded;
+        }
+        const Floats even = VALUES(values, 0), odd = VALUES(values, 1);
+        UNROLL
+        for (int i = 0; i < quads * QUAD; i++) {
+            const Floats weight = EVERY(weights[i / QUAD][t * QUAD + i % QUAD]);
+            ADD_PRODUCT(total[i][0], even, weight);
+            ADD_PRODUCT(total[i][1], odd, weight);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < quads * QUAD; i++)
+        UNROLL
+        for (int half = 0; half < 2; half++)
+            STORE(sums[i / QUAD] + i % QUAD * stride + half * LANES, total[i][half]);
+}
+
+/* Adds a tile to the parts of `quads` quads. at: of the head, in the slots. */
+INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+                               const float *queries, Part4 *part) {
+    float scores[MOST_QUADS][TILE * QUAD] __attribute__((aligned(64))), scaling[MOST_QUADS][QUAD];
+    float *sums[MOST_QUADS];
+    NAME(score)(quads, job, tile, keys, at, queries, scores);
+    for (int q = 0; q < quads; q++, part = parts_after(job, part, 1)) {
+        NAME(weigh)(part, scores[q], scaling[q]);
+        sums[q] = part->sums;
+    }
+    for (int64_t left = job->attend->head_dim; left > 0; left -= STEP, at += STEP * (int64_t)sizeof(Number)) {
+        if (left < STEP)
+            NAME(add_step)(quads, tile, values, at, left, scores, scaling, sums, job->steps * STEP);
+        else
+            NAME(add_step)(quads, tile, values, at, STEP, scores, scaling, sums, job->steps * STEP);
+        for (int q = 0; q < quads; q++) sums[q] += STEP;
+    }
+}
+
+/* Adds a tile to a head's parts. */
+static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+                                     const float *queries, Part4 *part) {
+    int64_t left = job->quads;
+    for (; MOST_QUADS > 1 && left >= MOST_QUADS; left -= MOST_QUADS) {
+        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, at, queries, part);
+        queries += MOST_QUADS * job->quad_floats;
+        part = parts_after(job, part, MOST_QUADS);
+    }
+    for (; left; left--) {
+        NAME(attend_quads)(1, job, tile, keys, values, at, queries, part);
+        queries += job->quad_floats;
+        part = parts_after(job, part, 1);
+    }
+}
+
+/* ---------------------------------------------------------------- outputs */
+
+/* The weighted sum of values of one head, from its parts in order; overwrites the first part.
+ * parts: of `spans` spans, `apart` quads from each other. */
+INLINE const float *NAME(merge_head)(const Job *job, Part4 *parts, int64_t spans, int64_t apart, int c) {
+    const int64_t stride = job->steps * STEP;
+    float weights[MOST_SPANS], highest = -FLT_MAX, total = 0.0f;
+    for (int64_t p = 0; p < spans; p++) {
+        const Part4 *part = parts_after(job, parts, p * apart);
+        highest = part->highest[c] > highest ? part->highest[c] : highest;
+    }
+    for (int64_t p = 0; p < spans; p++) {
+        const Part4 *part = parts_after(job, parts, p * apart);
+        weights[p] = exponential(part->highest[c] - highest);
+        total += weights[p] * part->total[c];
+    }
+    for (int64_t p = 0; p < spans; p++) weights[p] /= total;
+    for (int64_t k = c * stride; k < (c + 1) * stride; k += LANES) {
+        Floats sums = EVERY(0.0f);
+        for (int64_t p = 0; p < spans; p++)
+            ADD_PRODUCT(sums, LOADED(parts_after(job, parts, p * apart)->sums + k), EVERY(weights[p]));
+        STORE(parts->sums + k, sums);
+    }
+    return parts->sums + c * stride;
+}
+
+static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Attend *attend = job->attend;
+    const int64_t size = attend->head_dim, group = attend->heads / attend->kv_heads;
+    for (int64_t item = first; item < last; item++) {
+        const Sequence *sequence = job->sequences + item / attend->heads;
+        const int64_t head = item % attend->heads, kv_head = head / group, within = head % group;
+        Part4 *parts = parts_after(job, part_of(job, sequence->spans_before * attend->kv_heads + kv_head),
+                                   within / QUAD);
+        const float *sums = NAME(merge_head)(job, parts, sequence->spans, attend->kv_heads * job->quads,
+                                             (int)(within % QUAD));
+        Number *out = (Number *)attend->out + item * size;
+        for (int64_t at = 0; at < size; at += STEP) {
+            Number numbers[STEP];
+            for (int k = 0; k < STEP; k++) numbers[k] = FROM_FLOAT(sums[at + PLACE_OF(k)]);
+            memcpy(out + at, numbers, (size_t)smaller(STEP, size - at) * sizeof *numbers);
+        }
+    }
+}
+
+static const Loops NAME(loops) = {STEP, NAME(place), NAME(attend_head), NAME(merge)};
+
+#undef NAME
+#undef Number
+#undef VALUES
+#undef PLACE_OF
+#undef FROM_FLOAT

@@ -1,0 +1,215 @@
+"""Native attention of a decode step: right, and a sequence's bits depend on nothing but the sequence."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.library import availability, instruction_sets
+from moesched.devices.torch.kv_cache import BlockedKV
+from small_models import SMALL
+
+Tensor = torch.Tensor
+
+BLOCK = 16
+TYPES = [torch.float32, torch.bfloat16]
+LENGTHS = (1, 15, 16, 17, 32, 33, 255, 256, 257, 300)
+
+
+@pytest.fixture(params=instruction_sets() or ["none"])
+def variant(request: pytest.FixtureRequest) -> str:
+    """Every instruction set that this processor has."""
+    name: str = request.param
+    if name == "none":
+        pytest.skip(availability())
+    return name
+
+
+@pytest.fixture
+def kernels(variant: str) -> Iterator[NativeKernels]:
+    with closing(NativeKernels(0, variant, threads=2)) as kernels:
+        yield kernels
+
+
+class Step(NamedTuple):
+    """A decode step's new tokens, and the sequences that they continue."""
+
+    q_SHd: Tensor
+    k_SKd: Tensor
+    v_SKd: Tensor
+    past: list[tuple[Tensor, Tensor]]
+
+    def of(self, sequence: int) -> Step:
+        """The same of one sequence."""
+        one = slice(sequence, sequence + 1)
+        return Step(self.q_SHd[one], self.k_SKd[one], self.v_SKd[one], self.past[one])
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(keys) + 1 for keys, _ in self.past]
+
+
+def random_step(
+    lengths: Sequence[int], heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32
+) -> Step:
+    generator = torch.Generator().manual_seed(heads * size)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, size, generator=generator).to(dtype)
+
+    count = len(lengths)
+    past = [(some(length - 1, kv_heads), some(length - 1, kv_heads)) for length in lengths]
+    return Step(some(count, heads) * 2, some(count, kv_heads), some(count, kv_heads), past)
+
+
+def attend(
+    kernels: NativeKernels,
+    step: Step,
+    window: int | None = None,
+    block_size: int = BLOCK,
+    order: Sequence[int] | None = None,
+) -> Tensor:
+    """Native attention; `order` are the places of the blocks."""
+    needed = [-(-length // block_size) for length in step.lengths]
+    places = list(order or range(sum(needed)))
+    _, kv_heads, size = step.k_SKd.shape
+    slots = torch.full(((max(places) + 1), block_size, kv_heads, size), torch.nan, dtype=step.k_SKd.dtype)
+    cache = slots, slots.clone()
+    start = 0
+    for blocks, (keys, values) in zip(needed, step.past, strict=True):
+        for half, tokens in zip(cache, (keys, values), strict=True):
+            whole = half.new_full((blocks * block_size, kv_heads, size), torch.nan)
+            whole[: len(tokens)] = tokens
+            half[places[start : start + blocks]] = whole.view(blocks, block_size, kv_heads, size)
+        start += blocks
+    keys_at, values_at = (half.data_ptr() for half in cache)
+    return NativeAttention(kernels, window).attend(
+        step.q_SHd,
+        step.k_SKd,
+        step.v_SKd,
+        CachedLayer(keys_at, values_at, block_size),
+        SequencesInBlocks(array("q", step.lengths), array("q", places)),
+    )
+
+
+def exact(step: Step, window: int | None = None) -> Tensor:
+    """Attention in float64, head by head."""
+    heads, kv_heads, size = step.q_SHd.shape[1], step.k_SKd.shape[1], step.q_SHd.shape[2]
+    rows = []
+    for i, (keys, values) in enumerate(step.past):
+        seen = slice(-window if window else 0, None)
+        all_keys = torch.cat((keys, step.k_SKd[i : i + 1]))[seen].double()
+        all_values = torch.cat((values, step.v_SKd[i : i + 1]))[seen].double()
+        for head in range(heads):
+            group = head * kv_heads // heads
+            scores = all_keys[:, group] @ step.q_SHd[i, head].double() / size**0.5
+            rows.append(scores.softmax(0) @ all_values[:, group])
+    return torch.cat(rows).view(len(step.past), -1)
+
+
+def assert_right(got: Tensor, expected: Tensor) -> None:
+    relative = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
+    assert ((got.double() - expected).abs() <= expected.abs() * relative + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(8, 2, 128), (4, 4, 32), (12, 1, 64), (9, 3, 80), (16, 2, 20), (5, 1, 33), (2, 1, 1)],
+)
+def test_attention_is_right(
+    kernels: NativeKernels, heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
+    step = random_step(LENGTHS, heads, kv_heads, size, dtype)
+    assert_right(attend(kernels, step), exact(step))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [1, 16, 100, 257])
+def test_a_window_hides_earlier_tokens(kernels: NativeKernels, window: int, dtype: torch.dtype) -> None:
+    step = random_step([1, 99, 100, 101, 400], 4, 2, 24, dtype)
+    assert_right(attend(kernels, step, window), exact(step, window))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_long_contexts_are_right(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    step = random_step([9000], 4, 1, 16, dtype)
+    assert_right(attend(kernels, step), exact(step))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_other_sequences_the_blocks_and_the_threads_do_not_show_in_the_bits(
+    variant: str, dtype: torch.dtype
+) -> None:
+    step = random_step([700, 3, 1500], 8, 2, 72, dtype)
+    blocks = sum(-(-length // BLOCK) for length in step.lengths)
+    shuffled = torch.randperm(blocks + 9, generator=torch.Generator().manual_seed(1))[:blocks].tolist()
+    outcomes = []
+    for threads in (1, 2, 5):
+        with closing(NativeKernels(0, variant, threads)) as kernels:
+            outcomes.append(attend(kernels, step))
+            outcomes.append(attend(kernels, step, order=shuffled))
+            outcomes.append(attend(kernels, step, block_size=5))
+            outcomes.append(torch.cat([attend(kernels, step.of(i)) for i in range(3)]))
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_sequences_may_share_blocks(kernels: NativeKernels) -> None:
+    first = random_step([50], 4, 2, 16)
+    other = random_step([50], 8, 2, 16)
+    forked = Step(
+        torch.cat((first.q_SHd, other.q_SHd[:, :4])),
+        torch.cat((first.k_SKd, other.k_SKd)),
+        torch.cat((first.v_SKd, other.v_SKd)),
+        first.past * 2,
+    )
+    keys, values = (torch.zeros(5 * BLOCK, 2, 16) for _ in range(2))
+    for half, tokens in zip((keys, values), first.past[0], strict=True):
+        half[: len(tokens)] = tokens
+        half[4 * BLOCK : 4 * BLOCK + 1] = tokens[48:]  # the other one has a last block of its own
+    blocks = SequencesInBlocks(array("q", [50, 50]), array("q", [0, 1, 2, 3, 0, 1, 2, 4]))
+    cached = CachedLayer(keys.data_ptr(), values.data_ptr(), BLOCK)
+    got = NativeAttention(kernels).attend(forked.q_SHd, forked.k_SKd, forked.v_SKd, cached, blocks)
+    assert torch.equal(got, attend(kernels, forked))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_it_stores_the_new_tokens_where_the_cache_appends_them(
+    kernels: NativeKernels, dtype: torch.dtype
+) -> None:
+    config = replace(SMALL, layers=3, heads=4, kv_heads=2, head_dim=12)
+    caches = [BlockedKV(config, 9, block_size=4, dtype=dtype) for _ in range(2)]
+    for cache in caches:
+        cache.slots.zero_()
+        for sequence in range(2):
+            cache.table.open(sequence)
+        cache.extend([0, 1], [6, 4])
+    step = random_step([7, 5], 4, 2, 12, dtype)
+    appended, attended = caches
+    appended.append(1, appended.extend([0, 1], [1, 1]), step.k_SKd, step.v_SKd)
+    in_blocks = attended.extend([0, 1], [1, 1]).in_blocks
+    NativeAttention(kernels).attend(step.q_SHd, step.k_SKd, step.v_SKd, attended.layer(1), in_blocks)
+    assert torch.equal(attended.slots, appended.slots)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-30])
+def test_scores_far_out_give_no_nan(kernels: NativeKernels, scale: float) -> None:
+    step = random_step([400], 4, 1, 16)
+    step = step._replace(q_SHd=step.q_SHd * scale)
+    assert_right(attend(kernels, step), exact(step))
+
+
+def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels) -> None:
+    step = random_step([400, 400], 4, 1, 16)
+    step.q_SHd[1, 2] = torch.nan
+    got = attend(kernels, step).view(2, 4, 16)
+    assert got[1, 2].isnan().all()
+    assert got.isnan().sum() == 16
