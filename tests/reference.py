@@ -9,7 +9,8 @@ import torch
 
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch import kernels
-from moesched.devices.torch.kv_cache import BlockedKV, KVStep
+from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.devices.torch.kv_step import KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.tensors import is_transposed
 

@@ -183,10 +183,10 @@ def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(
     native: NativeKernels, config: ModelConfig
 ) -> None:
     weights, hidden_TD = weights_of(config), random(6, config.hidden, seed=53)
-    norm_D, last_S = weights["final_norm"][0], torch.tensor([5, 0, 3])
-    logits_SV, likeliest = NativeLayers(config, native).logits(hidden_TD, last_S, weights)
+    norm_D, last = weights["final_norm"][0], [5, 0, 3]
+    logits_SV, likeliest = NativeLayers(config, native).logits(hidden_TD, last, weights)
     blocks = [block.double() for block in weights["lm_head"]]
-    exact = kernels.lm_head(hidden_TD[last_S].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
+    exact = kernels.lm_head(hidden_TD[last].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
     assert torch.allclose(logits_SV.double(), exact.double(), atol=0.02, rtol=0.02)
     assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
 
@@ -198,7 +198,7 @@ def test_of_equal_logits_the_first_is_the_likeliest_and_bad_ones_have_none(
     config = replace(PLAIN, hidden=1)
     ones = torch.ones(1).bfloat16()
     weights = LayerWeights({"final_norm": [ones], "lm_head": [torch.full((500, 1), value).bfloat16()]})
-    _, likeliest = NativeLayers(config, native).logits(ones[None], torch.tensor([0]), weights)
+    _, likeliest = NativeLayers(config, native).logits(ones[None], [0], weights)
     assert likeliest == [token]
 
 

@@ -174,19 +174,19 @@ class NativeLayers:
         return out_TD
 
     def logits(
-        self, hidden_TD: Tensor, last_S: Tensor, weights: LayerWeights, into: StepBuffers | None = None
+        self, hidden_TD: Tensor, rows: Sequence[int], weights: LayerWeights, into: StepBuffers | None = None
     ) -> tuple[Tensor, list[int]]:
         """The logits (S, V), float32, of some rows, and the likeliest token of each, -1 if its logits are not finite.
 
         into: overwritten if it has as many rows.
         """
-        rows = len(last_S)
+        chosen = array("q", rows)
         head = weights.arguments(Head, self._prepare.head)
-        if into is not None and into.tokens == rows:
+        if into is not None and into.tokens == len(rows):
             logits_SV, likeliest = into.logits_SV, into.likeliest
         else:
-            logits_SV, likeliest = torch.empty(rows, head.vocabulary), (ctypes.c_int64 * rows)()
-        head.rows, head.x, head.chosen = rows, hidden_TD.data_ptr(), last_S.data_ptr()
+            logits_SV, likeliest = torch.empty(len(rows), head.vocabulary), (ctypes.c_int64 * len(rows))()
+        head.rows, head.x, head.chosen = len(rows), hidden_TD.data_ptr(), address(chosen)
         head.logits, head.likeliest = logits_SV.data_ptr(), ctypes.addressof(likeliest)
         self._call(self._library.moesched_logits, head)
         return logits_SV, list(likeliest)

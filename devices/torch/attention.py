@@ -56,13 +56,8 @@ class Attention:
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
-            positions = [
-                past + i
-                for past, new in zip(state.step.past, state.step.new, strict=True)
-                for i in range(new)
-            ]
             buffers = state.buffers = self._native.buffers(len(ids), state.buffers)
-            self._native.embed(buffers, ids, positions, self._embedding_VD)
+            self._native.embed(buffers, ids, state.step.positions, self._embedding_VD)
             state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return
         positions_T = moved(state.step.positions_T, self._accelerator)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ..native.layers import StepBuffers
 from ..products.linear import Tensor
 from .expert_rows import ExpertRows
-from .kv_cache import BlockedKV, KVStep
+from .kv_cache import BlockedKV
+from .kv_step import KVStep
 
 
 class MicroBatchState:
@@ -52,7 +53,7 @@ class MicroBatchState:
         return self.chunk_of or self
 
     @property
-    def last_S(self) -> Tensor:
+    def last(self) -> list[int]:
         """The last token among the T of each sequence that tokens are sampled for."""
-        last_S = self.step.last_S
-        return last_S if self.ends is None else last_S[self.ends]
+        last = self.step.last
+        return last if self.ends is None else [last[end] for end in self.ends]

@@ -19,7 +19,7 @@ from ..products.linear import Tensor, linear
 from . import kernels
 from .beams import BeamSearches
 from .compute import Compute
-from .copies import moved
+from .copies import indices
 from .global_weights import Head
 from .micro_batch import MicroBatchState
 
@@ -74,7 +74,7 @@ class NextTokens:
         config, head = self._config, self._head
         if self._by_native(state):
             return self._native_logits(state)[0]
-        last_SD = state.hidden_TD.index_select(0, moved(state.last_S, self._accelerator))
+        last_SD = state.hidden_TD.index_select(0, indices(state.last, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:
             self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
@@ -131,12 +131,12 @@ class NextTokens:
 
     def _by_native(self, state: MicroBatchState) -> bool:
         native = self._native
-        return native is not None and native.takes_rows(len(state.last_S)) and native.reads(self._native_head)
+        return native is not None and native.takes_rows(len(state.last)) and native.reads(self._native_head)
 
     def _native_logits(self, state: MicroBatchState) -> tuple[Tensor, list[int]]:
         assert self._native is not None
         into = state.buffers if self._is_greedy else None
-        return self._native.logits(state.hidden_TD, state.last_S, self._native_head, into)
+        return self._native.logits(state.hidden_TD, state.last, self._native_head, into)
 
     def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
         """Give each request its token for the next step."""

@@ -1,0 +1,151 @@
+"""The new tokens of some sequences, with their places in a KV cache in blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ..native.attention import SequencesInBlocks
+from .copies import indices
+
+Tensor = torch.Tensor
+
+
+class Run(NamedTuple):
+    """Sequences of one length whose slots are evenly spaced, so that one strided view shows them all."""
+
+    queries: int
+    length: int
+    sequences: int
+    first_slot: int
+    distance: int  # slots from one sequence to the next
+
+
+class Gather(NamedTuple):
+    """Sequences of one length whose blocks are scattered: the slots of their blocks, to be copied together.
+
+    Each begins with a block of its own, as in the cache, for the same bits as from there.
+    """
+
+    queries: int
+    length: int
+    blocks: list[int]
+    slots: Tensor | None = None
+
+
+class KVStep:
+    """The new tokens of some sequences, with their places in the cache. What torch needs is made when it asks for it.
+
+    Attributes:
+        past, new: tokens of each sequence before the step, and in it.
+        in_blocks: all tokens' blocks.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[int],
+        past: Sequence[int],
+        new: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.sequences = tuple(sequences)
+        self.past = tuple(past)
+        self.new = tuple(new)
+        self._block_size = block_size
+        self._device = device
+        self._blocks = blocks
+
+    @cached_property
+    def in_blocks(self) -> SequencesInBlocks:
+        """The lengths and blocks of the sequences, new tokens included."""
+        blocks = array("q")
+        for each in self._blocks:
+            blocks.extend(each)
+        return SequencesInBlocks(array("q", map(sum, zip(self.past, self.new, strict=True))), blocks)
+
+    @property
+    def positions(self) -> list[int]:
+        """The new tokens' positions in their sequences."""
+        return [position for span in self._spans() for position in span]
+
+    @property
+    def last(self) -> list[int]:
+        """Each sequence's last token among the new ones."""
+        return [stop - 1 for stop in accumulate(self.new)]
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        """`positions` on the cache's device."""
+        return indices(self.positions, self._device)
+
+    @cached_property
+    def last_S(self) -> Tensor:
+        """`last` on the cache's device."""
+        return indices(self.last, self._device)
+
+    @cached_property
+    def slots_T(self) -> Tensor:
+        """The new tokens' slots in the arena."""
+        size = self._block_size
+        slots = [
+            blocks[position // size] * size + position % size
+            for blocks, span in zip(self._blocks, self._spans(), strict=True)
+            for position in span
+        ]
+        return indices(slots, self._device)
+
+    @cached_property
+    def parts(self) -> list[Run | Gather]:
+        """The sequences in their order, those together that one view or one copy shows."""
+        parts: list[Run | Gather] = []
+        for blocks, past, new in zip(self._blocks, self.past, self.new, strict=True):
+            alone = self._alone(blocks, past + new, new)
+            joined = _join(parts[-1], alone) if parts else None
+            if joined is None:
+                parts.append(alone)
+            else:
+                parts[-1] = joined
+        return [self._located(part) if isinstance(part, Gather) else part for part in parts]
+
+    def _spans(self) -> Iterator[range]:
+        return (range(past, past + new) for past, new in zip(self.past, self.new, strict=True))
+
+    def _alone(self, blocks: Sequence[int], length: int, new: int) -> Run | Gather:
+        first = blocks[0] if blocks else 0
+        if list(blocks) == list(range(first, first + len(blocks))):
+            return Run(new, length, 1, first * self._block_size, 0)
+        return Gather(new, length, list(blocks))
+
+    def _located(self, part: Gather) -> Gather:
+        return part._replace(slots=indices(slots_of(part.blocks, self._block_size), self._device))
+
+
+def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
+    """The slots of whole blocks."""
+    return [slot for block in blocks for slot in range(block * block_size, (block + 1) * block_size)]
+
+
+def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
+    """The part with one more sequence; None if they do not fit together."""
+    if (part.queries, part.length) != (alone.queries, alone.length):
+        return None
+    if isinstance(part, Run) and isinstance(alone, Run):
+        return _join_runs(part, alone)
+    if isinstance(part, Gather) and isinstance(alone, Gather):
+        return part._replace(blocks=part.blocks + alone.blocks)
+    return None
+
+
+def _join_runs(run: Run, alone: Run) -> Run | None:
+    """The run with one more sequence; None if that does not continue its pattern."""
+    distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
+    if distance <= 0 or run.distance not in (0, distance):
+        return None
+    return run._replace(sequences=run.sequences + 1, distance=distance)
