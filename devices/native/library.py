@@ -28,6 +28,12 @@ _WHERE = Path(__file__).parent
 _REMEDY = "install GCC or Clang, then moesched again"
 
 
+class Library(ctypes.CDLL):
+    """The functions of the library; calls let other Python threads run, except those named here."""
+
+    moesched_embed: Any
+
+
 def _built() -> list[Path]:
     return sorted(_WHERE.glob("_kernels*.so"))
 
@@ -39,15 +45,15 @@ def build() -> str:
 
 
 @cache
-def _loaded() -> ctypes.CDLL | str:
+def _loaded() -> Library | str:
     return load(_built())
 
 
-def load(paths: Sequence[Path]) -> ctypes.CDLL | str:
+def load(paths: Sequence[Path]) -> Library | str:
     """The first of these libraries, or the reason why it cannot be used."""
     for path in paths:
         try:
-            library = ctypes.CDLL(str(path))
+            library = Library(str(path))
         except OSError as error:
             return f"{path.name} does not load ({error})"
         try:
@@ -57,11 +63,14 @@ def load(paths: Sequence[Path]) -> ctypes.CDLL | str:
         if version != VERSION:
             return f"{path.name} has version {version} instead of {VERSION}"
         _declare(library)
+        # To get the interpreter back may take longer than this call.
+        library.moesched_embed = ctypes.PyDLL(str(path)).moesched_embed
+        library.moesched_embed.argtypes = library.moesched_logits.argtypes
         return library
     return "it was not compiled when moesched was installed"
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _declare(library: Library) -> None:
     pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     library.moesched_instruction_sets.restype = text
     library.moesched_new_team.restype = pointer
@@ -77,10 +86,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
 
 
-def library() -> ctypes.CDLL:
+def library() -> Library:
     """The library; only where there are `instruction_sets`."""
     loaded = _loaded()
-    assert isinstance(loaded, ctypes.CDLL), loaded
+    assert isinstance(loaded, Library), loaded
     return loaded
 
 

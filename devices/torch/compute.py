@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from moesched.models.layout import WeightLayout
@@ -55,11 +57,10 @@ class Compute:
         self.native: NativeLayers | None = None
         self.native_attention: NativeAttention | None = None
         self._config = layout.config
-        self._kernel = kernel
         self._kernel_rows = rows_for_kernel(
             kernel, layout.dtype, Shape(layout.config.intermediate, layout.config.hidden)
         )
-        self._pin = pin
+        self._make_kernel = partial(make_kernel, kernel, cores=self.cores, pin=pin)
         self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
         self._threads_before = torch.get_num_threads()
@@ -83,7 +84,7 @@ class Compute:
         if rows_an_expert <= self._kernel_rows:
             self._packs = False  # only torch multiplies by packed weights
         rows = 0 if self._packs else self._kernel_rows
-        native = make_kernel(self._kernel, rows, self.cores, self._pin)
+        native = self._make_kernel(rows)
         self.products = Products(native)
         if native:
             self.native = NativeLayers(self._config, native) if rows else None
