@@ -2,7 +2,7 @@
  *
  * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
- *   panel      one panel: `columns` rows of x by `rows` rows of weights
+ *   stretch    all rows of x by rows of weights, over a stretch of the inputs
  *   put        puts input k, counted within the step, of a row of x into its step
  *   put_step   the same for a whole step
  */
@@ -20,7 +20,7 @@ INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
 
 static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t last, float *out) {
     const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
-    const int64_t block_steps = PANEL_BYTES / STEP_BYTES / panel_of(product, 0, COLUMNS).columns;
+    const int64_t most_steps = X_BYTES / STEP_BYTES / batch;
     float sums[MOST_OUTPUTS * MOST_BATCH * LANES] __attribute__((aligned(64)));
     memset(sums, 0, (size_t)((last - first) * batch * LANES) * sizeof(float));
     int64_t block_first = 0;
@@ -31,15 +31,10 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
         const uint16_t *weights = block->first + (from - block_first) * inputs;
         int64_t step = 0;
         do {
-            const int64_t left = whole - step, steps = left < block_steps ? left : block_steps;
-            const int64_t rest = step + steps == whole ? inputs % STEP : 0;
-            for (int row = 0; row < batch;) {
-                const Panel panel = panel_of(product, row, COLUMNS);
-                const char *x = product->x + (row * product->steps + panel.columns * step) * STEP_BYTES;
-                ISA(panel)(panel.columns, weights + step * STEP, to - from, inputs, x, steps, rest,
-                           sums + ((from - first) * batch + row) * LANES, batch * LANES);
-                row += panel.columns;
-            }
+            const int64_t left = whole - step, steps = left < most_steps ? left : most_steps;
+            const int64_t rest = steps == left ? inputs % STEP : 0;
+            const Stretch stretch = {product, step, steps, rest, inputs - steps * STEP - rest};
+            ISA(stretch)(&stretch, weights + step * STEP, to - from, sums + (from - first) * batch * LANES);
             step += steps;
         } while (step < whole);
     }
