@@ -103,11 +103,9 @@ INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, const
 
 static TARGET void ISA(stretch)(const Stretch *stretch, const uint16_t *weights, int64_t rows, float *sums) {
     const Product *product = stretch->product;
-    for (int row = 0; row < product->batch;) {
-        const Panel panel = panel_of(product, row, COLUMNS);
-        const char *x = product->x + (row * product->steps + panel.columns * stretch->first) * STEP_BYTES;
-        ISA(panel)(stretch, panel.columns, x, weights, rows, sums + row);
-        row += panel.columns;
+    for (const Panel *panel = stretch->panel; panel < stretch->panel + stretch->panels; panel++) {
+        const char *x = product->x + (panel->column * product->steps + panel->columns * stretch->first) * STEP_BYTES;
+        ISA(panel)(stretch, panel->columns, x, weights, rows, sums + panel->column);
     }
 }
 

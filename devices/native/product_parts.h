@@ -7,14 +7,24 @@
  *   put_step   the same for a whole step
  */
 
-/* out[row][m]: the sum of each accumulator's lanes. */
+/* to[n][width] = the sums of the halves of from[n][2 * width]. */
+INLINE void ISA(fold)(const int width, const float *restrict from, float *restrict to) {
+    for (int n = 0; n < FOLDED; n++)
+        for (int i = 0; i < width; i++) to[n * width + i] = from[2 * n * width + i] + from[(2 * n + 1) * width + i];
+}
+
+/* out[row][m]: the sum of each accumulator's lanes. As many at once as make whole vectors of one lane each. */
 INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
-    for (int64_t n = 0; n < count; n++) {
-        float lanes[LANES];
-        memcpy(lanes, sums + n * LANES, sizeof lanes);
-        for (int width = LANES / 2; width; width /= 2)
-            for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-        out[n] = lanes[0];
+    float lanes[2][FOLDED * 8] __attribute__((aligned(64)));
+    for (int64_t n = 0; n < count; n += FOLDED, sums += FOLDED * LANES, out += FOLDED) {
+        if (LANES > 8) ISA(fold)(8, sums, lanes[0]);
+        if (LANES > 4) ISA(fold)(4, LANES > 8 ? lanes[0] : sums, lanes[1]);
+        if (LANES > 1) {
+            ISA(fold)(2, LANES > 4 ? lanes[1] : sums, lanes[0]);
+            ISA(fold)(1, lanes[0], out);
+        } else {
+            memcpy(out, sums, FOLDED * sizeof *out);
+        }
     }
 }
 
@@ -22,7 +32,11 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
     const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
     const int64_t most_steps = X_BYTES / STEP_BYTES / batch;
     float sums[MOST_OUTPUTS * MOST_BATCH * LANES] __attribute__((aligned(64)));
-    memset(sums, 0, (size_t)((last - first) * batch * LANES) * sizeof(float));
+    const int64_t count = ((last - first) * batch + FOLDED - 1) / FOLDED * FOLDED;
+    memset(sums, 0, (size_t)(count * LANES) * sizeof(float));
+    Panel panel[MOST_PANELS];
+    int panels = 0;
+    for (int row = 0; row < batch; row += panel[panels++].columns) panel[panels] = panel_of(product, row, COLUMNS);
     int64_t block_first = 0;
     for (const Rows *block = product->blocks; block_first < last; block_first += block->count, block++) {
         const int64_t from = block_first > first ? block_first : first;
@@ -33,12 +47,12 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
         do {
             const int64_t left = whole - step, steps = left < most_steps ? left : most_steps;
             const int64_t rest = steps == left ? inputs % STEP : 0;
-            const Stretch stretch = {product, step, steps, rest, inputs - steps * STEP - rest};
+            const Stretch stretch = {product, panels, panel, step, steps, rest, inputs - steps * STEP - rest};
             ISA(stretch)(&stretch, weights + step * STEP, to - from, sums + (from - first) * batch * LANES);
             step += steps;
         } while (step < whole);
     }
-    ISA(add_lanes)(sums, (last - first) * batch, out);
+    ISA(add_lanes)(sums, count, out);
 }
 
 static TARGET void ISA(place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values,

@@ -106,21 +106,20 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
 INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, const uint16_t *weights, int64_t stride, float *sums,
                            int64_t sums_stride) {
     const Product *product = stretch->product;
-    const int batch = (int)product->batch, panels = (batch + COLUMNS - 1) / COLUMNS;
+    const int panels = stretch->panels;
     const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, turn = stretch->steps - AHEAD / STEP;
     int64_t step = 0;
     do {
         const int64_t left = stretch->steps - step, steps = left < piece ? left : piece;
         Tile tile = {.weights = weights + step * STEP, .stride = stride, .sums_stride = sums_stride, .steps = steps,
                      .rest = steps == left ? stretch->rest : 0, .turn = turn - step, .gap = stretch->gap};
-        for (int row = 0, number = 0; number < panels; number++) {
-            const Panel panel = panel_of(product, row, COLUMNS);
-            tile.x = product->x + (row * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
-            tile.sums = sums + row * LANES;
+        for (int number = 0; number < panels; number++) {
+            const Panel panel = stretch->panel[number];
+            tile.x = product->x + (panel.column * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
+            tile.sums = sums + panel.column * LANES;
             tile.first_ahead = rows * number / panels;
             tile.last_ahead = rows * (number + 1) / panels;
             ISA(tiles)[panel.columns - 1](rows, &tile);
-            row += panel.columns;
         }
         step += steps;
     } while (step < stretch->steps);

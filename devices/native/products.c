@@ -13,7 +13,9 @@
 enum {
     X_BYTES = 256 << 10, /* of all rows of x: stay in the second-level cache while rows of weights pass */
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
+    MOST_PANELS = 8,
     LINE = 32,           /* weights in a cache line */
+    FOLDED = 16,         /* accumulators whose lanes are added up at once */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
     CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
@@ -25,6 +27,8 @@ typedef struct {
 /* Inputs of a product that are multiplied at once: `steps` whole steps from step `first`, and `rest` more inputs. */
 typedef struct {
     const Product *product;
+    int panels;
+    const Panel *panel;
     int64_t first, steps, rest;
     int64_t gap; /* the other inputs: between the stretch of one row of weights and that of the next */
 } Stretch;
